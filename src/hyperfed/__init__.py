@@ -1,0 +1,73 @@
+"""Personalised federated learning with hypernetworks: one model per client, no shared data.
+
+Example:
+    >>> import hyperfed
+    >>> task = hyperfed.Task.from_arrays(x, y, client=ids, model=my_module, novel=2)
+    >>> run = hyperfed.train("pfedhn", task, rounds=200, seed=0, out="runs")
+    >>> run.summary["test_accuracy"]
+    0.93
+    >>> run.model(client=3)(batch)  # a client that trained: an nn.Module of its own
+    >>> run.personalize(x_new, y_new)(batch)  # a client never seen
+    >>> run = hyperfed.open_run("runs/pfedhn/20260101-120000-seed0")  # another day
+    >>> run = hyperfed.resume("runs/pfedhn/20260102-120000-seed0")  # one that was stopped
+"""
+
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hyperfed.errors import UserError
+
+if TYPE_CHECKING:
+    from hyperfed.federation import Task
+    from hyperfed.run import Run, train
+
+__all__ = ["Run", "Task", "UserError", "__version__", "open_run", "resume", "train"]
+
+try:
+    __version__ = metadata.version("hyperfed")
+except metadata.PackageNotFoundError:  # run from a checkout that was never installed
+    __version__ = "0+unknown"
+
+_HOME = {"Run": "hyperfed.run", "Task": "hyperfed.federation", "train": "hyperfed.run"}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what needs PyTorch, which takes seconds, when it is first used."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def open_run(path: str | Path, task: "Task | None" = None) -> "Run":
+    """Opens a run from its folder, to use its models.
+
+    Args:
+        path: the run's folder.
+        task: the data, where the run was started with its own; else built from the settings.
+
+    Raises:
+        UserError: not a run's folder, a damaged or foreign checkpoint, or other data.
+    """
+    from hyperfed.run import Run
+
+    return Run.open(Path(path), task)
+
+
+def resume(path: str | Path, task: "Task | None" = None, *, progress: bool = True) -> "Run":
+    """Goes on with a run that was stopped or killed, and returns it finished.
+
+    Args:
+        path: the run's folder.
+        task: the data, where the run was started with its own; else built from the settings.
+        progress: shows a progress bar where there is a terminal.
+
+    Raises:
+        UserError: as :func:`open_run`; or the run is done.
+    """
+    from hyperfed.progress import watch
+    from hyperfed.run import Run
+
+    run = Run.resume(Path(path), task)
+    watch(run, show=progress)
+    return run

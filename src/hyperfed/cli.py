@@ -1,0 +1,305 @@
+"""The ``hyperfed`` command.
+
+Results go to standard output, everything else to standard error. Exit codes: 0 done, 2 the input is
+wrong, 3 stopped and resumable, 1 our fault.
+"""
+
+import json
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+from zipfile import BadZipFile
+
+import numpy as np
+import numpy.typing as npt
+import safetensors.torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from typer import Argument, Option
+
+import hyperfed
+from hyperfed import catalogue, config, records, report
+from hyperfed.catalogue import Kind
+from hyperfed.errors import UserError
+from hyperfed.files import atomic_write
+from hyperfed.progress import watch
+from hyperfed.run import Run
+
+STOPPED = 3
+"""Exit code of a run that was asked to stop and can be resumed."""
+
+WIDTH = 160
+"""Columns of a table that no terminal shows."""
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,  # our own faults are to be reported whole
+    rich_markup_mode=None,  # which would take [KEY=VALUE] for a style
+)
+
+RunDir = Annotated[Path, Argument(metavar="RUN_DIR", help="The folder of a run.")]
+Json = Annotated[bool, Option("--json", help="Print the result as JSON and nothing else.")]
+Quiet = Annotated[bool, Option("--quiet", "-q", help="Show neither progress nor numbers.")]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs a command and leaves with its exit code, by ``SystemExit``.
+
+    Args:
+        arguments: of the command line; this process's own where None.
+    """
+    try:
+        app(arguments)
+    except UserError as error:
+        _say(f"error: {error}")
+        sys.exit(2)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"hyperfed {hyperfed.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def command(
+    version: Annotated[
+        bool, Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Personalised federated learning with hypernetworks."""
+
+
+@app.command()
+def run(
+    source: Annotated[
+        str,
+        Argument(metavar="METHOD|EXPERIMENT.toml", help="See: hyperfed list methods, experiments."),
+    ],
+    settings: Annotated[
+        list[str] | None,
+        Argument(metavar="[KEY=VALUE]...", help="Such as rounds=100 task=cifar10 method.lr=0.05."),
+    ] = None,
+    out: Annotated[Path, Option(help="Where the run gets a folder of its own.")] = Path("runs"),
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train a method on a task."""
+    _train(Run.start(config.load(source, settings or ()), out), as_json=as_json, quiet=quiet)
+
+
+@app.command()
+def resume(run_dir: RunDir, as_json: Json = False, quiet: Quiet = False) -> None:
+    """Go on with a run that was stopped or killed."""
+    _train(Run.resume(run_dir), as_json=as_json, quiet=quiet)
+
+
+@app.command()
+def evaluate(run_dir: RunDir, as_json: Json = False) -> None:
+    """Evaluate the models of a run's best round on every client's data."""
+    found = _open(run_dir).evaluate_best()
+    if as_json:
+        _print_json({split: asdict(evaluation) for split, evaluation in found.items()})
+        return
+    shown = _table("split", "clients", "accuracy %", "per client %", "worst decile %", "loss")
+    for split, e in found.items():
+        shown.add_row(
+            split,
+            str(len(e.clients)),
+            report.percent(e.accuracy),
+            report.mean_and_std(e.accuracy_client_mean, e.accuracy_client_std),
+            report.percent(e.worst_decile_accuracy),
+            "–" if e.loss is None else f"{e.loss:.3f}",
+        )
+    _print_table(shown)
+
+
+@app.command()
+def personalize(
+    run_dir: RunDir,
+    data: Annotated[Path, Option(help="An .npz file: x (m, ...) and, where labelled, y (m,).")],
+    out: Annotated[Path, Option(help="The .safetensors file to write.")],
+    size: Annotated[str | None, Option(help="Which target, where the task has several.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Make the model of a client that was never seen, from its own data."""
+    arrays = _read_arrays(data)
+    model = _open(run_dir).personalize(arrays["x"], arrays.get("y"), size=size)
+    # Copies, because safetensors refuses tensors that share memory.
+    tensors = {name: entry.clone().contiguous() for name, entry in model.state_dict().items()}
+    atomic_write(out, safetensors.torch.save(tensors))
+    if as_json:
+        _print_json({"model": str(out), "examples": len(arrays["x"]), "labelled": "y" in arrays})
+    else:
+        print(out)
+
+
+@app.command()
+def compare(
+    run_dirs: Annotated[
+        list[Path],
+        Argument(metavar="RUN_DIR...", help="Folders of runs, or folders that hold some."),
+    ],
+    figure: Annotated[Path | None, Option(help="Also draw the accuracies to this file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare runs that are done."""
+    found = [records.read_run(folder) for folder in _run_folders(run_dirs)]
+    for unfinished in (record for record in found if record.summary is None):
+        _say(f"warning: left out, not done: {unfinished.path}")
+    done = [record for record in found if record.summary is not None]
+    if not done:
+        raise UserError("a run to compare must be done, but none of these is; resume one")
+    rows = report.comparison(done)
+    if len({row.data_fingerprint for row in rows}) > 1:
+        _say("warning: these runs saw different data, so their numbers do not compare")
+    if figure is not None:
+        report.draw_accuracy(done, figure)
+    if as_json:
+        _print_json(
+            [
+                {"folder": str(record.path), **asdict(row)}
+                for record, row in zip(done, rows, strict=True)
+            ]
+        )
+        return
+    _print_table(report.table(rows))
+    if figure is not None:
+        print(figure)
+
+
+@app.command("list")
+def list_known(
+    kind: Annotated[Kind, Argument(help="What to list.")],
+    folder: Annotated[Path, Option(help="Where the experiments are.")] = Path("experiments"),
+    as_json: Json = False,
+) -> None:
+    """List what a run can be made of."""
+    entries = catalogue.entries(kind, folder)
+    if as_json:
+        _print_json(entries)
+        return
+    if not entries:
+        _say(f"no {kind} in {folder.resolve()}")
+        return
+    shown = _table(*entries[0])
+    for entry in entries:
+        shown.add_row(*(", ".join(v) if isinstance(v, list) else v for v in entry.values()))
+    _print_table(shown)
+
+
+# Training, until it is done or somebody stops it.
+
+
+def _train(run: Run, *, as_json: bool, quiet: bool) -> None:
+    """Trains, prints the result and the folder, and exits with 3 where the run was stopped."""
+    assert run.folder is not None, "a run of the command line has a folder"
+    folder = run.folder.path
+    try:
+        with _stopped_by_signals(run):
+            watch(run, show=not quiet)
+    except KeyboardInterrupt:
+        how = "aborted; its latest checkpoint is kept"
+    else:
+        how = f"stopped after round {run.round} of {run.config.rounds}"
+    done = bool(run.summary)
+    if as_json:
+        _print_json({"folder": str(folder), "round": run.round, "summary": run.summary or None})
+    else:
+        if done and not quiet:
+            _print_table(report.table(report.comparison([run])))
+        print(folder)
+    if not done:
+        _say(f"{how}; go on with: hyperfed resume {shlex.quote(str(folder))}")
+        raise typer.Exit(STOPPED)
+
+
+@contextmanager
+def _stopped_by_signals(run: Run) -> Iterator[None]:
+    """Ends the run after the current round on Ctrl-C or SIGTERM; a second Ctrl-C aborts it."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        run.stop()
+        # Not print(): the signal may have come in the middle of one.
+        os.write(2, b"\nstopping after this round; Ctrl-C aborts it\n")
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# Reading what the arguments name.
+
+
+def _open(run_dir: Path) -> Run:
+    """Opens a run that has models to use."""
+    run = Run.open(run_dir)
+    if not run.evaluations:
+        raise UserError(
+            f"a run to use must have come to its first evaluation, but {run_dir} has none; "
+            f"go on with: hyperfed resume {shlex.quote(str(run_dir))}"
+        )
+    return run
+
+
+def _run_folders(paths: Sequence[Path]) -> list[Path]:
+    """Returns the folders of runs that paths name or hold, each once."""
+    found: list[Path] = []
+    for path in paths:
+        below = records.find_runs(path)
+        if not below:
+            raise UserError(f"{path} must be a run's folder or hold some, but holds none")
+        found += below
+    return list(dict.fromkeys(found))
+
+
+def _read_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
+    """Reads x and, where present, y."""
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in archive.files}
+    except (OSError, ValueError, BadZipFile, AttributeError) as error:
+        raise UserError(
+            f"{path} must be an .npz archive of plain arrays, but cannot be read ({error}); "
+            "write it with numpy.savez(path, x=..., y=...)"
+        ) from error
+    if "x" not in arrays:
+        raise UserError(
+            f"{path} must hold an array x (and y, where there are labels), came "
+            f"{', '.join(arrays) or 'none'}; write it with numpy.savez(path, x=..., y=...)"
+        )
+    return arrays
+
+
+# Printing.
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def _table(*columns: str) -> Table:
+    shown = Table(box=None, header_style="bold", pad_edge=False)
+    for column in columns:
+        shown.add_column(column)
+    return shown
+
+
+def _print_table(shown: Table) -> None:
+    Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False).print(shown)

@@ -1,0 +1,1 @@
+"""Data sets, their division over clients, and the tasks that result."""

@@ -1,0 +1,92 @@
+"""Decoded data sets on disk, so that the second load is a memory map.
+
+One safetensors file per data set, with the rest of :class:`Examples` as JSON in its header: one
+file is replaced in one atomic step and can never be half new.
+"""
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from hyperfed.data.examples import Examples, channels_moved_first, fingerprint_of, hash_of
+
+FORMAT = 1
+"""Part of every key: raise it when what is decoded from the same files changes."""
+
+
+def folder() -> Path:
+    """Returns ``$HYPERFED_CACHE``, ``$XDG_CACHE_HOME/hyperfed`` or ``~/.cache/hyperfed``."""
+    own, shared = os.environ.get("HYPERFED_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    if own:
+        return Path(own)
+    return (Path(shared) if shared else Path.home() / ".cache") / "hyperfed"
+
+
+def key(name: str, reader: str, source: str | list[tuple[str, int, int]]) -> str:
+    """Returns the cache's name for what ``reader`` makes of ``source``.
+
+    Args:
+        name: of the data set; kept legible in the result.
+        reader: name of the function that decodes.
+        source: hub id, or (path in the folder, bytes, modification time in ns) of every file.
+    """
+    digest = hash_of(json.dumps([FORMAT, reader, source]))
+    legible = "".join(letter if letter.isalnum() else "_" for letter in name)[-40:]
+    return f"{legible}-{digest}"
+
+
+def load_or_build(key: str, build: Callable[[], Examples]) -> Examples:
+    """Returns the examples stored under ``key``, or builds and stores them.
+
+    A file that is missing, damaged or from another version is built again. A cache that cannot be
+    written costs time, not correctness: the examples are returned all the same.
+    """
+    path = folder() / "datasets" / f"{key}.safetensors"
+    examples = _read(path)
+    if examples is None:
+        examples = build()
+        with contextlib.suppress(OSError):
+            _write(path, examples)
+    return examples
+
+
+def _read(path: Path) -> Examples | None:
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = json.loads((file.metadata() or {})["examples"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        # Reading all pages once (0.2 s for CIFAR-10) catches what the file format does not.
+        if fingerprint_of(tensors) != header["fingerprint"]:
+            return None
+        tensors["x"] = channels_moved_first(tensors["x"])
+        header |= {"mean": tuple(header["mean"]), "std": tuple(header["std"])}
+        return Examples(**header, **tensors)
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError):
+        return None
+
+
+def _write(path: Path, examples: Examples) -> None:
+    header = {
+        "name": examples.name,
+        "classes": examples.classes,
+        "shared_labels": examples.shared_labels,
+        "mean": examples.mean,
+        "std": examples.std,
+        "fingerprint": examples.fingerprint,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".partial")
+    os.close(handle)
+    try:
+        save_file(examples.tensors(), temporary, {"examples": json.dumps(header)})
+        Path(temporary).replace(path)
+    except SafetensorError as error:  # a full disk, in safetensors' own words
+        raise OSError(f"could not write {temporary}") from error
+    finally:
+        Path(temporary).unlink(missing_ok=True)

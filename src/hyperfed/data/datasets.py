@@ -1,0 +1,164 @@
+"""Data sets by name, by folder or by hub id.
+
+``datasets.load_dataset`` (Hugging Face) is the one door. A known name stands for a folder of that
+name in the data directory, else for a data set on the hub. What is decoded once is kept in a cache
+(:mod:`hyperfed.data.cache`); ``digits`` comes with scikit-learn and needs no download.
+"""
+
+import os
+import re
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from hyperfed.data import cache, readers
+from hyperfed.data.arrays import from_npz
+from hyperfed.data.examples import Examples, Normalize, fingerprint_of, hash_of
+from hyperfed.errors import UserError
+
+__all__ = ["KNOWN", "Examples", "Known", "Normalize", "from_npz", "load"]
+
+
+@dataclass(frozen=True)
+class Known:
+    """A data set with a name.
+
+    Attributes:
+        hub: its id on the Hugging Face hub; None where only a local folder has the layout we read.
+        read: turns its rows into tensors.
+    """
+
+    hub: str | None
+    read: Callable[[readers.Rows, str], Examples]
+
+
+KNOWN: Mapping[str, Known] = MappingProxyType(
+    {
+        "cifar10": Known("uoft-cs/cifar10", readers.cifar10),
+        "cifar100": Known("uoft-cs/cifar100", readers.cifar100),
+        "mnist": Known("ylecun/mnist", readers.mnist),
+        "fashion_mnist": Known("zalando-datasets/fashion_mnist", readers.images),
+        "emnist": Known("tanganke/emnist_letters", readers.images),
+        "femnist": Known("flwrlabs/femnist", readers.femnist),
+        "omniglot": Known(None, readers.omniglot),
+        "shakespeare": Known("flwrlabs/shakespeare", readers.shakespeare),
+    }
+)
+"""Data sets by name, besides the bundled ``digits`` and ``cifar100_coarse`` (20 superclasses)."""
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def load(name: str, data_dir: str | Path | None = None) -> Examples:
+    """Loads a data set into memory.
+
+    Args:
+        name: ``digits``, ``cifar100_coarse`` or a key of ``KNOWN``; else an .npz file (see
+            :func:`from_npz`), a local folder or a hub id with one image and one label column.
+        data_dir: folder of data sets, each in a folder of its name; ``$HYPERFED_DATA`` where None.
+
+    Returns:
+        All examples, decoded. The second load maps the cache into memory; delete the folder
+        ``datasets`` of the cache to have a hub data set read afresh.
+
+    Raises:
+        UserError: unknown name, a folder without data, or nothing to be had from the hub.
+    """
+    if name == "digits":
+        return _finished(readers.digits())
+    if name == "cifar100_coarse":
+        fine = load("cifar100", data_dir)
+        if fine.coarse is None:
+            raise UserError("cifar100 must have coarse labels, got none; use another copy of it")
+        fingerprint = hash_of(fine.fingerprint, "coarse")
+        return replace(fine, name=name, y=fine.coarse, classes=20, fingerprint=fingerprint)
+    if name.endswith(".npz"):
+        return from_npz(name)
+    return _load_rows(name, _data_dir(data_dir))
+
+
+def _load_rows(name: str, data_dir: Path | None) -> Examples:
+    known = KNOWN.get(name)
+    read = known.read if known else readers.images
+    folder = _folder(name, data_dir)
+    source = str(folder) if folder else known.hub if known else name
+    if source is None:
+        raise UserError(
+            f"{name} must come from a local folder, got data_dir={data_dir} without one; set "
+            f" data_dir (or HYPERFED_DATA) to a folder that holds {name}/"
+        )
+    key = cache.key(name, read.__name__, _files(folder) if folder else source)
+
+    def build() -> Examples:
+        # The rows of a local folder are decoded once: no second copy of them stays on disk.
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
+            cache_dir = scratch if folder else None
+            return _finished(read(lambda config: _rows(name, source, config, cache_dir), name))
+
+    return cache.load_or_build(key, build)
+
+
+def _finished(examples: Examples) -> Examples:
+    return replace(examples, fingerprint=fingerprint_of(examples.tensors()))
+
+
+def _data_dir(data_dir: str | Path | None) -> Path | None:
+    given = data_dir or os.environ.get("HYPERFED_DATA")
+    return Path(given) if given else None
+
+
+def _folder(name: str, data_dir: Path | None) -> Path | None:
+    """Returns the local folder that ``name`` stands for; None where it is one of the hub's."""
+    if data_dir is not None and (data_dir / name).is_dir():
+        return data_dir / name
+    if name in KNOWN:
+        return None
+    if Path(name).is_dir():
+        return Path(name)
+    if HUB_ID.fullmatch(name):
+        return None
+    names = ["digits", "cifar100_coarse", *KNOWN]
+    nearest = get_close_matches(name, names, n=1, cutoff=0.0)[0]
+    raise UserError(
+        f"a data set must be one of {', '.join(names)}, a folder, an .npz file or a hub id "
+        f"(owner/name), got {name!r}; did you mean {nearest!r}?"
+    )
+
+
+def _files(folder: Path) -> list[tuple[str, int, int]]:
+    """Lists (path, bytes, modification time in ns) of all files of a folder, sorted."""
+    found = []
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            status = path.stat()
+            found.append((str(path.relative_to(folder)), status.st_size, status.st_mtime_ns))
+    return found
+
+
+def _rows(name: str, source: str, config: str | None, cache_dir: str | None) -> Mapping[str, Any]:
+    """Opens a configuration of a data set, or says what to do about it."""
+    import datasets  # takes seconds to import, and a cached load does without
+
+    try:
+        splits: Mapping[str, Any] = datasets.load_dataset(source, config, cache_dir=cache_dir)
+    except ConnectionError as error:
+        raise UserError(
+            f"{name} must come from a local folder or the Hugging Face hub, and the hub could not "
+            f"be reached ({error}); connect to the internet, or set data_dir (or HYPERFED_DATA) to "
+            f"a folder that holds {name}/ in the hub's layout"
+        ) from error
+    except ValueError as error:
+        raise readers.NoSuchConfigurationError(
+            f"{source} must have a configuration {config or 'by default'}, but has not ({error}); "
+            "use a copy with one"
+        ) from error
+    except (OSError, datasets.exceptions.DatasetsError) as error:
+        raise UserError(
+            f"{name} must be readable by datasets.load_dataset, but {source} is not "
+            f"({error}); check the path or id, and that it holds data files"
+        ) from error
+    return splits

@@ -1,0 +1,227 @@
+"""Your own arrays as a task: everything is checked, and all that is wrong is reported together."""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hyperfed.data import arrays, partitions
+from hyperfed.data.examples import Normalize, channel_statistics, hash_of
+from hyperfed.data.partitions import Partition
+from hyperfed.errors import UserError
+from hyperfed.federation import BASE, Task, accuracy
+from hyperfed.randomness import seeded
+
+Network = nn.Module | Callable[[], nn.Module]
+OfBatch = Callable[[Tensor, Tensor], Tensor]
+
+
+def from_arrays(
+    x: Any,
+    y: Any,
+    *,
+    client: Sequence[Hashable] | Any,
+    model: Network | Mapping[str, Network],
+    val: float = 0.15,
+    test: float = 0.15,
+    novel: int = 0,
+    unlabelled: bool = False,
+    seed: int = 0,
+    classes: int | None = None,
+    loss: OfBatch | None = None,
+    score: OfBatch | None = None,
+    name: str = "arrays",
+) -> Task:
+    """Makes a task of your own data.
+
+    Args:
+        x: NumPy array or tensor, one row per example: uint8 images (N, C, H, W) or (N, H, W), which
+            the task normalises by their channel statistics; floats (N, ...), converted to the
+            model's precision; or integer tokens (N, ...).
+        y: (N,) integer labels from 0, or floats for regression.
+        client: (N,) who holds each example: ids of any hashable type. Clients are numbered in the
+            order of their first appearance.
+        model: target network, or a function that makes one (called with seeded initialisation), or
+            {size name: either} for several sizes, dealt out to equal groups of clients.
+        val: fraction of each client's examples for validation.
+        test: fraction of each client's examples for testing.
+        novel: number of clients, the last ones, that join after training.
+        unlabelled: novel clients have no training labels.
+        seed: of the splits, the initial weights and the sizes.
+        classes: number of labels; the largest label + 1 where None.
+        loss: (output, y) -> scalar. Cross entropy for labels, mean squared error for floats.
+        score: (output, y) -> (B,), averaged into the "accuracy". Correctness for labels, minus the
+            squared error for floats.
+        name: how the records call the task.
+
+    Raises:
+        UserError: lists all that is wrong with the arguments.
+    """
+    problems: list[str] = []
+    inputs = arrays.features(x, problems)
+    usable = not problems
+    targets, classes = arrays.targets(y, classes, problems)
+    owner = arrays.numbered(client, problems)
+    aligned = arrays.same_length(problems, x=inputs, y=targets, client=owner)
+    partition = _split(owner, val, test, seed, problems)
+    clients = int(owner.max()) + 1 if len(owner) else 0
+    if not 0 <= novel < max(clients, 1):
+        problems.append(
+            f"novel must leave a client to train, got novel={novel} of {clients} clients; lower it"
+        )
+    models = _models(model, seed)
+    precision = _precision(models)
+    inputs = inputs.to(precision) if inputs.is_floating_point() else inputs
+    targets = targets.to(precision) if targets.is_floating_point() else targets
+    if usable and aligned:
+        outputs = None if loss or score else classes or 1
+        _try(models, Normalize(*channel_statistics(inputs))(inputs[:2]), outputs, problems)
+    arrays.raise_all(problems, "these arguments do not make a task")
+    assert partition is not None, "its problem was raised"
+
+    known = torch.cat(partition.train[: clients - novel])
+    return Task(
+        name=name,
+        x=inputs,
+        y=targets,
+        train=partition.train,
+        val=partition.val,
+        test=partition.test,
+        models=models,
+        classes=classes,
+        sizes=partitions.deal_sizes(tuple(models), clients, seed),
+        novel=novel,
+        unlabelled=unlabelled,
+        transform=Normalize(*channel_statistics(inputs[known])),
+        loss=loss or (F.cross_entropy if classes else mean_squared_error),
+        score=score or (accuracy if classes else minus_squared_error),
+        fingerprint=hash_of(inputs, targets, partition.fingerprint),
+    )
+
+
+def newcomer(task: Task, x: Any, y: Any = None, *, size: str | None = None) -> Task:
+    """Makes the task of one client that was never seen: its own data, all else as in ``task``.
+
+    The one client, number 0, is novel and trains on all its examples; it has none for validation
+    and testing.
+
+    Args:
+        task: what the method was trained on.
+        x: (m, ...) the client's examples, like the task's.
+        y: (m,) their targets; None where the client is unlabelled.
+        size: which target network it runs; may be left out where the task has one.
+
+    Raises:
+        UserError: lists all in which the data do not fit the task.
+    """
+    problems: list[str] = []
+    inputs = arrays.features(x, problems)
+    inputs = inputs.to(task.x.dtype) if inputs.is_floating_point() else inputs
+    ours, given = (
+        f"{tuple(sample.shape[1:])} {sample.dtype}".replace("torch.", "")
+        for sample in (task.x, inputs)
+    )
+    if not problems and given != ours:
+        problems.append(f"x must hold examples like the task's, {ours}, got {given}; convert it")
+    targets = torch.zeros(len(inputs) if inputs.ndim else 0, dtype=task.y.dtype)
+    if y is not None:
+        targets, _ = arrays.targets(y, task.classes or None, problems)
+        arrays.same_length(problems, x=inputs, y=targets)
+        targets = targets.to(task.y.dtype)
+    elif not len(targets):
+        problems.append("x must hold at least one example, got none; pass some")
+    if size is None and len(task.models) == 1:
+        size = next(iter(task.models))
+    if size not in task.models:
+        problems.append(f"size must be one of {', '.join(task.models)}, got {size}; choose one")
+    arrays.raise_all(problems, "these data do not fit the task")
+    nothing = torch.zeros(0, dtype=torch.int64)
+    return replace(
+        task,
+        x=inputs,
+        y=targets,
+        train=(torch.arange(len(inputs)),),
+        val=(nothing,),
+        test=(nothing,),
+        sizes=(str(size),),
+        novel=1,
+        unlabelled=y is None,
+        fingerprint=hash_of(inputs, targets),
+    )
+
+
+def mean_squared_error(output: Tensor, y: Tensor) -> Tensor:
+    """Returns the mean of (output - y)^2, for outputs (B,) or (B, 1) and targets (B,)."""
+    return F.mse_loss(output.reshape(y.shape), y)
+
+
+def minus_squared_error(output: Tensor, y: Tensor) -> Tensor:
+    """Returns (B,) values of -(output - y)^2: as with accuracy, more is better."""
+    return -(output.reshape(y.shape) - y).square()
+
+
+def _split(
+    owner: Tensor, val: float, test: float, seed: int, problems: list[str]
+) -> Partition | None:
+    """Splits each client's examples; appends to ``problems`` where that cannot be done."""
+    if min(val, test) < 0 or val + test >= 1:
+        problems.append(
+            "val and test must be 0 or more and leave examples to train on, got "
+            f"{val} and {test}; lower them"
+        )
+        return None
+    if not len(owner):
+        return None  # same_length has said so
+    groups = owner.numpy()
+    rng = partitions.random_source(seed, "hold out")
+    part = partitions.hold_out(groups, rng, val=val, test=test)
+    one_class = torch.zeros(len(owner), dtype=torch.int64).numpy()
+    try:
+        return partitions.by_client(
+            groups, one_class, part, clients=int(groups.max()) + 1, classes=1
+        )
+    except UserError as error:
+        problems.append(str(error))
+        return None
+
+
+def _models(model: Network | Mapping[str, Network], seed: int) -> dict[str, nn.Module]:
+    """Returns a network for each size, apart from the caller's own."""
+    networks = model if isinstance(model, Mapping) else {BASE: model}
+    made = {}
+    for size, network in networks.items():
+        with seeded(seed, "target", size):
+            made[size] = deepcopy(network) if isinstance(network, nn.Module) else network()
+    return made
+
+
+def _precision(models: Mapping[str, nn.Module]) -> torch.dtype:
+    parameters = [value for network in models.values() for value in network.parameters()]
+    return parameters[0].dtype if parameters else torch.get_default_dtype()
+
+
+def _try(
+    models: Mapping[str, nn.Module], batch: Tensor, outputs: int | None, problems: list[str]
+) -> None:
+    """Runs each network on a batch; it must give ``outputs`` numbers per example, or more."""
+    for size, network in models.items():
+        trial = deepcopy(network).eval()
+        try:
+            with torch.no_grad():
+                output = trial(batch)
+        except Exception as error:  # whatever a user's network raises is to be told
+            problems.append(
+                f"model {size!r} must take a batch of x, shape {tuple(batch.shape)} {batch.dtype}, "
+                f"but fails on it ({type(error).__name__}: {error}); change the model or x"
+            )
+            continue
+        given = output[0].numel() if output.ndim else 0
+        if outputs is not None and (given < outputs or len(output) != len(batch)):
+            problems.append(
+                f"model {size!r} must give {outputs} outputs per example, got shape "
+                f"{tuple(output.shape)} for {len(batch)} examples; change its last layer"
+            )

@@ -1,0 +1,224 @@
+"""Who holds what: a data set divided over clients.
+
+A division over classes is drawn **once**, as shares (:mod:`hyperfed.data.shares`), and applied to
+the training, validation and test examples alike, so a client is tested on the classes it trained
+on, in the same proportions.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hyperfed.data.examples import hash_of
+from hyperfed.data.shares import Integers, Shares
+from hyperfed.errors import UserError
+from hyperfed.randomness import derive
+
+TRAIN, VAL, TEST = 0, 1, 2
+"""What an example is for."""
+
+TOLERANCE = 1e-9
+"""How far shares of a class may exceed one in sum, from rounding."""
+
+
+def allocate(shares: Shares, labels: Integers, rng: np.random.Generator) -> tuple[Tensor, ...]:
+    """Hands out the examples of one split: each class shuffled and cut at the cumulative shares.
+
+    Cuts are rounded cumulatively: every amount is within one example of its share, no example goes
+    to two clients, and a class whose shares sum to one is used up exactly.
+
+    Args:
+        shares: (clients, classes) fractions.
+        labels: (m,) labels of the split.
+        rng: decides which examples of a class a client gets.
+
+    Returns:
+        For each client its positions in ``labels``, int64, ascending.
+
+    Raises:
+        UserError: shares are negative or exceed one in sum, or labels exceed their classes.
+    """
+    return _grouped(_owners(shares, labels, rng), len(shares))
+
+
+def _owners(shares: Shares, labels: Integers, rng: np.random.Generator) -> Integers:
+    """Returns the client of each example, (m,); -1 where nobody holds it."""
+    clients, classes = shares.shape
+    totals = shares.sum(axis=0)
+    if not np.isfinite(shares).all() or shares.min() < 0 or totals.max() > 1 + TOLERANCE:
+        raise UserError(
+            "shares must be 0 or more and sum to at most 1 for each class, got a smallest share of "
+            f"{shares.min():g} and a largest sum of {totals.max():g}; divide each column by its sum"
+        )
+    if len(labels) and not 0 <= labels.min() <= labels.max() < classes:
+        raise UserError(
+            f"labels must lie in 0..{classes - 1}, the columns of shares, got "
+            f"{labels.min()}..{labels.max()}; draw shares for all classes"
+        )
+    counts = np.bincount(labels, minlength=classes)
+    cuts = np.rint(np.cumsum(shares, axis=0) * counts).astype(np.int64).clip(max=counts)
+    amounts = np.diff(cuts, axis=0, prepend=0, append=counts[None])  # last row: for nobody
+    client_or_nobody = np.append(np.arange(clients), -1)
+    shuffled = rng.permutation(len(labels))
+    by_class = shuffled[np.argsort(labels[shuffled], kind="stable")]
+    owner = np.empty(len(labels), dtype=np.int64)
+    owner[by_class] = np.repeat(np.tile(client_or_nobody, classes), amounts.T.ravel())
+    return owner
+
+
+def hold_out(
+    groups: Integers,
+    rng: np.random.Generator,
+    *,
+    val: float,
+    test: float | None,
+    held_out: npt.NDArray[np.bool_] | None = None,
+) -> Integers:
+    """Decides what each example is for, in the same fractions within each group.
+
+    Args:
+        groups: (N,) what to keep the fractions within: labels, or clients.
+        rng: decides which examples.
+        val: fraction for validation: of all examples, or of those not in ``held_out``.
+        test: fraction for testing; None to test on ``held_out``.
+        held_out: (N,) the data set's own test split.
+
+    Returns:
+        (N,) of TRAIN, VAL and TEST. Counts are rounded within each group.
+    """
+    part = np.full(len(groups), TRAIN)
+    free = np.arange(len(groups))
+    if test is None:
+        if held_out is None:
+            raise UserError("test must be a fraction where no examples are held out, got None")
+        part[held_out] = TEST
+        free = free[~held_out]
+    within = groups[free]
+    shuffled = rng.permutation(len(free))
+    order = shuffled[np.argsort(within[shuffled], kind="stable")]
+    size = np.bincount(within)
+    rank = np.empty(len(free), dtype=np.int64)  # place of each example in its shuffled group
+    rank[order] = np.arange(len(free)) - np.repeat(np.cumsum(size) - size, size)
+    first_val = np.rint((test or 0.0) * size)[within]
+    first_train = first_val + np.rint(val * size)[within]
+    part[free] = np.select([rank < first_val, rank < first_train], [TEST, VAL], TRAIN)
+    return part
+
+
+@dataclass(frozen=True, eq=False)
+class Partition:
+    """Who holds what.
+
+    Attributes:
+        train: for each client int64 indices of its training examples, ascending.
+        val: the same for validation.
+        test: the same for testing.
+        class_proportions: (clients, classes) float64, of each client's training examples; rows sum
+            to one.
+    """
+
+    train: tuple[Tensor, ...]
+    val: tuple[Tensor, ...]
+    test: tuple[Tensor, ...]
+    class_proportions: Tensor
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of who holds what."""
+        splits = (self.train, self.val, self.test)
+        sizes = torch.tensor([[len(index) for index in split] for split in splits])
+        return hash_of(sizes, *(torch.cat(split) for split in splits))
+
+
+def by_shares(
+    shares: Shares, labels: Integers, part: Integers, rng: np.random.Generator
+) -> Partition:
+    """Applies the same shares to training, validation and test examples.
+
+    Args:
+        shares: (clients, classes) fractions.
+        labels: (N,) labels of all examples.
+        part: (N,) TRAIN, VAL or TEST, as :func:`hold_out` decides.
+        rng: decides which examples of a class a client gets.
+
+    Raises:
+        UserError: more clients than training examples, a client is left without any, or shares do
+            not fit.
+    """
+    owner = np.full(len(labels), -1)
+    for split in (TRAIN, VAL, TEST):
+        rows = np.flatnonzero(part == split)
+        owner[rows] = _owners(shares, labels[rows], rng)
+    return by_client(owner, labels, part, clients=shares.shape[0], classes=shares.shape[1])
+
+
+def by_client(
+    owner: Integers, labels: Integers, part: Integers, *, clients: int, classes: int
+) -> Partition:
+    """Groups examples whose clients are known.
+
+    Args:
+        owner: (N,) client of each example; -1 where nobody holds it.
+        labels: (N,) labels; zeros, and one class, where there are none.
+        part: (N,) TRAIN, VAL or TEST.
+        clients: number of clients.
+        classes: number of labels.
+
+    Raises:
+        UserError: more clients than training examples, or a client without any.
+    """
+    training = int((part == TRAIN).sum())
+    if clients > training:
+        raise UserError(
+            f"each client must have a training example, got {clients} clients and {training} "
+            "training examples; ask for fewer clients"
+        )
+    train, val, test = (
+        _grouped(np.where(part == split, owner, -1), clients) for split in (TRAIN, VAL, TEST)
+    )
+    _check_everyone_trains(train)
+    rows = torch.cat(train).numpy()
+    counts = np.bincount(owner[rows] * classes + labels[rows], minlength=clients * classes)
+    counts = counts.reshape(clients, classes)
+    proportions = torch.from_numpy(counts / counts.sum(axis=1, keepdims=True))
+    return Partition(train, val, test, proportions)
+
+
+def _check_everyone_trains(train: Sequence[Tensor]) -> None:
+    empty = [str(client) for client, index in enumerate(train) if not len(index)]
+    if empty:
+        listed = ", ".join(empty[:5]) + (", ..." if len(empty) > 5 else "")
+        raise UserError(
+            f"each client must have a training example, got none for {len(empty)} of {len(train)} "
+            f"clients ({listed}); use fewer clients, more classes per client, a larger alpha or "
+            "smaller validation and test fractions, or leave these clients out"
+        )
+
+
+def deal_sizes(names: Sequence[str], clients: int, seed: int) -> tuple[str, ...]:
+    """Deals model sizes out to equal groups of clients (to within one), drawn at random.
+
+    Returns:
+        For each client a size's name.
+    """
+    dealt = random_source(seed, "sizes").permutation(clients) % len(names)
+    return tuple(names[index] for index in dealt)
+
+
+def random_source(seed: int, purpose: str) -> np.random.Generator:
+    """Returns the generator of one of a division's draws: a function of seed and purpose."""
+    return np.random.default_rng(derive(seed, "partition", purpose))
+
+
+def _grouped(owner: Integers, clients: int) -> tuple[Tensor, ...]:
+    """Lists, for each client, where ``owner`` names it; ascending."""
+    order = np.argsort(owner, kind="stable")
+    edges = np.searchsorted(owner[order], np.arange(clients + 1))
+    return tuple(
+        torch.from_numpy(order[begin:end].astype(np.int64)) for begin, end in pairwise(edges)
+    )

@@ -1,0 +1,329 @@
+"""From the rows of a data set to tensors: one function per layout.
+
+A reader takes ``rows``, which opens one configuration of a data set as {split: table} of the
+Hugging Face ``datasets`` library, and returns :class:`Examples` without a fingerprint.
+Splits whose name starts with "test" are held out.
+"""
+
+import io
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from PIL import Image
+from torch import Tensor
+
+from hyperfed.data.examples import Examples, channel_statistics, channels_moved_first
+from hyperfed.errors import UserError
+
+Rows = Callable[[str | None], Mapping[str, Any]]
+"""Configuration name, or None for the default one -> {split name: datasets.Dataset}."""
+
+Array = npt.NDArray[Any]
+
+WINDOW = 80
+"""Characters before the one to predict, as in LEAF (Caldas et al. 2018)."""
+
+STRIDE = 10
+"""A window starts every so many characters: neighbours that share 79 of 80 teach little."""
+
+LEAST_WINDOWS = (50, 5)
+"""A speaking role with fewer windows for training or for testing is left out."""
+
+OMNIGLOT_SIDE = 28
+"""Side of an Omniglot image, resized from 105."""
+
+
+class NoSuchConfigurationError(UserError):
+    """A data set lacks a configuration that was asked for."""
+
+
+def images(rows: Rows, name: str, *, client: str = "client") -> Examples:
+    """Reads any data set of images: one image column and one label column, found by their type.
+
+    Args:
+        rows: opens the data set.
+        name: of the result.
+        client: column of natural client ids of any type; ignored where there is none.
+
+    Raises:
+        UserError: no such columns, more than one choice, or images of several sizes.
+    """
+    splits = rows(None)
+    features = next(iter(splits.values())).features
+    image_column, label_column = _image_column(features, name), _label_column(features, name)
+    y, classes = _labels(splits, label_column, features[label_column], name)
+    owner = None
+    if client in features:
+        owner = torch.from_numpy(np.unique(_column(splits, client), return_inverse=True)[1])
+    return _of_images(
+        name, _decode(splits, image_column, name), y, _held_out(splits), classes, client=owner
+    )
+
+
+def femnist(rows: Rows, name: str) -> Examples:
+    """Reads FEMNIST (Caldas et al. 2018): 62 classes; the natural client is the writer."""
+    return images(rows, name, client="writer_id")
+
+
+def mnist(rows: Rows, name: str) -> Examples:
+    """Reads MNIST; the natural client is the writer where a configuration ``writers`` tells it."""
+    examples = images(rows, name)
+    try:
+        writers = rows("writers")
+    except NoSuchConfigurationError:  # the hub's copy does not tell
+        return examples
+    owner = np.unique(_column(writers, "writer_id"), return_inverse=True)[1]
+    return _with(examples, client=torch.from_numpy(owner))
+
+
+def cifar10(rows: Rows, name: str) -> Examples:
+    """Reads CIFAR-10 with the per-channel statistics that the field's public code uses."""
+    statistics = {"mean": (0.4914, 0.4822, 0.4465), "std": (0.2023, 0.1994, 0.2010)}
+    return _with(images(rows, name), **statistics)
+
+
+def cifar100(rows: Rows, name: str) -> Examples:
+    """Reads CIFAR-100: ``y`` is one of 100 fine labels, ``coarse`` one of 20 superclasses."""
+    splits = rows(None)
+    fine, coarse = (
+        torch.from_numpy(_column(splits, column).astype(np.int64))
+        for column in ("fine_label", "coarse_label")
+    )
+    x = _decode(splits, "img", name)
+    return _of_images(name, x, fine, _held_out(splits), 100, coarse=coarse)
+
+
+def omniglot(rows: Rows, name: str) -> Examples:
+    """Reads Omniglot (Lake et al. 2015), 28 x 28: the natural client is the alphabet.
+
+    Characters are numbered within their alphabet, so the number of classes is the size of the
+    largest alphabet, 55. There is no test split: background and evaluation set hold different
+    alphabets.
+    """
+    splits = rows(None)
+    x = _decode(splits, "image", name, side=OMNIGLOT_SIDE)
+    alphabet, character = _column(splits, "alphabet_id"), _column(splits, "character_id")
+    pairs, index = np.unique(np.stack([alphabet, character], 1), axis=0, return_inverse=True)
+    first = np.searchsorted(pairs[:, 0], pairs[:, 0])  # where each pair's alphabet begins
+    label = (np.arange(len(pairs)) - first)[index.ravel()]
+    owner = np.unique(alphabet, return_inverse=True)[1]
+    return _of_images(
+        name,
+        x,
+        torch.from_numpy(label),
+        torch.zeros(len(label), dtype=torch.bool),
+        int(label.max()) + 1,
+        client=torch.from_numpy(owner),
+        shared_labels=False,
+    )
+
+
+def shakespeare(rows: Rows, name: str, *, least: tuple[int, int] = LEAST_WINDOWS) -> Examples:
+    """Reads Shakespeare by speaking role: 80 characters -> the next one.
+
+    Two layouts: lines (``text``, ``speaker``), whose text is cut into windows every ``STRIDE``
+    characters; or LEAF's ready windows (``x``, ``y``, ``character_id``), of which one in ``STRIDE``
+    is taken.
+
+    Token 0 is any character that the training windows lack; the others are theirs in order.
+    ``classes`` counts token 0.
+
+    Args:
+        rows: opens the data set.
+        name: of the result.
+        least: windows that a role must have for training and (where there is a test split) for
+            testing; roles with fewer are left out.
+    """
+    splits = rows(None)
+    features = next(iter(splits.values())).features
+    if "character_id" in features:
+        role, windows, held_out = _ready_windows(splits)
+    else:
+        role, windows, held_out = _windows_of_lines(splits)
+    vocabulary = np.unique(windows[~held_out])
+    place = np.searchsorted(vocabulary, windows).clip(max=len(vocabulary) - 1)
+    tokens = np.where(vocabulary[place] == windows, place + 1, 0)
+
+    roles, role = np.unique(role, return_inverse=True)
+    kept = np.bincount(role[~held_out], minlength=len(roles)) >= least[0]
+    if held_out.any():
+        kept &= np.bincount(role[held_out], minlength=len(roles)) >= least[1]
+    rows_kept = kept[role]
+    owner = (np.cumsum(kept) - 1)[role[rows_kept]]
+    tokens = tokens[rows_kept]
+    return Examples(
+        name=name,
+        x=torch.from_numpy(tokens[:, :-1].copy()),
+        y=torch.from_numpy(tokens[:, -1].copy()),
+        held_out=torch.from_numpy(held_out[rows_kept]),
+        classes=len(vocabulary) + 1,
+        client=torch.from_numpy(owner),
+    )
+
+
+def digits() -> Examples:
+    """Reads scikit-learn's bundled digits: 1,797 grey images of 8 x 8, a fifth held out."""
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    bundle = load_digits()
+    y = torch.from_numpy(bundle.target.astype(np.int64))
+    x = torch.from_numpy(np.rint(bundle.images * 255 / 16).astype(np.uint8))[:, None]
+    held_out = torch.zeros(len(y), dtype=torch.bool)
+    rows = np.arange(len(y))
+    held_out[train_test_split(rows, test_size=0.2, random_state=0, stratify=bundle.target)[1]] = (
+        True
+    )
+    return _of_images("digits", x, y, held_out, 10)
+
+
+def _of_images(
+    name: str, x: Tensor, y: Tensor, held_out: Tensor, classes: int, **others: Any
+) -> Examples:
+    """Builds examples with the statistics of their training images."""
+    mean, std = channel_statistics(x[~held_out])
+    return Examples(name, x, y, held_out, classes, mean=mean, std=std, **others)
+
+
+def _with(examples: Examples, **changes: Any) -> Examples:
+    return Examples(**{**vars(examples), **changes})
+
+
+def _column(splits: Mapping[str, Any], column: str) -> Array:
+    """Returns a column over all splits, in their order."""
+    parts = [
+        table.with_format("arrow")[:].column(column).to_numpy(zero_copy_only=False)
+        for table in splits.values()
+    ]
+    return np.concatenate(parts)
+
+
+def _held_out(splits: Mapping[str, Any]) -> Tensor:
+    return torch.cat(
+        [torch.full((len(table),), split.startswith("test")) for split, table in splits.items()]
+    )
+
+
+def _image_column(features: Mapping[str, Any], name: str) -> str:
+    found = [column for column, kind in features.items() if type(kind).__name__ == "Image"]
+    if len(found) != 1:
+        raise UserError(
+            f"{name} must have one image column, got {', '.join(found) or 'none'} "
+            f"(columns: {', '.join(features)}); save other data as arrays x, y in an .npz file"
+        )
+    return found[0]
+
+
+def _label_column(features: Mapping[str, Any], name: str) -> str:
+    """Finds the label: the only class-label column, else the only integer one, else ``label``."""
+    labels = [column for column, kind in features.items() if type(kind).__name__ == "ClassLabel"]
+    integers = [
+        column
+        for column, kind in features.items()
+        if "int" in str(getattr(kind, "dtype", "")) and column not in labels
+    ]
+    for found in (labels, integers):
+        if len(found) == 1:
+            return found[0]
+        if "label" in found:
+            return "label"
+    raise UserError(
+        f"{name} must have one label column, a class label or an integer, "
+        f"got {', '.join(labels or integers) or 'none'} (columns: {', '.join(features)}); "
+        "rename the one to learn to 'label'"
+    )
+
+
+def _labels(splits: Mapping[str, Any], column: str, feature: Any, name: str) -> tuple[Tensor, int]:
+    y = torch.from_numpy(_column(splits, column).astype(np.int64))
+    if int(y.min()) < 0:
+        raise UserError(
+            f"labels of {name} must be 0 or more, got {int(y.min())} in column {column!r}; "
+            "remove the splits or rows without labels"
+        )
+    names = getattr(feature, "names", None)
+    return y, len(names) if names else int(y.max()) + 1
+
+
+def _decode(splits: Mapping[str, Any], column: str, name: str, side: int | None = None) -> Tensor:
+    """Decodes an image column to (N, C, H, W) uint8, ``channels_last`` in memory.
+
+    Grey if every image is, else in colour. Threads do not help at these sizes (measured): opening a
+    small image is Python's work, not the decoder's.
+    """
+    pictures: list[Array] = []
+    for table in splits.values():
+        for batch in table.with_format("arrow").iter(batch_size=1000):
+            cells = batch.column(column).combine_chunks()
+            content, paths = cells.field("bytes"), cells.field("path")
+            pictures += [
+                _pixels(image.as_buffer() if image.is_valid else path.as_py(), side)
+                for image, path in zip(content, paths, strict=True)
+            ]
+    sizes = {picture.shape[:2] for picture in pictures}
+    if len(sizes) > 1:
+        first, second = sorted(sizes)[:2]
+        raise UserError(
+            f"images of {name} must have one size, got {first} and {second} (height, width) and "
+            f"{len(sizes) - 2} more; resize them"
+        )
+    shape = max(pictures, key=lambda picture: picture.ndim).shape  # with channels if any has them
+    stacked = np.empty((len(pictures), *shape), dtype=np.uint8)
+    for row, picture in zip(stacked, pictures, strict=True):
+        row[...] = picture if picture.ndim == row.ndim else picture[..., None]
+    return channels_moved_first(
+        torch.from_numpy(stacked if stacked.ndim == 4 else stacked[..., None])
+    )
+
+
+def _pixels(image: Any, side: int | None) -> Array:
+    """Decodes a buffer or a file to (H, W) grey or (H, W, 3) colour uint8."""
+    with Image.open(image if isinstance(image, str) else io.BytesIO(image)) as file:
+        picture: Image.Image = file
+        if picture.mode.startswith(("I", "F")):
+            raise UserError(
+                f"images must have 8 bits per channel, got mode {picture.mode}; "
+                "convert them, or save the pixels as float arrays in an .npz file"
+            )
+        if picture.mode not in ("L", "RGB"):
+            grey = picture.mode in ("1", "LA")
+            picture = picture.convert("L" if grey else "RGB")
+        if side is not None:
+            picture = picture.resize((side, side), Image.Resampling.BILINEAR)
+        return np.asarray(picture)
+
+
+def _windows_of_lines(splits: Mapping[str, Any]) -> tuple[Array, Array, Array]:
+    """Cuts each role's lines, joined: roles (W,), code points (W, 81), held out (W,)."""
+    roles, windows, held_out = [], [], []
+    for split, table in splits.items():
+        said: dict[str, list[str]] = {}
+        texts, speakers = _column({split: table}, "text"), _column({split: table}, "speaker")
+        for text, speaker in zip(texts, speakers, strict=True):
+            said.setdefault(speaker, []).append(text)
+        for speaker, lines in sorted(said.items()):
+            letters = _code_points("\n".join(lines))
+            if len(letters) <= WINDOW:
+                continue
+            cut = np.lib.stride_tricks.sliding_window_view(letters, WINDOW + 1)[::STRIDE]
+            windows.append(cut)
+            roles += [speaker] * len(cut)
+            held_out += [split.startswith("test")] * len(cut)
+    return np.array(roles), np.concatenate(windows), np.array(held_out)
+
+
+def _ready_windows(splits: Mapping[str, Any]) -> tuple[Array, Array, Array]:
+    """Takes one window in ``STRIDE``: roles (W,), code points (W, 81), held out (W,)."""
+    before, after, role = (
+        _column(splits, column)[::STRIDE] for column in ("x", "y", "character_id")
+    )
+    held_out = _held_out(splits).numpy()[::STRIDE]
+    windows = _code_points("".join(before + after)).reshape(len(role), WINDOW + 1)
+    return role.astype(str), windows, held_out
+
+
+def _code_points(text: str) -> Array:
+    return np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)

@@ -1,0 +1,81 @@
+"""How far apart clients are: distances between their class distributions.
+
+Distributions are rows (..., classes) that sum to one, such as ``Partition.class_proportions``.
+"""
+
+import torch
+from torch import Tensor
+
+from hyperfed.errors import UserError
+
+
+def total_variation(p: Tensor, q: Tensor) -> Tensor:
+    """Computes half the L1 distance of each row of ``p`` to each of ``q``.
+
+    Args:
+        p: (n, classes) distributions.
+        q: (m, classes) distributions.
+
+    Returns:
+        (n, m) distances in [0, 1].
+
+    Raises:
+        UserError: the rows are no distributions over the same classes.
+    """
+    _check(p, q)
+    return torch.cdist(p, q, p=1) / 2
+
+
+def kl_divergence(p: Tensor, q: Tensor, smoothing: float = 0.0) -> Tensor:
+    """Computes KL(p || q) = sum p log(p / q), in nats, of each row of ``p`` from each of ``q``.
+
+    Args:
+        p: (n, classes) distributions.
+        q: (m, classes) distributions.
+        smoothing: added to every class of both, rows then scaled to one. Without it the divergence
+            is infinite where ``q`` lacks a class of ``p``.
+
+    Returns:
+        (n, m) divergences, 0 or more.
+
+    Raises:
+        UserError: the rows are no distributions over the same classes, or smoothing is negative.
+    """
+    _check(p, q)
+    if smoothing < 0:
+        raise UserError(f"smoothing must be 0 or more, got {smoothing}")
+    if smoothing:
+        p, q = ((d + smoothing) / (1 + smoothing * d.shape[1]) for d in (p, q))
+    entropy = torch.xlogy(p, p).sum(dim=1, keepdim=True)  # (n, 1)
+    cross = torch.xlogy(p[:, None], q).sum(dim=2)  # (n, m); xlogy(0, 0) = 0
+    return entropy - cross
+
+
+def nearest_total_variation(novel: Tensor, train: Tensor) -> Tensor:
+    """Computes the total variation of each novel client to its nearest training client.
+
+    The distribution shift of pFedHN, figure 2.
+
+    Args:
+        novel: (n, classes) distributions of novel clients.
+        train: (m, classes) distributions of training clients.
+
+    Returns:
+        (n,) distances in [0, 1].
+    """
+    return total_variation(novel, train).amin(dim=1)
+
+
+def _check(*distributions: Tensor) -> None:
+    shapes = [tuple(rows.shape) for rows in distributions]
+    if any(len(shape) != 2 for shape in shapes) or len({shape[-1] for shape in shapes}) != 1:
+        raise UserError(
+            f"class distributions must be (clients, classes) over the same classes, got {shapes}"
+        )
+    for rows in distributions:
+        sums = rows.sum(dim=1)
+        if (rows < 0).any() or not torch.allclose(sums, torch.ones_like(sums), atol=1e-5):
+            raise UserError(
+                "class distributions must be 0 or more and sum to one in each row, got sums of "
+                f"{float(sums.min()):g} to {float(sums.max()):g}; divide counts by their sum"
+            )

@@ -1,0 +1,267 @@
+"""From settings to a :class:`~hyperfed.federation.Task`: load, divide, build the targets."""
+
+from typing import Annotated, Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic.dataclasses import dataclass
+from torch import nn
+
+from hyperfed.data import datasets, partitions, shares
+from hyperfed.data.examples import Examples, hash_of, is_image
+from hyperfed.data.own import from_arrays, newcomer
+from hyperfed.data.partitions import Partition, random_source
+from hyperfed.errors import UserError
+from hyperfed.federation import BASE, Task
+from hyperfed.nets.targets import build_target
+from hyperfed.randomness import seeded
+
+__all__ = ["TaskConfig", "build", "divide", "from_arrays", "newcomer"]
+
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+SMALLEST_LENET_SIDE = 16
+"""Smaller images (the digits are 8 x 8) get an MLP by default."""
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class TaskConfig:
+    """The ``task.*`` settings.
+
+    Attributes:
+        name: data set, folder, .npz file or hub id (:func:`hyperfed.data.datasets.load`).
+        data_dir: folder of data sets; ``$HYPERFED_DATA`` where None.
+        clients: number of clients, novel ones included. With ``natural``, that many of the data
+            set's own clients, drawn at random.
+        partition: who holds what; :mod:`hyperfed.data.shares` describes each. ``dirichlet`` draws
+            per client. ``natural`` takes the data set's own clients (writers, alphabets, roles).
+        classes_per_client: for ``class_shares`` and ``equal_classes``; shards per client for
+            ``shards``; majority classes per client for ``majority``.
+        shares: ``class_shares`` as pFedHN's paper or as its official code draws them.
+        alpha: Dirichlet concentration.
+        majority_ratio: examples of a majority class to one of another, for ``majority``.
+        novel: fraction of clients that join after training, rounded; the last ones.
+        novel_alpha: another Dirichlet concentration for them; None for the same.
+        unlabelled: novel clients have no training labels.
+        val: fraction for validation. None for 0.2 of the training split where the data set has a
+            test split of its own (10,000 images of CIFAR), else 0.15 of all examples.
+        test: fraction of all examples for testing. None for the data set's own test split, where
+            it has one, else 0.15. A number pools all examples first.
+        model: target network, a name of :data:`hyperfed.nets.targets.TARGETS`. None for the one
+            that suits the data: char_lstm, omniglot_net, lenet, or mlp for small images.
+        width: first filters of a lenet or omniglot_net; None for its default.
+        widths: several widths, one model size each, for equal groups of clients drawn at random.
+            Three are called S, M and L.
+    """
+
+    name: str = "digits"
+    data_dir: str | None = None
+    clients: PositiveInt = 20
+    partition: Literal[
+        "class_shares",
+        "dirichlet",
+        "dirichlet_per_class",
+        "equal_classes",
+        "majority",
+        "shards",
+        "iid",
+        "natural",
+    ] = "class_shares"
+    classes_per_client: PositiveInt = 2
+    shares: Literal["paper", "official"] = "paper"
+    alpha: PositiveFloat = 0.1
+    majority_ratio: Annotated[float, Field(ge=1)] = 5.0
+    novel: Fraction = 0.1
+    novel_alpha: PositiveFloat | None = None
+    unlabelled: bool = False
+    val: Fraction | None = None
+    test: Fraction | None = None
+    model: str | None = None
+    width: PositiveInt | None = None
+    widths: Annotated[tuple[PositiveInt, ...], Field(min_length=2)] | None = None
+
+    @property
+    def novel_clients(self) -> int:
+        """Number of clients that join after training."""
+        return round(self.novel * self.clients)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.novel_alpha is not None and self.partition != "dirichlet":
+            raise ValueError(
+                f"novel_alpha needs partition=dirichlet, got {self.partition}; remove novel_alpha"
+            )
+        if self.widths is not None and self.width is not None:
+            raise ValueError("give width or widths, not both")
+        if self.widths is not None and len(set(self.widths)) < len(self.widths):
+            raise ValueError(f"widths must differ, got {self.widths}")
+        if (self.val or 0) + (self.test or 0) >= 1:
+            raise ValueError(
+                f"val + test must leave examples to train on, got {self.val} + {self.test}"
+            )
+        if self.novel_clients >= self.clients:
+            raise ValueError(
+                f"a client must be left to train, got {self.clients} clients of which "
+                f"{self.novel_clients} are novel; lower novel"
+            )
+        return self
+
+
+def build(config: TaskConfig, seed: int) -> Task:
+    """Loads the data, divides it over clients and makes the target network(s).
+
+    Args:
+        config: the settings.
+        seed: of the division and of the initial weights.
+
+    Raises:
+        UserError: the data cannot be had, or the settings do not fit it.
+    """
+    examples = datasets.load(config.name, config.data_dir)
+    partition = divide(config, examples, seed)
+    models = _targets(config, examples, seed)
+    return Task(
+        name=examples.name,
+        x=examples.x,
+        y=examples.y,
+        train=partition.train,
+        val=partition.val,
+        test=partition.test,
+        models=models,
+        classes=examples.classes,
+        sizes=partitions.deal_sizes(tuple(models), config.clients, seed),
+        novel=config.novel_clients,
+        unlabelled=config.unlabelled,
+        transform=examples.transform,
+        fingerprint=hash_of(examples.fingerprint, partition.fingerprint),
+    )
+
+
+def divide(config: TaskConfig, examples: Examples, seed: int) -> Partition:
+    """Divides a data set over clients: the training, validation and test examples of each.
+
+    Raises:
+        UserError: the settings do not fit the data.
+    """
+    if not examples.classes:
+        raise UserError(f"{examples.name} must have integer labels; use from_arrays for regression")
+    if config.partition == "natural":
+        return _divide_naturally(config, examples, seed)
+    if not examples.shared_labels:
+        raise UserError(
+            f"{examples.name} numbers its labels within each natural client, so its classes cannot "
+            f"be dealt out, got partition={config.partition}; use partition=natural"
+        )
+    labels = examples.y.numpy()
+    part = _hold_out(config, examples, labels, examples.held_out.numpy(), seed)
+    drawn = _draw_shares(config, examples.classes, labels[part == partitions.TRAIN], seed)
+    return partitions.by_shares(drawn, labels, part, random_source(seed, "allocate"))
+
+
+def _draw_shares(
+    config: TaskConfig, classes: int, training_labels: shares.Integers, seed: int
+) -> shares.Shares:
+    clients, per_client, rng = (
+        config.clients,
+        config.classes_per_client,
+        random_source(seed, "shares"),
+    )
+    sizes = np.bincount(training_labels, minlength=classes)
+    match config.partition:
+        case "class_shares":
+            return shares.class_shares(clients, classes, per_client, rng, variant=config.shares)
+        case "dirichlet":
+            alpha = np.full(clients, config.alpha)
+            if config.novel_alpha is not None:
+                alpha[clients - config.novel_clients :] = config.novel_alpha
+            return shares.dirichlet_per_client(clients, classes, alpha, rng)
+        case "dirichlet_per_class":
+            return shares.dirichlet_per_class(clients, classes, config.alpha, rng)
+        case "equal_classes":
+            return shares.equal_classes(clients, classes, per_client, rng, sizes)
+        case "majority":
+            ratio = config.majority_ratio
+            return shares.majority(clients, classes, per_client, rng, ratio=ratio, sizes=sizes)
+        case "shards":
+            return shares.shards(clients, classes, per_client, training_labels, rng)
+        case _:
+            return shares.iid(clients, classes)
+
+
+def _divide_naturally(config: TaskConfig, examples: Examples, seed: int) -> Partition:
+    """Takes the data set's own clients.
+
+    Its own test split is kept where every client has examples on both sides of it; where not (a
+    writer of MNIST is in one or the other), a client's examples are pooled and split.
+    """
+    if examples.client is None:
+        raise UserError(
+            f"partition=natural needs natural clients, and {examples.name} has none; "
+            "choose another partition, or data with a client column"
+        )
+    client, held_out = examples.client.numpy(), examples.held_out.numpy()
+    natural = int(client.max()) + 1
+    if config.clients > natural:
+        raise UserError(
+            f"{examples.name} has {natural} natural clients, got clients={config.clients}; "
+            f"set clients to at most {natural}"
+        )
+    on_both_sides = all(len(np.unique(client[side])) == natural for side in (held_out, ~held_out))
+    own_split = held_out if on_both_sides else np.zeros_like(held_out)
+    part = _hold_out(config, examples, client, own_split, seed)
+    chosen = random_source(seed, "clients").permutation(natural)[: config.clients]
+    number = np.full(natural, -1)
+    number[chosen] = np.arange(config.clients)
+    return partitions.by_client(
+        number[client], examples.y.numpy(), part, clients=config.clients, classes=examples.classes
+    )
+
+
+def _hold_out(
+    config: TaskConfig,
+    examples: Examples,
+    groups: shares.Integers,
+    own_split: npt.NDArray[np.bool_],
+    seed: int,
+) -> shares.Integers:
+    """Decides what each example is for, with the fractions that ``TaskConfig`` documents."""
+    rng = random_source(seed, "hold out")
+    if config.test is None and own_split.any():
+        val = 0.2 if config.val is None else config.val
+        return partitions.hold_out(groups, rng, val=val, test=None, held_out=own_split)
+    val = 0.15 if config.val is None else config.val
+    test = 0.15 if config.test is None else config.test
+    return partitions.hold_out(groups, rng, val=val, test=test)
+
+
+def _targets(config: TaskConfig, examples: Examples, seed: int) -> dict[str, nn.Module]:
+    """Builds the target network of each size, its weights a function of seed and size."""
+    name = config.model or _default_target(examples)
+    widths = {BASE: config.width}
+    if config.widths is not None:
+        widths = dict(zip(_size_names(config.widths), config.widths, strict=True))
+    shape, classes = tuple(examples.x.shape[1:]), examples.classes
+    models = {}
+    for size, width in widths.items():
+        options = {} if width is None else {"width": width}
+        with seeded(seed, "target", size):
+            models[size] = build_target(name, input_shape=shape, classes=classes, **options)
+    return models
+
+
+def _default_target(examples: Examples) -> str:
+    if examples.x.dtype == torch.int64:
+        return "char_lstm"
+    if not is_image(examples.x) or min(examples.x.shape[2:]) < SMALLEST_LENET_SIDE:
+        return "mlp"
+    return "omniglot_net" if examples.name == "omniglot" else "lenet"
+
+
+def _size_names(widths: tuple[int, ...]) -> tuple[str, ...]:
+    """Names sizes S, M and L as pFedHN (section 5.2) does, in ascending order of width."""
+    if len(widths) != 3:
+        return tuple(f"width{width}" for width in widths)
+    ascending = sorted(widths)
+    return tuple("SML"[ascending.index(width)] for width in widths)

@@ -1,0 +1,1 @@
+"""Engines run the clients of a cohort. Methods never import them."""

@@ -1,0 +1,5 @@
+"""The errors a user can cause, kept apart from ours: the command line exits with 2 for these."""
+
+
+class UserError(ValueError):
+    """The input is wrong. The message says what must hold, what came, and what to do."""

@@ -1,0 +1,72 @@
+"""What a run measures: every client's own model, by its method's protocol, on that client's data.
+
+Evaluation is a step of the client like any other. The server receives counts and sums, never a
+prediction.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from hyperfed.engines.loop import LoopEngine
+from hyperfed.federation import Server
+
+CHUNK = 64
+"""Clients whose models are made by one call: all of a small federation, a part of a large."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What C clients found on one split; all float64 of shape (C,).
+
+    Attributes:
+        count: examples.
+        correct: sum of the task's score.
+        masked_correct: the same among the classes that a client's training data has.
+        loss: sum of the loss.
+    """
+
+    count: Tensor
+    correct: Tensor
+    masked_correct: Tensor
+    loss: Tensor
+
+
+def evaluate(
+    server: Server, engine: LoopEngine, ids: Sequence[int], round: int, *, novel: bool = False
+) -> dict[str, Counts]:
+    """Evaluates clients on their validation and test examples.
+
+    Args:
+        server: makes the models; its state does not change.
+        engine: runs the clients; what they remember does not change.
+        ids: the clients, all known or all novel.
+        round: on which the draws of a personalisation depend.
+        novel: the clients have never been asked before: they start without memory.
+
+    Returns:
+        {"val": counts, "test": counts} in the order of ``ids``.
+    """
+    found: dict[str, list[tuple[Tensor, Counts]]] = {"val": [], "test": []}
+    for start in range(0, len(ids), CHUNK):
+        chunk = ids[start : start + CHUNK]
+        cohort = engine.cohort(chunk, round, training=False, fresh=novel)
+        for group in cohort.sizes.values():
+            replies = group.ask(engine.client.evaluate, server.personalize(group))
+            for split, counts in replies.items():
+                found[split].append((group.ids, Counts(**counts)))
+    return {split: _in_order(parts, ids) for split, parts in found.items()}
+
+
+def _in_order(parts: Sequence[tuple[Tensor, Counts]], ids: Sequence[int]) -> Counts:
+    came = torch.cat([clients for clients, _ in parts]).tolist()
+    place = {client: index for index, client in enumerate(came)}
+    order = [place[client] for client in ids]
+    return Counts(
+        **{
+            field.name: torch.cat([getattr(counts, field.name) for _, counts in parts])[order]
+            for field in fields(Counts)
+        }
+    )

@@ -1,0 +1,452 @@
+"""The contract between a method and whoever runs it. Read this first.
+
+A method is two halves that talk. Its :class:`Server` writes a round as straight-line code, its
+:class:`Client` is a few functions marked :func:`step`, and ``clients.ask(step, ...)`` is the only
+way across. Who runs the clients (a loop, one vectorised kernel, a thousand machines) is the
+engine's business: methods know no engine, engines know no method.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hyperfed import training, trees
+from hyperfed.training import Batch, Batches
+from hyperfed.trees import Model, Tree
+
+BASE = "base"
+"""The name of the target's size where a task has only one."""
+
+
+def accuracy(output: Tensor, y: Tensor) -> Tensor:
+    """Scores each example: (B, classes) logits and (B,) labels to (B,) of 0 or 1."""
+    return (output.argmax(dim=-1) == y).float()
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+@dataclass(frozen=True)
+class Task:
+    """Data split over clients + target model(s) + loss + metric.
+
+    Attributes:
+        name: how the records call it.
+        x: (N, ...) every example once: uint8 images (N, C, H, W), float features or int64 tokens.
+        y: (N,) int64 labels, or float targets for regression.
+        train: for each client its examples, (m,) int64 indices into ``x`` and ``y``.
+        val: the same, for choosing the best round.
+        test: the same, for reporting.
+        models: size name -> target network with its initial weights; {"base": net} for one size.
+        classes: number of labels; 0 for regression.
+        sizes: for each client the key of ``models`` it runs; all "base" where empty.
+        novel: the last ``novel`` clients never train; they join afterwards.
+        unlabelled: novel clients have no training labels.
+        transform: a raw batch of ``x`` -> what the network takes.
+        loss: (output, y) -> scalar, a mean over the batch.
+        score: (output, y) -> (B,) what is averaged into an "accuracy".
+        fingerprint: a hash of the data and of who holds what.
+    """
+
+    name: str
+    x: Tensor
+    y: Tensor
+    train: Sequence[Tensor]
+    val: Sequence[Tensor]
+    test: Sequence[Tensor]
+    models: Mapping[str, nn.Module]
+    classes: int
+    sizes: Sequence[str] = ()
+    novel: int = 0
+    unlabelled: bool = False
+    transform: Callable[[Tensor], Tensor] = _as_it_is
+    loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy
+    score: Callable[[Tensor, Tensor], Tensor] = accuracy
+    fingerprint: str = ""
+
+    @property
+    def clients(self) -> int:
+        """Number of clients, novel ones included."""
+        return len(self.train)
+
+    @property
+    def known(self) -> range:
+        """Ids of the clients that take part in training."""
+        return range(self.clients - self.novel)
+
+    @property
+    def novel_ids(self) -> range:
+        """Ids of the clients that join after training."""
+        return range(self.clients - self.novel, self.clients)
+
+    def size_of(self, client: int) -> str:
+        """Returns the name of the target size that ``client`` runs."""
+        return self.sizes[client] if self.sizes else BASE
+
+    def outline(self) -> "Outline":
+        """Returns what a server may know of this task."""
+        return Outline(self.models, len(self.known), self.classes)
+
+    @staticmethod
+    def from_arrays(
+        x: Any,
+        y: Any,
+        *,
+        client: Sequence[Hashable],
+        model: nn.Module | Callable[[], nn.Module],
+        **options: Any,
+    ) -> "Task":
+        """Builds a task from your own data; see :func:`hyperfed.data.tasks.from_arrays`."""
+        from hyperfed.data.tasks import from_arrays  # data imports the contract, not the reverse
+
+        return from_arrays(x, y, client=client, model=model, **options)
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What a server knows of a task: the target networks and the number of clients, never data."""
+
+    models: Mapping[str, nn.Module]
+    clients: int
+    classes: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the targets' parameters."""
+        return next(next(iter(self.models.values())).parameters()).dtype
+
+    def initial(self, size: str = BASE) -> Model:
+        """Returns the initial weights of a target, parameters and buffers."""
+        return trees.model_of(self.models[size])
+
+
+@dataclass(frozen=True)
+class Each:
+    """One slice per client: leaves (C, ...). A bare tree goes to every client alike."""
+
+    tree: Tree
+
+
+class Split:
+    """A client's examples of one split, gathered when asked for as the network takes them."""
+
+    def __init__(self, task: Task, index: Tensor, *, labelled: bool = True) -> None:
+        self._task, self._index, self._labelled = task, index, labelled
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def batch(self, which: Tensor | slice = slice(None)) -> Batch:
+        """Returns some examples of this split, all of them by default."""
+        index = self._index[which]
+        y = self._task.y[index] if self._labelled else None
+        return Batch(self._task.transform(self._task.x[index]), y)
+
+    def chunks(self, size: int) -> Iterator[Batch]:
+        """Yields all examples in their order, at most ``size`` at a time."""
+        for start in range(0, len(self), size):
+            yield self.batch(slice(start, start + size))
+
+
+EVALUATION_BATCH = 512
+"""Examples to one forward pass of an evaluation: large for speed, small for the cache."""
+
+S = TypeVar("S", bound=Callable[..., Tree])
+
+
+def step(function: S | None = None, *, like: str | None = None, evaluates: bool = False) -> Any:
+    """Marks a function of a :class:`Client` that the network may call. Takes and returns trees.
+
+    Args:
+        function: the function, where the decorator stands without brackets.
+        like: the argument whose names, shapes and dtypes the reply must have. A reply that differs
+            loses its client for the round.
+        evaluates: the step may read test data. Training and personalisation cannot.
+    """
+
+    def mark(function: S) -> S:
+        function.__dict__["step"] = StepInfo(function.__name__, like, evaluates)
+        return function
+
+    return mark if function is None else mark(function)
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """What :func:`step` noted of a function."""
+
+    name: str
+    like: str | None
+    evaluates: bool
+
+
+class Client:
+    """One client during one call. A method's own Client adds steps to it.
+
+    The engine builds a fresh one for each call and carries ``memory`` and ``scratch`` in and out,
+    so a step that looks stateful is a function of tensors.
+
+    Attributes:
+        id: the client's number.
+        round: the current round, from 0.
+        config: the method's own settings.
+        memory: a tree that survives rounds. Write to it; a lost client keeps the old one.
+        scratch: a tree that survives the messages of one round.
+        batches: the batches that the server asked for.
+        generator: for any other draw of this step, a function of (seed, client, round, step).
+    """
+
+    def __init__(
+        self,
+        *,
+        id: int,
+        round: int,
+        task: Task,
+        module: nn.Module,
+        config: Any,
+        batches: Iterable[Batch],
+        generator: torch.Generator,
+        memory: Tree,
+        scratch: Tree,
+        labelled: bool = True,
+        evaluates: bool = False,
+    ) -> None:
+        self.id, self.round, self.config = id, round, config
+        self.batches, self.generator = batches, generator
+        self.memory, self.scratch = memory, scratch
+        self.module = module
+        self.loss, self.classes = task.loss, task.classes
+        self._task, self._labelled, self._evaluates = task, labelled or evaluates, evaluates
+
+    @property
+    def train(self) -> Split:
+        """The examples to learn from."""
+        return Split(self._task, self._task.train[self.id], labelled=self._labelled)
+
+    @property
+    def val(self) -> Split:
+        """The examples to choose with."""
+        return Split(self._task, self._task.val[self.id], labelled=self._labelled)
+
+    @property
+    def test(self) -> Split:
+        """The examples to report on; only an evaluation step may read them."""
+        if not self._evaluates:
+            raise PermissionError(
+                "test data is for evaluation: only a step marked @step(evaluates=True) may read it"
+            )
+        return Split(self._task, self._task.test[self.id])
+
+    @property
+    def parameters(self) -> frozenset[str]:
+        """Names of the target's trainable entries; the rest of a model are buffers."""
+        return frozenset(name for name, _ in self.module.named_parameters())
+
+    @property
+    def buffers(self) -> Model:
+        """The buffers (batch-norm statistics) that this client kept, at first the initial ones.
+
+        For methods that send parameters only; they store what training leaves in
+        ``memory["buffers"]``.
+        """
+        initial = self._task.models[self._task.size_of(self.id)].named_buffers()
+        kept: Model = self.memory.get("buffers", dict(initial))
+        return kept
+
+    @property
+    def initial(self) -> Model:
+        """The target's initial weights, the same for all clients of its size."""
+        return trees.model_of(self._task.models[self._task.size_of(self.id)])
+
+    @property
+    def objective(self) -> training.Objective:
+        """The task's loss of the target in training mode."""
+        return training.supervised(self.module, self.loss)
+
+    def personal_model(self, received: Tree) -> Model:
+        """Returns the model this client uses, from what the server sent and its own memory."""
+        return received
+
+    def predict(self, model: Model, x: Tensor) -> Tensor:
+        """Returns (B, classes) outputs of the client's personal model."""
+        return training.apply(self.module, model, x)
+
+    @step
+    def export(self, received: Tree) -> Tree:
+        """Hands the personal model to its owner (``Run.model``)."""
+        return self.personal_model(received)
+
+    @step(evaluates=True)
+    def evaluate(self, received: Tree) -> Tree:
+        """Counts on validation and test data; no prediction leaves the client.
+
+        Returns:
+            {"val": counts, "test": counts} of scalars: ``count`` examples, ``correct`` (sum of
+            scores), ``masked_correct`` (the same with the logits of classes absent from the
+            client's training data at minus infinity; equal to ``correct`` where there are no labels
+            to tell from or no classes), ``loss`` (sum over examples).
+        """
+        model = self.personal_model(received)
+        absent = self._absent_classes()
+        return {
+            "val": self._count(model, self.val, absent),
+            "test": self._count(model, self.test, absent),
+        }
+
+    def _absent_classes(self) -> Tensor | None:
+        """(classes,) True where the client has no training example of the class."""
+        training_labels_hidden = self._task.unlabelled and self.id in self._task.novel_ids
+        if not self.classes or training_labels_hidden:
+            return None
+        present = torch.zeros(self.classes, dtype=torch.bool)
+        present[self._task.y[self._task.train[self.id]]] = True
+        return ~present
+
+    def _count(self, model: Model, split: Split, absent: Tensor | None) -> Tree:
+        score = self._task.score
+        totals = torch.zeros(3, dtype=torch.float64)
+        with torch.no_grad():
+            for batch in split.chunks(EVALUATION_BATCH):
+                output, y = self.predict(model, batch.x), batch.y
+                correct = score(output, y).sum(dtype=torch.float64)
+                masked = correct
+                if absent is not None:
+                    masked = score(output.masked_fill(absent, -torch.inf), y).sum()
+                loss = self.loss(output, y).double() * len(y)
+                totals += torch.stack([correct, masked.double(), loss])
+        correct, masked, loss = totals
+        return {
+            "count": torch.tensor(len(split)),
+            "correct": correct,
+            "masked_correct": masked,
+            "loss": loss,
+        }
+
+
+class Cohort(Protocol):
+    """The clients of one round, as a server sees them. C is their number."""
+
+    @property
+    def ids(self) -> Tensor:
+        """(C,) int64 client numbers."""
+
+    @property
+    def weight(self) -> Tensor:
+        """(C,) float64 training examples; 0 for a client lost this round."""
+
+    @property
+    def novel(self) -> bool:
+        """Whether these clients never took part in training."""
+
+    @property
+    def round(self) -> int:
+        """The current round, from 0."""
+
+    @property
+    def sizes(self) -> Mapping[str, "Cohort"]:
+        """The clients grouped by target size; a cohort is asked size by size."""
+
+    @property
+    def size(self) -> str:
+        """The target size of all these clients, where they have one in common."""
+
+    def ask(
+        self, step: Callable[..., Tree], *payload: Tree | Each, batches: Batches | None = None
+    ) -> Tree:
+        """Runs a step at every client and returns the replies stacked, leaves (C, ...).
+
+        The slice of a lost client is zero, and so is its weight.
+
+        Raises:
+            AllLostError: no client is left to answer. The round is over and changes nothing, so
+                a method changes its server's state only after its last ``ask``.
+        """
+
+
+class AllLostError(Exception):
+    """Every client of a round was lost: the round changes nothing and is reported."""
+
+
+class Server:
+    """The server half of a method. A method's own Server fills in the two functions below.
+
+    Attributes that are modules, optimisers, tensors or trees of tensors are its state: they are
+    what a checkpoint holds. Everything else must follow from ``outline`` and ``config``.
+    """
+
+    def __init__(self, outline: Outline, config: Any) -> None:
+        self.outline, self.config = outline, config
+
+    def round(self, clients: Cohort) -> None:
+        """Trains for one round with the clients of a cohort."""
+        raise NotImplementedError
+
+    def personalize(self, clients: Cohort) -> Tree | Each:
+        """Returns what to send so that each client has its own model, by the method's protocol.
+
+        It serves known clients and, where ``clients.novel``, clients never seen. All clients of the
+        cohort have one target size. The server's state must not change.
+        """
+        raise NotImplementedError
+
+    def state(self, *, optimizers: bool = True) -> Tree:
+        """Returns references to all tensors of the server, for a checkpoint.
+
+        Args:
+            optimizers: with those of the optimisers, which only training needs.
+        """
+        return {
+            name: _state(value)
+            for name, value in vars(self).items()
+            if _is_state(value) and (optimizers or not isinstance(value, torch.optim.Optimizer))
+        }
+
+    def load(self, state: Tree) -> None:
+        """Puts back what :meth:`state` gave."""
+        for name, value in state.items():
+            setattr(self, name, _loaded(getattr(self, name), value))
+
+
+def _is_state(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(leaf, Tensor) for _, leaf in trees.leaves(value))
+    return isinstance(value, nn.Module | torch.optim.Optimizer | Tensor)
+
+
+def _state(value: Any) -> Tree | Tensor:
+    if isinstance(value, nn.Module):
+        return {name: entry.detach() for name, entry in value.state_dict().items()}
+    if isinstance(value, torch.optim.Optimizer):
+        state = value.state_dict()["state"]
+        return {
+            str(key): {name: leaf for name, leaf in entry.items() if isinstance(leaf, Tensor)}
+            for key, entry in state.items()
+        }
+    return value if isinstance(value, Tensor) else dict(value)
+
+
+def _loaded(target: Any, state: Any) -> Any:
+    """Loads modules and optimisers in place; returns tensors and trees as they are."""
+    if isinstance(target, nn.Module):
+        target.load_state_dict(state)
+        return target
+    if isinstance(target, torch.optim.Optimizer):
+        groups = target.state_dict()["param_groups"]
+        entries = {int(key): entry for key, entry in state.items()}
+        target.load_state_dict({"state": entries, "param_groups": groups})
+        return target
+    return state
+
+
+class Method(Protocol):
+    """A file of ``methods/``: its settings, its published presets and its two halves."""
+
+    Config: type
+    PRESETS: Mapping[str, Mapping[str, Any]]
+    Client: type[Client]
+    Server: type[Server]

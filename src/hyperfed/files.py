@@ -1,0 +1,46 @@
+"""Writing files that are never seen half-written."""
+
+import contextlib
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+from hyperfed.errors import UserError
+
+
+def atomic_write(path: Path, content: bytes | Callable[[BinaryIO], object]) -> None:
+    """Replaces a file as a whole: afterwards it is the new one, or the old one untouched.
+
+    Args:
+        path: the file; its folder must exist.
+        content: the bytes, or a function that writes them to the binary file it is given.
+
+    Raises:
+        UserError: the disk is full, read-only or otherwise refuses.
+    """
+    # In the same folder, because a file can only be replaced by one of the same file system.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with temporary.open("xb") as file:
+            if isinstance(content, bytes):
+                file.write(content)
+            else:
+                content(file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        raise refused(path, error) from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def refused(path: Path, error: OSError) -> UserError:
+    """Returns the error to raise where the system does not let us write to ``path``."""
+    return UserError(
+        f"{path} must be writable, but: {error.strerror or error}; "
+        "make room or permit writing, or choose another folder"
+    )

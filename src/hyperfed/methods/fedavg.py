@@ -1,0 +1,72 @@
+"""FedAvg (McMahan et al., AISTATS 2017, algorithm 1): one global model.
+
+Sent: the whole model, batch-norm buffers included, both ways. Kept: nothing. Aggregated: the mean
+of the trained models, weighted by training examples. Evaluated: the global model. A novel client
+uses the global model too, after ``novel_steps`` steps of fine-tuning on its own data (none by
+default). A task with several target sizes has one global model for each.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ConfigDict, NonNegativeInt
+from pydantic.dataclasses import dataclass
+
+from hyperfed import federation
+from hyperfed.federation import Cohort, Each, Outline, step
+from hyperfed.training import LocalConfig, Steps, sgd
+from hyperfed.trees import Model, Tree, weighted_mean
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class Config(LocalConfig):
+    """Settings of FedAvg.
+
+    Attributes:
+        novel_steps: fine-tuning steps of a novel client.
+    """
+
+    novel_steps: NonNegativeInt = 0
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "default": {"rounds": 100, "cohort": 5, "evaluate_every": 10},
+    # pFedHN, appendix B: five clients a round, at most 5,000 rounds.
+    "paper": {"rounds": 5000, "cohort": 5, "evaluate_every": 30},
+}
+
+
+class Client(federation.Client):
+    """Trains the global model on its own data."""
+
+    @step(like="model")
+    def train_model(self, model: Model) -> Model:
+        """Returns the trained model."""
+        return sgd(
+            self.objective, model, self.batches, self.config.local, trainable=self.parameters
+        ).model
+
+
+class Server(federation.Server):
+    """Holds the global model, ``self.model[size]``."""
+
+    def __init__(self, outline: Outline, config: Config) -> None:
+        super().__init__(outline, config)
+        self.model: Tree = {size: outline.initial(size) for size in outline.models}
+
+    def round(self, clients: Cohort) -> None:
+        """Replaces the global model by the weighted mean of the trained ones."""
+        trained = {
+            size: group.ask(Client.train_model, self.model[size], batches=self.config.batches)
+            for size, group in clients.sizes.items()
+        }
+        for size, group in clients.sizes.items():
+            self.model[size] = weighted_mean(trained[size], group.weight)
+
+    def personalize(self, clients: Cohort) -> Tree | Each:
+        """Sends the global model."""
+        model: Model = self.model[clients.size]
+        if clients.novel and self.config.novel_steps:
+            batches = Steps(self.config.novel_steps, self.config.batch_size)
+            return Each(clients.ask(Client.train_model, model, batches=batches))
+        return model

@@ -1,0 +1,107 @@
+"""FedPer (Arivazhagan et al., 2019): a global body, a personal head.
+
+Sent: the body (everything but the head; buffers included), both ways. Kept: the head, the last
+``head_layers`` layers. Body and head train jointly; the body is averaged, weighted by training
+examples. Evaluated: the global body with the client's own head. A novel client fits a head on the
+frozen body for ``novel_steps`` steps. With ``head_layers=0`` this is FedAvg.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ConfigDict, NonNegativeInt
+from pydantic.dataclasses import dataclass
+
+from hyperfed import federation
+from hyperfed.federation import Cohort, Outline, step
+from hyperfed.nets.targets import head_names
+from hyperfed.training import LocalConfig, Steps, sgd
+from hyperfed.trees import Model, Tree, partition, weighted_mean
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class Config(LocalConfig):
+    """Settings of FedPer.
+
+    Attributes:
+        head_layers: how many of the last layers are personal.
+        novel_steps: steps in which a novel client fits its head.
+    """
+
+    head_layers: NonNegativeInt = 1
+    novel_steps: NonNegativeInt = 500
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "default": {"rounds": 100, "cohort": 5, "evaluate_every": 10},
+    # pFedHN, appendix B: five clients a round, at most 5,000 rounds.
+    "paper": {"rounds": 5000, "cohort": 5, "evaluate_every": 30},
+}
+
+
+class Client(federation.Client):
+    """Keeps a head of its own."""
+
+    @step(like="body")
+    def train_model(self, body: Model) -> Model:
+        """Trains body and head jointly; returns the body and keeps the head."""
+        trained = sgd(
+            self.objective,
+            self.personal_model(body),
+            self.batches,
+            self.config.local,
+            trainable=self.parameters,
+        ).model
+        self.memory["head"], body = partition(trained, self.head)
+        return body
+
+    @step
+    def fit_head(self, body: Model) -> Tree:
+        """Trains the head on the frozen body; replies with nothing."""
+        trained = sgd(
+            self.objective,
+            self.personal_model(body),
+            self.batches,
+            self.config.local,
+            trainable=self.head,
+        ).model
+        self.memory["head"], _ = partition(trained, self.head)
+        return {}
+
+    @property
+    def head(self) -> tuple[str, ...]:
+        """Names of the personal parameters."""
+        return head_names(self.module, self.config.head_layers)
+
+    def personal_model(self, received: Model) -> Model:
+        """Returns the received body with the client's own head, at first the initial one."""
+        head, _ = partition(self.initial, self.head)
+        return received | self.memory.get("head", head)
+
+
+class Server(federation.Server):
+    """Holds the global body, ``self.body[size]``."""
+
+    def __init__(self, outline: Outline, config: Config) -> None:
+        super().__init__(outline, config)
+        self.body: Tree = {
+            size: partition(outline.initial(size), head_names(module, config.head_layers))[1]
+            for size, module in outline.models.items()
+        }
+
+    def round(self, clients: Cohort) -> None:
+        """Replaces the global body by the weighted mean of the trained ones."""
+        trained = {
+            size: group.ask(Client.train_model, self.body[size], batches=self.config.batches)
+            for size, group in clients.sizes.items()
+        }
+        for size, group in clients.sizes.items():
+            self.body[size] = weighted_mean(trained[size], group.weight)
+
+    def personalize(self, clients: Cohort) -> Model:
+        """Sends the global body."""
+        body: Model = self.body[clients.size]
+        if clients.novel and self.config.novel_steps:
+            batches = Steps(self.config.novel_steps, self.config.batch_size)
+            clients.ask(Client.fit_head, body, batches=batches)
+        return body

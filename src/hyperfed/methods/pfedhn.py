@@ -1,0 +1,190 @@
+"""pFedHN (Shamsian et al., ICML 2021, algorithm 1): a hypernetwork on the server writes each model.
+
+Sent: the parameters the hypernetwork makes from a client's embedding. Returned: delta, sent minus
+trained; the server pulls it back through the hypernetwork into its weights and all embeddings. Kept
+by the client: batch-norm buffers, where the target has any, and with ``head_layers`` (pFedHN-PC,
+section 3.3) a personal classifier and its momentum. Evaluated: the generated model with what the
+client keeps. A novel client's embedding is fitted, from the mean of the learned ones, by
+``novel_rounds`` of the same exchange with the hypernetwork frozen (section 5.3). With
+``descriptor="class_proportions"`` (appendix C.5) nothing is fitted: a client's descriptor is the
+share of each class in its data.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
+from torch import Tensor, nn
+
+from hyperfed import federation
+from hyperfed.federation import Cohort, Each, Outline, step
+from hyperfed.nets.hypernets import MultiHead, shapes_of
+from hyperfed.nets.targets import head_names
+from hyperfed.training import LocalConfig, sgd
+from hyperfed.trees import Model, Tree, detach, fill_gradients, partition, pull_back, subtract
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class Config(LocalConfig):
+    """Settings of pFedHN.
+
+    Attributes:
+        local_clip: bound of a local gradient's norm.
+        lr: learning rate of the server's SGD.
+        momentum: its momentum.
+        weight_decay: its weight decay. Like momentum it moves unsampled embeddings too.
+        clip: bound of the norm of the server's gradient.
+        descriptor: an embedding learned for each client, or the fixed class proportions.
+        embedding_size: length l of an embedding; 1 + n // 4 for n clients where not given.
+        head_layers: how many of the target's last layers are the client's own (pFedHN-PC: 1).
+        hidden: width of the hypernetwork's hidden layers.
+        hidden_layers: their number.
+        spectral_norm: whether all layers of the hypernetwork are spectrally normalised (C.3).
+        novel_rounds: exchanges in which a novel client's embedding is fitted.
+        novel_lr: learning rate of that fit; ``lr`` where not given.
+    """
+
+    local_clip: PositiveFloat | None = 50.0
+    lr: PositiveFloat = 1e-2
+    momentum: NonNegativeFloat = 0.9
+    weight_decay: NonNegativeFloat = 1e-3
+    clip: PositiveFloat = 50.0
+    descriptor: Literal["embedding", "class_proportions"] = "embedding"
+    embedding_size: PositiveInt | None = None
+    head_layers: NonNegativeInt = 0
+    hidden: PositiveInt = 100
+    hidden_layers: NonNegativeInt = 3
+    spectral_norm: bool = False
+    novel_rounds: NonNegativeInt = 20
+    novel_lr: PositiveFloat | None = None
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "default": {"rounds": 500, "cohort": 1, "evaluate_every": 25},
+    "paper": {"rounds": 5000, "cohort": 1, "evaluate_every": 30, "task.shares": "paper"},
+    # The authors' code leaves part of each class unused when it splits the data.
+    "official": {"rounds": 5000, "cohort": 1, "evaluate_every": 30, "task.shares": "official"},
+}
+
+
+class Client(federation.Client):
+    """Trains the model it is sent and answers with the difference."""
+
+    @step(like="model")
+    def train_model(self, model: Model) -> Model:
+        """Returns delta after local SGD; keeps head and buffers."""
+        trained, velocity = sgd(
+            self.objective,
+            self.personal_model(model),
+            self.batches,
+            self.config.local,
+            trainable=self.parameters,
+            velocity=self.memory.get("head_velocity"),
+            unclipped=self.head,
+        )
+        self.memory["head"], _ = partition(trained, self.head)
+        self.memory["head_velocity"], _ = partition(velocity, self.head)
+        _, self.memory["buffers"] = partition(trained, self.parameters)
+        return subtract(model, trained)
+
+    @step
+    def class_proportions(self) -> Tree:
+        """Returns {"descriptor": (classes,)}, the share of each class in the training data."""
+        count = torch.bincount(self.train.batch().y, minlength=self.classes)
+        return {"descriptor": count.to(torch.get_default_dtype()) / len(self.train)}
+
+    def personal_model(self, received: Model) -> Model:
+        """Returns the received parameters with the client's own head and buffers."""
+        head, _ = partition(self.initial, self.head)
+        return received | self.memory.get("head", head) | self.buffers
+
+    @property
+    def head(self) -> tuple[str, ...]:
+        """Names of the personal parameters."""
+        return head_names(self.module, self.config.head_layers)
+
+
+class Server(federation.Server):
+    """Holds the hypernetwork h(v; phi) and the clients' embeddings v."""
+
+    def __init__(self, outline: Outline, config: Config) -> None:
+        super().__init__(outline, config)
+        fixed = config.descriptor == "class_proportions"
+        size = outline.classes if fixed else config.embedding_size or 1 + outline.clients // 4
+        self.hyper_net = MultiHead(
+            {
+                name: partition(shapes_of(net), head_names(net, config.head_layers))[1]
+                for name, net in outline.models.items()
+            },
+            size,
+            hidden=config.hidden,
+            hidden_layers=config.hidden_layers,
+            spectral_norm=config.spectral_norm,
+        ).to(outline.dtype)
+        self.embeddings = nn.Embedding(outline.clients, size).to(outline.dtype)
+        self.optimizer = self.sgd([*self.embeddings.parameters(), *self.hyper_net.parameters()])
+
+    def round(self, clients: Cohort) -> None:
+        """Algorithm 1; for a cohort of several, the mean over them (the paper's has one)."""
+        model = {
+            size: self.hyper_net(self.descriptors(group), size)
+            for size, group in clients.sizes.items()
+        }
+        delta = {
+            size: group.ask(
+                Client.train_model, Each(detach(model[size])), batches=self.config.batches
+            )
+            for size, group in clients.sizes.items()
+        }
+        self.optimizer.zero_grad()
+        there = (clients.weight > 0).sum()
+        for size, group in clients.sizes.items():
+            pull_back(model[size], delta[size], (group.weight > 0) / there)
+        parameters = self.optimizer.param_groups[0]["params"]
+        fill_gradients(parameters)
+        nn.utils.clip_grad_norm_(parameters, self.config.clip)
+        self.optimizer.step()
+
+    def personalize(self, clients: Cohort) -> Each:
+        """Sends the generated models; a novel client's embedding is fitted first."""
+        if clients.novel and self.config.descriptor == "embedding":
+            descriptor = self.fit_embeddings(clients)
+        else:
+            descriptor = self.descriptors(clients)
+        with torch.no_grad():
+            return Each(self.hyper_net(descriptor, clients.size))
+
+    def descriptors(self, clients: Cohort) -> Tensor:
+        """Returns (C, l): learned embeddings, or what the clients say of their classes."""
+        if self.config.descriptor == "class_proportions":
+            proportions: Tensor = clients.ask(Client.class_proportions)["descriptor"]
+            return proportions.to(self.outline.dtype)
+        rows: Tensor = self.embeddings(clients.ids)
+        return rows
+
+    def fit_embeddings(self, clients: Cohort) -> Tensor:
+        """Returns (C, l) embeddings of novel clients, fitted with the hypernetwork frozen."""
+        mean = self.embeddings.weight.detach().mean(dim=0)
+        embedding = mean.repeat(len(clients.ids), 1).requires_grad_()
+        optimizer = self.sgd([embedding], self.config.novel_lr)
+        for _ in range(self.config.novel_rounds):
+            model = self.hyper_net(embedding, clients.size)
+            delta = clients.ask(
+                Client.train_model, Each(detach(model)), batches=self.config.batches
+            )
+            optimizer.zero_grad()
+            pull_back(model, delta, (clients.weight > 0).double(), onto=[embedding])
+            optimizer.step()
+        return embedding.detach()
+
+    def sgd(self, parameters: list[Tensor], lr: float | None = None) -> torch.optim.SGD:
+        """Returns the server's optimiser for some parameters."""
+        return torch.optim.SGD(
+            parameters,
+            lr=lr or self.config.lr,
+            momentum=self.config.momentum,
+            weight_decay=self.config.weight_decay,
+            fused=True,
+        )

@@ -1,0 +1,29 @@
+"""pFedHN-PC (Shamsian et al., ICML 2021, section 3.3): pFedHN with personal classifiers.
+
+The hypernetwork makes the feature extractor; each client keeps its last layer, **and that layer's
+momentum**, between rounds. The classifier's gradient neither counts for clipping nor is clipped. A
+novel client fits its embedding and its classifier in the same exchanges. All of it is pFedHN with
+one personal layer, so this file holds only what is published for it.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ConfigDict, NonNegativeInt, PositiveFloat
+from pydantic.dataclasses import dataclass
+
+from hyperfed.methods import pfedhn
+from hyperfed.methods.pfedhn import Client, Server
+
+__all__ = ["PRESETS", "Client", "Config", "Server"]
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class Config(pfedhn.Config):
+    """Settings of pFedHN-PC: pFedHN's, with a larger learning rate and one personal layer."""
+
+    lr: PositiveFloat = 5e-2
+    head_layers: NonNegativeInt = 1
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = pfedhn.PRESETS

@@ -1,0 +1,337 @@
+"""Target networks: the models that clients run and hypernetworks generate.
+
+Every target is an ordinary ``nn.Module`` initialised from PyTorch's global generator, so callers
+seed it. Any other module works as well: nothing in hyperfed depends on the classes below.
+
+Two habits of this file. Layers pool *before* ReLU: maximum and ReLU commute, and a quarter of the
+values is left to rectify. Flattening follows the logical (C, H, W) order whatever the memory
+layout, so callers may pass ``channels_last`` images, which train faster on a CPU.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from inspect import signature
+from types import MappingProxyType
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hyperfed.errors import UserError
+
+
+class LeNet(nn.Module):
+    """Two 5x5 convolutions and three linear layers: (B, C, H, W) -> (B, classes).
+
+    C x H x W -> conv1 ``width`` -> pool 2, ReLU -> conv2 ``2 * width`` -> pool 2, ReLU -> flatten
+    -> fc1 ``hidden[0]`` -> ReLU -> fc2 ``hidden[1]`` -> ReLU -> fc3 ``classes``, without padding.
+    The target of pFedHN (section 5.1; its S/M/L networks have width 8, 16 and 32), of PeFLL
+    (table 2) and of IT-PFL-HN.
+
+    Args:
+        input_shape: (C, H, W) of an image; H and W at least 16.
+        classes: number of outputs of fc3.
+        width: filters of conv1.
+        hidden: outputs of fc1 and fc2.
+        last: False leaves fc3 out: the network returns (B, ``hidden[1]``) rectified features.
+
+    Raises:
+        UserError: a size is out of range.
+    """
+
+    def __init__(
+        self,
+        input_shape: Sequence[int],
+        classes: int,
+        width: int = 16,
+        hidden: Sequence[int] = (120, 84),
+        last: bool = True,
+    ) -> None:
+        super().__init__()
+        if len(hidden) != 2:
+            raise UserError(
+                f"hidden must give the outputs of fc1 and fc2, got {tuple(hidden)}; "
+                "pass two numbers, such as (120, 84)"
+            )
+        _check_positive(classes=classes, width=width, fc1=hidden[0], fc2=hidden[1])
+        channels, height, length = _image_shape(input_shape, least=16)
+        self.conv1 = nn.Conv2d(channels, width, 5)
+        self.conv2 = nn.Conv2d(width, 2 * width, 5)
+        flat = 2 * width * _pixels_after_two_convolutions(height, length)
+        self.fc1 = nn.Linear(flat, hidden[0])
+        self.fc2 = nn.Linear(hidden[0], hidden[1])
+        self.fc3 = nn.Linear(hidden[1], classes) if last else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the logits of images (or, without fc3, their features)."""
+        x = F.relu(F.max_pool2d(self.conv1(x), 2))  # (B, width, (H-4)/2, (W-4)/2)
+        x = F.relu(F.max_pool2d(self.conv2(x), 2))
+        x = F.relu(self.fc1(x.flatten(1)))
+        x = F.relu(self.fc2(x))  # (B, hidden[1])
+        return x if self.fc3 is None else self.fc3(x)
+
+
+class PFedKTCNN(LeNet):
+    """The CNN of pFedKT (table 2): (B, C, H, W) -> (B, classes).
+
+    A LeNet with 16 and 32 filters and linear layers of 1920 and 80 outputs: 1,706,458 parameters
+    on CIFAR-10.
+
+    Args:
+        input_shape: (C, H, W) of an image; H and W at least 16.
+        classes: number of outputs.
+    """
+
+    def __init__(self, input_shape: Sequence[int], classes: int) -> None:
+        super().__init__(input_shape, classes, width=16, hidden=(1920, 80))
+
+
+class PFedLACNN(nn.Module):
+    """A LeNet with batch normalisation after each convolution: (B, C, H, W) -> (B, classes).
+
+    pFedLA (section 4, training details) takes "the same CNN architectures as in FedFomo, FedBN and
+    pFedHN", adds batch normalisation after the convolutions on CIFAR, and uses none on EMNIST and
+    Fashion-MNIST. The layer sizes stand in a supplement that is not published with the paper; these
+    are pFedHN's (16 and 32 filters, linear layers of 120 and 84 outputs).
+
+    Normalisation comes before pooling: a negative scale would exchange maximum and minimum.
+
+    Args:
+        input_shape: (C, H, W) of an image; H and W at least 16.
+        classes: number of outputs.
+        norm: whether to normalise; the paper does for colour images only.
+    """
+
+    def __init__(self, input_shape: Sequence[int], classes: int, norm: bool = True) -> None:
+        super().__init__()
+        _check_positive(classes=classes)
+        channels, height, length = _image_shape(input_shape, least=16)
+        self.conv1 = nn.Conv2d(channels, 16, 5)
+        self.norm1 = nn.BatchNorm2d(16) if norm else nn.Identity()
+        self.conv2 = nn.Conv2d(16, 32, 5)
+        self.norm2 = nn.BatchNorm2d(32) if norm else nn.Identity()
+        self.fc1 = nn.Linear(32 * _pixels_after_two_convolutions(height, length), 120)
+        self.fc2 = nn.Linear(120, 84)
+        self.fc3 = nn.Linear(84, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the logits of images."""
+        x = F.relu(F.max_pool2d(self.norm1(self.conv1(x)), 2))  # (B, 16, (H-4)/2, (W-4)/2)
+        x = F.relu(F.max_pool2d(self.norm2(self.conv2(x)), 2))
+        x = F.relu(self.fc1(x.flatten(1)))
+        logits: Tensor = self.fc3(F.relu(self.fc2(x)))
+        return logits
+
+
+class OmniglotNet(nn.Module):
+    """Four convolutions and two linear layers: (B, C, H, W) -> (B, classes).
+
+    pFedHN (section 5.1) says no more than "a LeNet-based model with four convolution and two fully
+    connected layers". This is the usual Omniglot reading of it: four times (3x3 convolution with
+    padding 1, pool 2, ReLU), which takes 28x28 to 1x1, then fc1 and fc2. The number of filters and
+    the outputs of fc1 are ours.
+
+    Args:
+        input_shape: (C, H, W) of an image; H and W at least 16.
+        classes: number of outputs: characters of the largest alphabet (55).
+        width: filters of each convolution.
+        hidden: outputs of fc1.
+    """
+
+    def __init__(
+        self, input_shape: Sequence[int], classes: int, width: int = 64, hidden: int = 84
+    ) -> None:
+        super().__init__()
+        _check_positive(classes=classes, width=width, hidden=hidden)
+        channels, height, length = _image_shape(input_shape, least=16)
+        self.conv1 = nn.Conv2d(channels, width, 3, padding=1)
+        self.conv2 = nn.Conv2d(width, width, 3, padding=1)
+        self.conv3 = nn.Conv2d(width, width, 3, padding=1)
+        self.conv4 = nn.Conv2d(width, width, 3, padding=1)
+        self.fc1 = nn.Linear(width * (height // 16) * (length // 16), hidden)
+        self.fc2 = nn.Linear(hidden, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the logits of images."""
+        for conv in (self.conv1, self.conv2, self.conv3, self.conv4):
+            x = F.relu(F.max_pool2d(conv(x), 2))  # each halves H and W
+        logits: Tensor = self.fc2(F.relu(self.fc1(x.flatten(1))))
+        return logits
+
+
+class MLP(nn.Module):
+    """Linear layers with ReLU between them: (B, *input_shape) -> (B, classes).
+
+    pFedHN (appendix C.1) runs one hidden layer on MNIST, of a size it does not give. An empty
+    ``hidden`` is a linear model.
+
+    Args:
+        input_shape: shape of one example; flattened.
+        classes: number of outputs.
+        hidden: outputs of the hidden layers.
+    """
+
+    def __init__(
+        self, input_shape: Sequence[int], classes: int, hidden: Sequence[int] = (200,)
+    ) -> None:
+        super().__init__()
+        inputs = 1
+        for side in input_shape:
+            inputs *= side
+        outputs = [*hidden, classes]
+        for size in (inputs, *outputs):
+            _check_positive(layer=size)
+        self.layers = nn.ModuleList()
+        for size in outputs:
+            self.layers.append(nn.Linear(inputs, size))
+            inputs = size
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the logits of examples of any shape."""
+        x = x.flatten(1)  # (B, inputs)
+        *body, last = self.layers
+        for layer in body:
+            x = F.relu(layer(x))
+        logits: Tensor = last(x)
+        return logits
+
+
+class CharLSTM(nn.Module):
+    """Predicts the character after a text: (B, T) int64 -> logits (B, vocabulary).
+
+    Embedding, stacked LSTM, linear layer on the last time step. The defaults are the sizes of the
+    character model of McMahan et al. (AISTATS 2017).
+
+    Args:
+        vocabulary: number of distinct characters; inputs are below it.
+        embedding: size of a character's embedding.
+        hidden: units of each LSTM layer.
+        layers: number of LSTM layers.
+    """
+
+    def __init__(
+        self, vocabulary: int, embedding: int = 8, hidden: int = 256, layers: int = 2
+    ) -> None:
+        super().__init__()
+        _check_positive(vocabulary=vocabulary, embedding=embedding, hidden=hidden, layers=layers)
+        self.embedding = nn.Embedding(vocabulary, embedding)
+        self.lstm = nn.LSTM(embedding, hidden, layers, batch_first=True)
+        self.fc = nn.Linear(hidden, vocabulary)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the logits of the character that follows each text."""
+        states, _ = self.lstm(self.embedding(x))  # (B, T, hidden)
+        logits: Tensor = self.fc(states[:, -1])
+        return logits
+
+
+def _char_lstm(
+    input_shape: Sequence[int],
+    classes: int,
+    embedding: int = 8,
+    hidden: int = 256,
+    layers: int = 2,
+) -> CharLSTM:
+    """Builds a ``CharLSTM`` as the table does the others; it reads texts of any length."""
+    if len(input_shape) != 1:
+        raise UserError(
+            f"char_lstm reads texts of shape (T,), got input_shape {tuple(input_shape)}; "
+            "choose a text task or another target"
+        )
+    return CharLSTM(classes, embedding, hidden, layers)
+
+
+TARGETS: Mapping[str, Callable[..., nn.Module]] = MappingProxyType(
+    {
+        "lenet": LeNet,
+        "omniglot_net": OmniglotNet,
+        "mlp": MLP,
+        "pfedla_cnn": PFedLACNN,
+        "pfedkt_cnn": PFedKTCNN,
+        "char_lstm": _char_lstm,
+    }
+)
+"""Every target by its name in a configuration; called with (input_shape, classes, **options)."""
+
+
+def build_target(
+    name: str, *, input_shape: tuple[int, ...], classes: int, **options: object
+) -> nn.Module:
+    """Builds the target called ``name`` in ``TARGETS``, initialised from the global generator.
+
+    Args:
+        name: a key of ``TARGETS``.
+        input_shape: shape of one example: (C, H, W) for images, (T,) for texts.
+        classes: number of outputs.
+        options: the target's own arguments, such as ``width=8``.
+
+    Raises:
+        UserError: unknown name or option, or a size out of range.
+    """
+    if name not in TARGETS:
+        nearest = get_close_matches(name, TARGETS, n=1, cutoff=0.0)[0]
+        raise UserError(
+            f"the target must be one of {', '.join(TARGETS)}, got {name!r}; "
+            f"did you mean {nearest!r}?"
+        )
+    target = TARGETS[name]
+    known = [key for key in signature(target).parameters if key not in ("input_shape", "classes")]
+    unknown = [key for key in options if key not in known]
+    if unknown:
+        raise UserError(
+            f"the options of {name} are {', '.join(known) or 'none'}, got {', '.join(unknown)}; "
+            "remove or rename what is not among them"
+        )
+    return target(input_shape, classes, **options)
+
+
+def head_names(model: nn.Module, layers: int = 1) -> tuple[str, ...]:
+    """Names the parameters of the head: of the last ``layers`` modules, as defined, that have any.
+
+    FedPer and pFedHN-PC keep them on the client ("personal classifier", one layer).
+
+    Args:
+        model: any module.
+        layers: modules in the head, from 0 (no head) to all that have parameters of their own.
+
+    Returns:
+        Names as in ``model.named_parameters()``, such as ``("fc3.weight", "fc3.bias")``.
+
+    Raises:
+        UserError: the model has fewer such modules, or ``layers`` is negative.
+    """
+    owners = [
+        names
+        for prefix, module in model.named_modules()
+        if (names := [name for name, _ in module.named_parameters(prefix=prefix, recurse=False)])
+    ]
+    if not 0 <= layers <= len(owners):
+        raise UserError(
+            f"the head of a {type(model).__name__} must have 0 to {len(owners)} layers (modules "
+            f"with parameters), got {layers}; choose such a number or another target"
+        )
+    return tuple(name for names in owners[len(owners) - layers :] for name in names)
+
+
+def _image_shape(input_shape: Sequence[int], least: int) -> tuple[int, int, int]:
+    """Returns ``input_shape`` as (C, H, W), or raises ``UserError`` if it cannot be one."""
+    if len(input_shape) != 3 or input_shape[0] < 1 or min(input_shape[1:]) < least:
+        raise UserError(
+            f"input_shape must be (channels, height, width) with sides of at least {least}, "
+            f"got {tuple(input_shape)}; resize the images or choose the target 'mlp'"
+        )
+    channels, height, length = input_shape
+    return channels, height, length
+
+
+def _pixels_after_two_convolutions(height: int, length: int) -> int:
+    """Returns the pixels left by two times (5x5 convolution without padding, pool 2)."""
+    for _ in range(2):
+        height, length = (height - 4) // 2, (length - 4) // 2
+    return height * length
+
+
+def _check_positive(**sizes: int) -> None:
+    """Raises ``UserError`` for a size below one, naming the argument."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise UserError(f"{name} must be at least 1, got {size}; choose a larger number")

@@ -1,0 +1,34 @@
+"""Randomness as a function of what is drawn for, never of the order of calls.
+
+A draw made with ``generator(seed, "batches", client, round, step)`` is the same on every engine,
+with any number of workers, and in a run that was killed and resumed.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+def derive(seed: int, *keys: str | int) -> int:
+    """Returns a 63-bit seed, a hash of ``seed`` and ``keys``; order and type of keys count."""
+    digest = hashlib.blake2b(repr((seed, *keys)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def generator(seed: int, *keys: str | int) -> torch.Generator:
+    """Returns a CPU generator for the draws named by ``keys``."""
+    return torch.Generator().manual_seed(derive(seed, *keys))
+
+
+@contextmanager
+def seeded(seed: int, *keys: str | int) -> Iterator[None]:
+    """Makes PyTorch's global generator a function of ``keys`` inside the block, and restores it.
+
+    For code that takes no generator: module initialisation and dropout. The global generator is
+    shared by all threads, so the block must not run beside another that draws from it.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive(seed, *keys))
+        yield

@@ -1,0 +1,431 @@
+"""A run: trains round by round, evaluates, checkpoints, resumes, and afterwards hands out models.
+
+The loop is the same on every engine. What a run is when it has been killed and resumed does not
+differ from what it would have been: all its state is in one file, written whole or not at all.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from time import monotonic
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from hyperfed import config as configuration
+from hyperfed import records, trees
+from hyperfed.config import RunConfig
+from hyperfed.data import tasks
+from hyperfed.engines.loop import LoopCohort, LoopEngine
+from hyperfed.errors import UserError
+from hyperfed.evaluation import Counts, evaluate
+from hyperfed.federation import AllLostError, Server, Task
+from hyperfed.methods import METHODS
+from hyperfed.randomness import generator, seeded
+from hyperfed.records import Evaluation, Lost, RunFolder
+from hyperfed.training import UnlabelledError
+from hyperfed.trees import Tree
+
+PATIENCE = 10
+"""Rounds in a row whose clients all failed by their own errors before the run gives up."""
+
+
+@dataclass(frozen=True)
+class Best:
+    """The state at the round with the best validation accuracy: the one whose models are used."""
+
+    round: int
+    accuracy: float
+    server: Tree
+    memory: dict[int, Tree]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a run has to say after a round; ``evaluation`` {split: record} where it evaluated."""
+
+    round: int
+    rounds: int
+    lost: tuple[Lost, ...]
+    evaluation: Mapping[str, Evaluation]
+
+
+class Run:
+    """Trains one method on one task.
+
+    Args:
+        config: all settings.
+        task: the data; built from the settings where not given.
+        folder: where the records go; None keeps them in memory only.
+
+    Attributes:
+        config: all settings.
+        task: data split over clients.
+        folder: where the records go.
+        round: rounds done.
+        evaluations: every evaluation so far.
+        summary: the final numbers, {} before the run is done.
+    """
+
+    def __init__(
+        self, config: RunConfig, task: Task | None = None, folder: RunFolder | None = None
+    ) -> None:
+        self.config, self.folder = config, folder
+        self.task = tasks.build(config.task, config.seed) if task is None else task
+        self.method: ModuleType = METHODS[config.method]
+        self.server = self._new_server()
+        self.engine = self._engine(self.task)
+        self.round = 0
+        self.evaluations: list[Evaluation] = []
+        self.summary: dict[str, Any] = {}
+        self._best: Best | None = None
+        self._bytes = {"down": 0, "up": 0}
+        self._lost: list[Lost] = []
+        self._failures = 0
+        self._earlier, self._start = 0.0, monotonic()
+        self._stop = False
+        self._commit = records.commit()  # of the code that runs, whatever is checked out later
+
+    @classmethod
+    def start(cls, config: RunConfig, out: Path, task: Task | None = None) -> "Run":
+        """Begins a run in a new folder below ``out``; nothing is written if the task is wrong."""
+        run = cls(config, task)
+        run.folder = RunFolder.create(out, config.method, config.seed, datetime.now())
+        configuration.dump(config, run.folder.config)
+        return run
+
+    @classmethod
+    def open(cls, path: Path, task: Task | None = None) -> "Run":
+        """Reads a run from its folder, done or not, as of its latest checkpoint.
+
+        Raises:
+            UserError: not a run's folder, a damaged or foreign checkpoint, or other data.
+        """
+        folder = RunFolder(path)
+        if not folder.config.exists():
+            raise UserError(f"{path} must be a run's folder, but has no config.toml")
+        run = cls(configuration.load(str(folder.config)), task, folder)
+        if folder.state.exists():
+            run._restore(*records.load_state(folder.state))
+        run.evaluations = [e for e in folder.evaluations() if e.round <= run.round]
+        return run
+
+    @classmethod
+    def resume(cls, path: Path, task: Task | None = None) -> "Run":
+        """Goes on with a run that was stopped or killed.
+
+        Raises:
+            UserError: as :meth:`open`; or the run is done.
+        """
+        if RunFolder(path).summary.exists():
+            raise UserError(
+                f"a run to resume must not be done, but {path} has a summary.json; "
+                "evaluate or personalize it, or start a new run"
+            )
+        run = cls.open(path, task)
+        assert run.folder is not None
+        run.folder.truncate_after(run.round)
+        return run
+
+    def stop(self) -> None:
+        """Asks the run to checkpoint and end after the current round (for a signal's handler)."""
+        self._stop = True
+
+    @property
+    def done(self) -> bool:
+        """Whether all rounds are done."""
+        return self.round >= self.config.rounds
+
+    def train(self) -> Iterator[Progress]:
+        """Runs the remaining rounds and yields after each; ends early after :meth:`stop`.
+
+        The last round is followed by the summary.
+        """
+        while not self.done and not self._stop:
+            lost = self._one_round()
+            now = self.done or self.round % self.config.evaluate_every == 0
+            evaluation = self._evaluate() if now else {}
+            if self.done or self._stop or self.round % self.config.checkpoint_every == 0:
+                self._checkpoint()
+            yield Progress(self.round, self.config.rounds, lost, evaluation)
+        if self.done:
+            self._finish()
+        elif self._stop:
+            self._checkpoint()
+
+    def model(self, client: int) -> nn.Module:
+        """Returns the personal model of a client as a module of its own, ready to use.
+
+        It is the model at the best validation round.
+
+        Raises:
+            UserError: no such client.
+        """
+        if not 0 <= client < self.task.clients:
+            raise UserError(f"a client's number must be below {self.task.clients}, came {client}")
+        engine, server = self._at_best(self._engine(self.task))
+        novel = client in self.task.novel_ids
+        cohort = engine.cohort([client], self.config.rounds, training=False, fresh=novel)
+        return self._export(server, cohort, self.task.size_of(client))
+
+    def personalize(self, x: Any, y: Any = None, *, size: str | None = None) -> nn.Module:
+        """Returns the model of a client that was never seen, by the method's own protocol.
+
+        Args:
+            x: (m, ...) the client's examples, like the task's.
+            y: (m,) their labels; None for an unlabelled client, where the method can do without.
+            size: which target to run, where the task has several.
+
+        Raises:
+            UserError: the data do not fit the task, or the method needs labels.
+        """
+        task = tasks.newcomer(self.task, x, y, size=size)
+        engine, server = self._at_best(self._engine(task))
+        cohort = engine.cohort([0], self.config.rounds, training=False, fresh=True)
+        try:
+            return self._export(server, cohort, task.size_of(0))
+        except UnlabelledError as error:
+            raise UserError(
+                f"{self.config.method} needs labels to personalise: give y (m,)"
+            ) from error
+
+    def evaluate_best(self) -> dict[str, Evaluation]:
+        """Evaluates the models of the best validation round; nothing is recorded.
+
+        Returns:
+            {"val": record, "test": record} of the known clients, and "novel" where there are any.
+
+        Raises:
+            UserError: the run has not come to its first evaluation.
+        """
+        if self._best is None:
+            raise UserError(
+                f"a run to evaluate must have come to its first evaluation, but is at round "
+                f"{self.round}; resume it"
+            )
+        engine, server = self._at_best(self._engine(self.task))
+        known, novel, best = list(self.task.known), list(self.task.novel_ids), self._best.round
+        counts = evaluate(server, engine, known, best)
+        found = {split: self._summarise(split, known, counts[split], best) for split in counts}
+        if novel:
+            of_novel = evaluate(server, engine, novel, self.config.rounds, novel=True)["test"]
+            found["novel"] = self._summarise("novel", novel, of_novel, best)
+        return found
+
+    # Parts of a round.
+
+    def _one_round(self) -> tuple[Lost, ...]:
+        cohort = self.engine.cohort(self._sample(), self.round, training=True)
+        try:
+            self.server.round(cohort)
+            self.engine.commit(cohort)
+            self._failures = 0
+        except AllLostError as error:
+            self._failures += error.__cause__ is not None
+            if self._failures >= PATIENCE:
+                raise (error.__cause__ or error) from error
+        lost = tuple(Lost(client, reason) for client, reason in cohort.state.lost.items())
+        self._lost += lost
+        self._bytes["down"] += sum(exchange.down for exchange in cohort.state.exchanges)
+        self._bytes["up"] += sum(exchange.up for exchange in cohort.state.exchanges)
+        self.round += 1
+        return lost
+
+    def _sample(self) -> list[int]:
+        """Draws the round's cohort uniformly, without replacement; a number above all means all."""
+        known, cohort = len(self.task.known), self.config.cohort
+        count = max(1, round(cohort * known)) if isinstance(cohort, float) else min(cohort, known)
+        draw = torch.randperm(known, generator=generator(self.config.seed, "cohort", self.round))
+        return sorted(draw[:count].tolist())
+
+    def _evaluate(self) -> dict[str, Evaluation]:
+        ids = list(self.task.known)
+        counts = evaluate(self.server, self.engine, ids, self.round)
+        lost, self._lost = tuple(self._lost), []
+        found = {
+            split: self._record(split, ids, counts[split], self.round, lost)
+            for split in ("val", "test")
+        }
+        # Without validation data there is nothing to choose by: the latest round is taken.
+        accuracy = found["val"].accuracy
+        if accuracy is None or self._best is None or accuracy > self._best.accuracy:
+            server = trees.clone(self.server.state(optimizers=False))
+            self._best = Best(self.round, accuracy or 0.0, server, dict(self.engine.memory))
+        return found
+
+    def _record(
+        self, split: str, ids: list[int], counts: Counts, round: int, lost: tuple[Lost, ...] = ()
+    ) -> Evaluation:
+        evaluation = self._summarise(split, ids, counts, round, lost)
+        self.evaluations.append(evaluation)
+        if self.folder is not None:
+            self.folder.append(evaluation)
+        return evaluation
+
+    def _summarise(
+        self, split: str, ids: list[int], counts: Counts, round: int, lost: tuple[Lost, ...] = ()
+    ) -> Evaluation:
+        return records.summarise(
+            round=round,
+            split=split,
+            clients=ids,
+            count=[int(count) for count in counts.count],
+            correct=counts.correct.tolist(),
+            loss=counts.loss.tolist(),
+            masked_correct=counts.masked_correct.tolist(),
+            bytes_down=self._bytes["down"],
+            bytes_up=self._bytes["up"],
+            seconds=self._seconds(),
+            lost=lost,
+        )
+
+    def _finish(self) -> None:
+        """Evaluates novel clients with the best round's state and writes the summary."""
+        assert self._best is not None
+        best = self._best.round
+        test = next(e for e in self.evaluations if (e.round, e.split) == (best, "test"))
+        novel = None
+        if self.task.novel:
+            ids = list(self.task.novel_ids)
+            engine, server = self._at_best(self._engine(self.task))
+            counts = evaluate(server, engine, ids, self.config.rounds, novel=True)["test"]
+            novel = self._record("novel", ids, counts, self.round)
+        self.summary = {
+            "method": self.config.method,
+            "task": self.task.name,
+            "engine": self.engine.name,
+            "cores": self.engine.cores,
+            "cores_per_client": self.engine.cores_of_one(self.config.cohort == 1),
+            "seed": self.config.seed,
+            "rounds": self.round,
+            "best_round": best,
+            "val_accuracy": self._best.accuracy,
+            "test_accuracy": test.accuracy,
+            "test_masked_accuracy": test.masked_accuracy,
+            "test_accuracy_client_mean": test.accuracy_client_mean,
+            "test_accuracy_client_std": test.accuracy_client_std,
+            "worst_decile_accuracy": test.worst_decile_accuracy,
+            "novel_accuracy": novel.accuracy if novel else None,
+            "novel_masked_accuracy": novel.masked_accuracy if novel else None,
+            "bytes_down": self._bytes["down"],
+            "bytes_up": self._bytes["up"],
+            "seconds": self._seconds(),
+            "versions": records.versions(),
+            "commit": self._commit,
+            "data_fingerprint": self.task.fingerprint,
+        }
+        if self.folder is not None:
+            self.folder.write_summary(self.summary)
+
+    # State.
+
+    def _checkpoint(self) -> None:
+        if self.folder is None:
+            return
+        tree: Tree = {"server": self.server.state(), "memory": _keyed(self.engine.memory)}
+        meta: dict[str, Any] = {
+            "method": self.config.method,
+            "data_fingerprint": self.task.fingerprint,
+            "round": self.round,
+            "bytes": self._bytes,
+            "seconds": self._seconds(),
+            "failures": self._failures,
+            "lost": [[lost.client, lost.reason] for lost in self._lost],
+        }
+        if self._best is not None:
+            tree["best"] = {"server": self._best.server, "memory": _keyed(self._best.memory)}
+            meta |= {"best_round": self._best.round, "best_accuracy": self._best.accuracy}
+        records.save_state(self.folder.state, tree, meta)
+
+    def _restore(self, tree: Tree, meta: Mapping[str, Any]) -> None:
+        for key, ours in (
+            ("method", self.config.method),
+            ("data_fingerprint", self.task.fingerprint),
+        ):
+            if meta.get(key) != ours:
+                raise UserError(
+                    f"the checkpoint's {key} must be this run's, {ours}, came {meta.get(key)}; "
+                    "use the data and the settings that the run was started with"
+                )
+        self.server.load(tree["server"])
+        self.engine.memory = _numbered(tree["memory"])
+        self.round, self._bytes = meta["round"], dict(meta["bytes"])
+        self._earlier, self._failures = meta["seconds"], meta["failures"]
+        self._lost = [Lost(client, reason) for client, reason in meta["lost"]]
+        if "best" in tree:
+            best = tree["best"]
+            memory = _numbered(best["memory"])
+            self._best = Best(meta["best_round"], meta["best_accuracy"], best["server"], memory)
+
+    def _at_best(self, engine: LoopEngine) -> tuple[LoopEngine, Server]:
+        """Returns an engine and a new server as they were at the best validation round."""
+        server = self._new_server()
+        if self._best is not None:
+            server.load(trees.clone(self._best.server))
+            if engine.task is self.task:
+                engine.memory = dict(self._best.memory)
+        return engine, server
+
+    def _new_server(self) -> Server:
+        with seeded(self.config.seed, "server"):
+            server: Server = self.method.Server(self.task.outline(), self.config.settings)
+        return server
+
+    def _engine(self, task: Task) -> LoopEngine:
+        return LoopEngine(
+            task,
+            self.method.Client,
+            self.config.settings,
+            seed=self.config.seed,
+            workers=self.config.engine.workers,
+            cores_per_client=self.config.engine.cores_per_client,
+            faults=self.config.faults,
+        )
+
+    def _export(self, server: Server, cohort: LoopCohort, size: str) -> nn.Module:
+        """Returns the personal model of a cohort's only client."""
+        model = cohort.ask(self.method.Client.export, server.personalize(cohort))
+        return trees.fill(copy.deepcopy(self.task.models[size]), trees.take(model, 0)).eval()
+
+    def _seconds(self) -> float:
+        return self._earlier + monotonic() - self._start
+
+
+def _keyed(memory: Mapping[int, Tree]) -> Tree:
+    return {str(client): tree for client, tree in memory.items()}
+
+
+def _numbered(memory: Mapping[str, Tree]) -> dict[int, Tree]:
+    return {int(client): tree for client, tree in memory.items()}
+
+
+def train(
+    method: str,
+    task: Task | None = None,
+    *,
+    out: str | Path | None = None,
+    progress: bool = True,
+    **keys: Any,
+) -> Run:
+    """Trains a method and returns the finished run.
+
+    Args:
+        method: its name, such as "pfedhn".
+        task: the data; built from ``task={...}`` keys where not given (``digits`` by default).
+        out: a folder below which the run leaves its records; none by default.
+        progress: shows a progress bar where there is a terminal.
+        keys: every key of the command line; dotted ones as dicts: ``method={"local_steps": 20}``.
+
+    Raises:
+        UserError: settings or data are wrong; lists all errors at once.
+    """
+    from hyperfed.progress import watch
+
+    config = configuration.from_keys(method, keys)
+    run = Run(config, task) if out is None else Run.start(config, Path(out), task)
+    watch(run, show=progress)
+    return run

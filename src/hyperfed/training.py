@@ -1,0 +1,206 @@
+"""Functional local training: a model goes in as a tree and comes out as a tree.
+
+Nothing here holds state. A step of a client calls :func:`sgd` with the objective it wants; the
+network is only a description of the computation (:func:`apply` runs it with the weights of a tree).
+"""
+
+from collections.abc import Callable, Collection, Iterable
+from typing import NamedTuple, TypeAlias
+
+import torch
+from pydantic import ConfigDict, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value
+
+from hyperfed.trees import Model
+
+
+@dataclass(frozen=True)
+class Sgd:
+    """SGD with the arithmetic of ``torch.optim.SGD``; ``clip`` bounds the gradient's joint norm."""
+
+    lr: float
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    clip: float | None = None
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Batches for ``count`` local steps, each drawn afresh, without replacement, from all data."""
+
+    count: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Epochs:
+    """Batches for ``count`` passes over all examples in a new order each; the last may be short."""
+
+    count: int
+    size: int
+
+
+Batches: TypeAlias = Steps | Epochs
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class LocalConfig:
+    """The settings of local training that every method has, under the same keys.
+
+    Attributes:
+        local_steps: SGD steps a client makes in a round, each on a fresh i.i.d. batch.
+        local_epochs: passes over the client's data instead of ``local_steps``.
+        batch_size: examples of a batch.
+        local_lr: learning rate of local SGD.
+        local_momentum: its momentum; the optimiser is new in each round unless a method says so.
+        local_weight_decay: its weight decay.
+        local_clip: bound of the gradient's norm in a local step; none by default.
+    """
+
+    local_steps: PositiveInt = 50
+    local_epochs: PositiveInt | None = None
+    batch_size: PositiveInt = 64
+    local_lr: PositiveFloat = 5e-3
+    local_momentum: NonNegativeFloat = 0.9
+    local_weight_decay: NonNegativeFloat = 5e-5
+    local_clip: PositiveFloat | None = None
+
+    @property
+    def batches(self) -> Batches:
+        """What a server asks for in a round."""
+        if self.local_epochs is not None:
+            return Epochs(self.local_epochs, self.batch_size)
+        return Steps(self.local_steps, self.batch_size)
+
+    @property
+    def local(self) -> Sgd:
+        """The optimiser of a client."""
+        return Sgd(self.local_lr, self.local_momentum, self.local_weight_decay, self.local_clip)
+
+
+class UnlabelledError(RuntimeError):
+    """A step read the labels of a client that has none."""
+
+
+class Batch:
+    """Examples as the network takes them: ``x`` (B, ...) and, for a labelled client, ``y`` (B,)."""
+
+    __slots__ = ("_y", "x")
+
+    def __init__(self, x: Tensor, y: Tensor | None) -> None:
+        self.x, self._y = x, y
+
+    @property
+    def y(self) -> Tensor:
+        """(B,) labels."""
+        if self._y is None:
+            raise UnlabelledError(
+                "this client has no labels, but the step reads them: use its inputs only"
+            )
+        return self._y
+
+
+Objective: TypeAlias = Callable[[Model, Batch], tuple[Tensor, Model]]
+"""(model, batch) -> (scalar loss, the buffers after the forward pass, {} where there are none)."""
+
+
+class Trained(NamedTuple):
+    """What :func:`sgd` returns: the model and the momentum buffer of each trained parameter."""
+
+    model: Model
+    velocity: Model
+
+
+def apply(module: nn.Module, model: Model, x: Tensor, *, train: bool = False) -> Tensor:
+    """Runs ``module`` with the weights of ``model``.
+
+    Args:
+        module: the architecture; its own weights are not used. It must not be shared by threads.
+        model: every parameter and buffer of ``module``. Under ``train`` buffers change in place.
+        x: (B, ...) what the network takes.
+        train: the mode that batch-norm and dropout see.
+    """
+    if module.training != train:
+        module.train(train)
+    output: Tensor = functional_call(module, model, (x,))
+    return output
+
+
+def supervised(module: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]) -> Objective:
+    """Returns the objective loss(module(x), y) in training mode."""
+    buffers = [name for name, _ in module.named_buffers()]
+
+    def objective(model: Model, batch: Batch) -> tuple[Tensor, Model]:
+        # Batch-norm writes its statistics in place: into copies, so that the step stays a function.
+        updated = {name: model[name].clone() for name in buffers}
+        return loss(apply(module, model | updated, batch.x, train=True), batch.y), updated
+
+    return objective
+
+
+def clip_norm(gradients: list[Tensor], bound: float) -> None:
+    """Scales gradients in place so that their joint Euclidean norm is at most ``bound``.
+
+    The arithmetic of ``torch.nn.utils.clip_grad_norm_``: the factor is bound / (norm + 1e-6), at
+    most 1.
+    """
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    torch._foreach_mul_(gradients, (bound / (norm + 1e-6)).clamp(max=1.0))
+
+
+def sgd(
+    objective: Objective,
+    model: Model,
+    batches: Iterable[Batch],
+    settings: Sgd,
+    *,
+    trainable: Collection[str],
+    velocity: Model | None = None,
+    unclipped: Collection[str] = (),
+) -> Trained:
+    """Trains a model by SGD, one step a batch.
+
+    Args:
+        objective: the loss; extra terms are added by wrapping it.
+        model: parameters and buffers; it is not changed.
+        batches: one SGD step each.
+        settings: learning rate, momentum, weight decay, clipping.
+        trainable: names of the parameters that move. No gradient flows into any other entry;
+            buffers follow the forward passes.
+        velocity: momentum of an earlier call to go on with, for some or all parameters; zero for
+            the others, as in a new optimiser.
+        unclipped: parameters whose gradients neither count for the clipping norm nor are scaled.
+
+    Returns:
+        the trained model and the momentum buffers of its trained parameters.
+    """
+    names = [name for name in model if name in trainable]
+    clipped = [index for index, name in enumerate(names) if name not in unclipped]
+    weights = [model[name].detach().clone() for name in names]
+    rest = {name: value.detach() for name, value in model.items() if name not in trainable}
+    kept = velocity or {}
+    speed = [
+        kept[name].clone() if name in kept else torch.zeros_like(weight)
+        for name, weight in zip(names, weights, strict=True)
+    ]
+
+    def loss(parameters: list[Tensor], batch: Batch) -> tuple[Tensor, Model]:
+        return objective(rest | dict(zip(names, parameters, strict=True)), batch)
+
+    step = grad_and_value(loss, has_aux=True)
+    for batch in batches:
+        gradients, (_, buffers) = step(weights, batch)
+        rest |= buffers
+        if settings.clip is not None and clipped:
+            clip_norm([gradients[index] for index in clipped], settings.clip)
+        if settings.weight_decay:
+            torch._foreach_add_(gradients, weights, alpha=settings.weight_decay)
+        if settings.momentum:
+            torch._foreach_mul_(speed, settings.momentum)
+            torch._foreach_add_(speed, gradients)
+            gradients = speed
+        torch._foreach_add_(weights, gradients, alpha=-settings.lr)
+    trained = rest | dict(zip(names, weights, strict=True))
+    return Trained({name: trained[name] for name in model}, dict(zip(names, speed, strict=True)))

@@ -1,0 +1,170 @@
+"""Arithmetic on trees: (nested) dicts of tensors.
+
+A model is the flat tree {parameter or buffer name: tensor}.
+
+``delta`` has one definition, and this is it: :func:`subtract` gives **sent minus trained**. It
+stands in for the gradient, so a server that hands it to an optimiser *descends*.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+Tree: TypeAlias = dict[str, Any]
+"""A tensor under each name, or another tree."""
+
+Model: TypeAlias = dict[str, Tensor]
+"""A flat tree: {parameter or buffer name: tensor}."""
+
+T = TypeVar("T")
+
+Structure: TypeAlias = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+"""Path, shape and dtype of every leaf."""
+
+
+def leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yields (path, tensor) for every leaf, depth first; a path joins names with '/'."""
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{name}/")
+        else:
+            yield prefix + name, value
+
+
+def tree_map(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
+    """Applies ``function`` leaf by leaf to trees of one structure."""
+    return {
+        name: tree_map(function, value, *(other[name] for other in others))
+        if isinstance(value, dict)
+        else function(value, *(other[name] for other in others))
+        for name, value in tree.items()
+    }
+
+
+def model_of(module: nn.Module) -> Model:
+    """Returns a copy of a module's parameters and buffers as a model tree."""
+    named = dict(module.named_parameters()) | dict(module.named_buffers())
+    return {name: value.detach().clone() for name, value in named.items()}
+
+
+def fill(module: nn.Module, model: Model) -> nn.Module:
+    """Copies a model's values into the parameters and buffers of a module, and returns it."""
+    with torch.no_grad():
+        for name, target in [*module.named_parameters(), *module.named_buffers()]:
+            target.copy_(model[name])
+    return module
+
+
+def subtract(sent: Tree, trained: Tree) -> Tree:
+    """Returns delta = sent - trained, the stand-in for a gradient."""
+    return tree_map(torch.sub, sent, trained)
+
+
+def detach(tree: Tree) -> Tree:
+    """Returns the same values, cut off from the autograd graph."""
+    return tree_map(Tensor.detach, tree)
+
+
+def clone(tree: Tree) -> Tree:
+    """Returns a copy that shares no memory with ``tree`` and no autograd graph."""
+    return tree_map(lambda leaf: leaf.detach().clone(), tree)
+
+
+def stack(trees: Sequence[Tree]) -> Tree:
+    """Stacks C trees of one structure: a leaf of shape (...) becomes (C, ...)."""
+    return tree_map(lambda *values: torch.stack(values), *trees)
+
+
+def take(tree: Tree, index: int | Tensor) -> Tree:
+    """Takes one slice (an int) or several (a tensor of indices) of a stacked tree."""
+    return tree_map(lambda leaf: leaf[index], tree)
+
+
+def repeat(tree: Tree, count: int) -> Tree:
+    """Stacks ``count`` views of one tree: (...) becomes (count, ...), without a copy."""
+    return tree_map(lambda leaf: leaf.expand(count, *leaf.shape), tree)
+
+
+def partition(model: Mapping[str, T], names: Collection[str]) -> tuple[dict[str, T], dict[str, T]]:
+    """Splits a model into the entries in ``names`` and the rest; ``a | b`` joins them again."""
+    chosen = {name: value for name, value in model.items() if name in names}
+    rest = {name: value for name, value in model.items() if name not in names}
+    return chosen, rest
+
+
+def weighted_mean(tree: Tree, weight: Tensor) -> Tree:
+    """Averages a stacked tree over clients.
+
+    Args:
+        tree: leaves of shape (C, ...). Integer leaves (batch-norm's step counters) are rounded
+        back.
+        weight: (C,) non-negative and not all zero; need not sum to one.
+
+    Returns:
+        leaves of shape (...), of the dtype they had.
+    """
+    share = weight.double() / weight.double().sum()
+
+    def mean(leaf: Tensor) -> Tensor:
+        if leaf.is_floating_point():
+            return torch.tensordot(share.to(leaf.dtype), leaf, dims=1)
+        return torch.tensordot(share, leaf.double(), dims=1).round().to(leaf.dtype)
+
+    return tree_map(mean, tree)
+
+
+def pull_back(
+    model: Model, delta: Model, weight: Tensor, onto: Sequence[Tensor] | None = None
+) -> None:
+    """Back-propagates sum_i weight_i <model_i, delta_i> into whatever made ``model``.
+
+    This is the chain rule of pFedHN (section 3.2) with delta in the place of the gradient. It adds
+    to the ``.grad`` of every leaf of the graph, so that an optimiser step afterwards *descends*.
+
+    Args:
+        model: what a hypernetwork made, leaves (C, ...), part of an autograd graph.
+        delta: sent minus trained, the same names and shapes. Entries beyond those of ``model`` (the
+            buffers a client returned) are ignored.
+        weight: (C,) 1 for "unscaled", 1/C for the mean over a cohort, 0 for a lost client.
+        onto: the only tensors whose ``.grad`` is filled, where the rest of the graph is frozen.
+    """
+
+    def weighted(leaf: Tensor) -> Tensor:
+        return leaf * weight.to(leaf.dtype).view(-1, *[1] * (leaf.dim() - 1))
+
+    outputs = list(model.values())
+    torch.autograd.backward(outputs, [weighted(delta[name]) for name in model], inputs=onto)
+
+
+def set_gradients(module: nn.Module, gradient: Mapping[str, Tensor]) -> None:
+    """Puts ``gradient`` {parameter name: tensor} into the ``.grad`` of a module's parameters."""
+    for name, parameter in module.named_parameters():
+        parameter.grad = gradient[name]
+
+
+def fill_gradients(parameters: Iterable[Tensor]) -> None:
+    """Gives parameters that nothing flowed into a zero gradient.
+
+    An optimiser skips a parameter without a gradient; with a zero one, momentum and weight decay
+    move it as the dense gradient of the whole objective would.
+    """
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+def structure(tree: Tree) -> Structure:
+    """Returns path, shape and dtype of every leaf, in the order of paths."""
+    return tuple(sorted((path, tuple(leaf.shape), leaf.dtype) for path, leaf in leaves(tree)))
+
+
+def finite(tree: Tree) -> bool:
+    """Returns whether no floating-point leaf has a NaN or an infinity."""
+    return all(bool(leaf.isfinite().all()) for _, leaf in leaves(tree) if leaf.is_floating_point())
+
+
+def count_bytes(tree: Tree) -> int:
+    """Returns the bytes of all leaves as they would travel, without any framing."""
+    return sum(leaf.numel() * leaf.element_size() for _, leaf in leaves(tree))
