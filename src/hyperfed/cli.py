@@ -202,24 +202,26 @@ def list_known(
 def _train(run: Run, *, as_json: bool, quiet: bool) -> None:
     """Trains, prints the result and the folder, and exits with 3 where the run was stopped."""
     assert run.folder is not None, "a run of the command line has a folder"
-    folder = run.folder.path
+    folder, aborted = run.folder.path, False
     try:
         with _stopped_by_signals(run):
             watch(run, show=not quiet)
     except KeyboardInterrupt:
-        how = "aborted; its latest checkpoint is kept"
-    else:
-        how = f"stopped after round {run.round} of {run.config.rounds}"
+        aborted = True
     done = bool(run.summary)
     if as_json:
         _print_json({"folder": str(folder), "round": run.round, "summary": run.summary or None})
     else:
         if done and not quiet:
             _print_table(report.table(report.comparison([run])))
-        print(folder)
-    if not done:
-        _say(f"{how}; go on with: hyperfed resume {shlex.quote(str(folder))}")
-        raise typer.Exit(STOPPED)
+        print(folder, flush=True)
+    if done:
+        return
+    how = "aborted" if aborted else f"stopped after round {run.round} of {run.config.rounds}"
+    _say(f"{how}; go on with: hyperfed resume {shlex.quote(str(folder))}")
+    if aborted:
+        os._exit(STOPPED)  # at once: an orderly exit waits for worker threads to end their steps
+    raise typer.Exit(STOPPED)
 
 
 @contextmanager
@@ -291,7 +293,7 @@ def _say(text: str) -> None:
 
 
 def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
+    print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False), flush=True)
 
 
 def _table(*columns: str) -> Table:

@@ -32,6 +32,7 @@ from pydantic_core import ErrorDetails
 
 from hyperfed import toml
 from hyperfed.data.tasks import TaskConfig
+from hyperfed.engines.loop import Faults
 from hyperfed.errors import UserError
 from hyperfed.files import atomic_write
 from hyperfed.methods import METHODS
@@ -67,19 +68,6 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, config=_STRICT)
-class FaultsConfig:
-    """Faults made on purpose, to see what a lost client does to a run.
-
-    Attributes:
-        drop: probability that a client does not answer in a round.
-        nan: probability that it answers with NaN.
-    """
-
-    drop: Probability = 0.0
-    nan: Probability = 0.0
-
-
-@dataclass(frozen=True, config=_STRICT)
 class RunConfig:
     """Everything that decides what a run computes.
 
@@ -111,7 +99,7 @@ class RunConfig:
     precision: Literal["float32"] = "float32"
     task: TaskConfig = TaskConfig()
     engine: EngineConfig = EngineConfig()
-    faults: FaultsConfig = FaultsConfig()
+    faults: Faults = Faults()
 
 
 def load(
@@ -260,7 +248,7 @@ def _build(
     table = _nested(keys)
     method = table.pop("method", {})
     own = {key: value for key, value in method.items() if key != "name"}
-    sections = [("task", TaskConfig), ("engine", EngineConfig), ("faults", FaultsConfig)]
+    sections = [("task", TaskConfig), ("engine", EngineConfig), ("faults", Faults)]
     parts = {
         section: _section(kind, section, table.pop(section, {}), known, problems) or kind()
         for section, kind in sections

@@ -6,9 +6,9 @@ way across. Who runs the clients (a loop, one vectorised kernel, a thousand mach
 engine's business: methods know no engine, engines know no method.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, overload
 
 import torch
 import torch.nn.functional as F
@@ -159,7 +159,17 @@ EVALUATION_BATCH = 512
 S = TypeVar("S", bound=Callable[..., Tree])
 
 
-def step(function: S | None = None, *, like: str | None = None, evaluates: bool = False) -> Any:
+@overload
+def step(function: S, /) -> S: ...
+
+
+@overload
+def step(*, like: str | None = None, evaluates: bool = False) -> Callable[[S], S]: ...
+
+
+def step(
+    function: S | None = None, /, *, like: str | None = None, evaluates: bool = False
+) -> S | Callable[[S], S]:
     """Marks a function of a :class:`Client` that the network may call. Takes and returns trees.
 
     Args:
@@ -248,20 +258,24 @@ class Client:
         return frozenset(name for name, _ in self.module.named_parameters())
 
     @property
-    def buffers(self) -> Model:
-        """The buffers (batch-norm statistics) that this client kept, at first the initial ones.
-
-        For methods that send parameters only; they store what training leaves in
-        ``memory["buffers"]``.
-        """
-        initial = self._task.models[self._task.size_of(self.id)].named_buffers()
-        kept: Model = self.memory.get("buffers", dict(initial))
-        return kept
+    def buffers(self) -> frozenset[str]:
+        """Names of the target's buffers (batch-norm statistics)."""
+        return frozenset(name for name, _ in self.module.named_buffers())
 
     @property
     def initial(self) -> Model:
         """The target's initial weights, the same for all clients of its size."""
         return trees.model_of(self._task.models[self._task.size_of(self.id)])
+
+    def recall(self, name: str, entries: Collection[str]) -> Model:
+        """Returns the part of a model kept as ``memory[name]``; before that, the initial one.
+
+        Args:
+            name: where the client keeps it, such as "head".
+            entries: names of the target's entries that make up that part.
+        """
+        kept: Model | None = self.memory.get(name)
+        return trees.partition(self.initial, entries)[0] if kept is None else kept
 
     @property
     def objective(self) -> training.Objective:

@@ -270,12 +270,14 @@ class RunFolder:
             raise refused(self.metrics, error) from error
 
     def truncate_after(self, round: int) -> None:
-        """Drops the metrics of later rounds than ``round``, and a last line that a kill cut short.
+        """Drops what a resumed run writes again: later rounds, and novel clients (the end's).
+
+        A last line that a kill cut short goes too.
 
         Raises:
             UserError: the metrics are damaged, or the disk refuses.
         """
-        kept = [evaluation for evaluation in self.evaluations() if evaluation.round <= round]
+        kept = [e for e in self.evaluations() if e.round <= round and e.split != "novel"]
         atomic_write(self.metrics, b"".join(_EVALUATION.dump_json(e) + b"\n" for e in kept))
 
     def evaluations(self) -> list[Evaluation]:

@@ -112,6 +112,8 @@ class Run:
         if folder.state.exists():
             run._restore(*records.load_state(folder.state))
         run.evaluations = [e for e in folder.evaluations() if e.round <= run.round]
+        if folder.summary.exists():
+            run.summary = dict(records.read_run(path).summary or {})
         return run
 
     @classmethod
@@ -129,6 +131,7 @@ class Run:
         run = cls.open(path, task)
         assert run.folder is not None
         run.folder.truncate_after(run.round)
+        run.evaluations = run.folder.evaluations()
         return run
 
     def stop(self) -> None:
@@ -145,17 +148,20 @@ class Run:
 
         The last round is followed by the summary.
         """
-        while not self.done and not self._stop:
+        while not self._over():
             lost = self._one_round()
             now = self.done or self.round % self.config.evaluate_every == 0
             evaluation = self._evaluate() if now else {}
-            if self.done or self._stop or self.round % self.config.checkpoint_every == 0:
+            if self.done or self.round % self.config.checkpoint_every == 0:
                 self._checkpoint()
             yield Progress(self.round, self.config.rounds, lost, evaluation)
         if self.done:
             self._finish()
         elif self._stop:
             self._checkpoint()
+
+    def _over(self) -> bool:
+        return self.done or self._stop
 
     def model(self, client: int) -> nn.Module:
         """Returns the personal model of a client as a module of its own, ready to use.
@@ -406,6 +412,7 @@ def _numbered(memory: Mapping[str, Tree]) -> dict[int, Tree]:
 def train(
     method: str,
     task: Task | None = None,
+    /,
     *,
     out: str | Path | None = None,
     progress: bool = True,

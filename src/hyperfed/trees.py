@@ -109,8 +109,8 @@ def weighted_mean(tree: Tree, weight: Tensor) -> Tree:
 
     def mean(leaf: Tensor) -> Tensor:
         if leaf.is_floating_point():
-            return torch.tensordot(share.to(leaf.dtype), leaf, dims=1)
-        return torch.tensordot(share, leaf.double(), dims=1).round().to(leaf.dtype)
+            return torch.einsum("c,c...->...", share.to(leaf.dtype), leaf)
+        return torch.einsum("c,c...->...", share, leaf.double()).round().to(leaf.dtype)
 
     return tree_map(mean, tree)
 

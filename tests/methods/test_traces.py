@@ -124,7 +124,7 @@ def play(trace: Trace, method: str, monkeypatch: pytest.MonkeyPatch) -> tuple[An
 def test_the_authors_trace_is_met(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     trace = Trace(method)
     server, engine, seen = play(trace, method, monkeypatch)
-    exact = {"rtol": 0, "atol": 1e-9}
+    exact: dict[str, Any] = {"rtol": 0, "atol": 1e-9}
     for number, entry in enumerate(seen):
         for what, model in entry.items():
             torch.testing.assert_close(model, trace.under(f"round.{number}.{what}"), **exact)

@@ -1,6 +1,6 @@
 """From settings to a :class:`~hyperfed.federation.Task`: load, divide, build the targets."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +18,21 @@ from hyperfed.federation import BASE, Task
 from hyperfed.nets.targets import build_target
 from hyperfed.randomness import seeded
 
-__all__ = ["TaskConfig", "build", "divide", "from_arrays", "newcomer"]
+__all__ = ["PARTITIONS", "TaskConfig", "build", "divide", "from_arrays", "newcomer", "targets"]
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+PartitionName = Literal[
+    "class_shares",
+    "dirichlet",
+    "dirichlet_per_class",
+    "equal_classes",
+    "majority",
+    "shards",
+    "iid",
+    "natural",
+]
+PARTITIONS: tuple[PartitionName, ...] = get_args(PartitionName)
 
 SMALLEST_LENET_SIDE = 16
 """Smaller images (the digits are 8 x 8) get an MLP by default."""
@@ -59,16 +71,7 @@ class TaskConfig:
     name: str = "digits"
     data_dir: str | None = None
     clients: PositiveInt = 20
-    partition: Literal[
-        "class_shares",
-        "dirichlet",
-        "dirichlet_per_class",
-        "equal_classes",
-        "majority",
-        "shards",
-        "iid",
-        "natural",
-    ] = "class_shares"
+    partition: PartitionName = "class_shares"
     classes_per_client: PositiveInt = 2
     shares: Literal["paper", "official"] = "paper"
     alpha: PositiveFloat = 0.1
@@ -121,7 +124,7 @@ def build(config: TaskConfig, seed: int) -> Task:
     """
     examples = datasets.load(config.name, config.data_dir)
     partition = divide(config, examples, seed)
-    models = _targets(config, examples, seed)
+    models = targets(config, examples, seed)
     return Task(
         name=examples.name,
         x=examples.x,
@@ -236,8 +239,15 @@ def _hold_out(
     return partitions.hold_out(groups, rng, val=val, test=test)
 
 
-def _targets(config: TaskConfig, examples: Examples, seed: int) -> dict[str, nn.Module]:
-    """Builds the target network of each size, its weights a function of seed and size."""
+def targets(config: TaskConfig, examples: Examples, seed: int) -> dict[str, nn.Module]:
+    """Builds the target network of each size, its weights a function of seed and size.
+
+    Returns:
+        Size name -> network: "base" for one size; S, M and L for three; else "width8" and so on.
+
+    Raises:
+        UserError: no such target, or one that does not suit the data or takes no width.
+    """
     name = config.model or _default_target(examples)
     widths = {BASE: config.width}
     if config.widths is not None:

@@ -13,9 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass as validated
 from torch import Tensor, nn
 
 from hyperfed import trees
@@ -24,18 +26,20 @@ from hyperfed.randomness import generator, seeded
 from hyperfed.training import Batch, Batches, Steps
 from hyperfed.trees import Structure, Tree
 
+Probability = Annotated[float, Field(ge=0, le=1)]
 
-@dataclass(frozen=True)
+
+@validated(frozen=True, config=ConfigDict(extra="forbid", strict=True))
 class Faults:
-    """Faults to inject into training rounds, to see what a shrinking cohort does.
+    """Faults made on purpose in training rounds, to see what a shrinking cohort does to a run.
 
     Attributes:
         drop: probability that a client does not answer in a round.
-        nan: probability that a client's reply is NaN.
+        nan: probability that a reply of a client is NaN.
     """
 
-    drop: float = 0.0
-    nan: float = 0.0
+    drop: Probability = 0.0
+    nan: Probability = 0.0
 
 
 @dataclass(frozen=True)
@@ -92,10 +96,11 @@ class LoopEngine:
         seed: int,
         workers: int | None = None,
         cores_per_client: int | None = None,
-        faults: Faults = Faults(),
+        faults: Faults | None = None,
     ) -> None:
         self.task, self.client, self.config, self.seed = task, client, config, seed
-        self.workers, self.cores_per_client, self.faults = workers, cores_per_client, faults
+        self.workers, self.cores_per_client = workers, cores_per_client
+        self.faults = faults or Faults()
         self.memory: dict[int, Tree] = {}
         self.cores = torch.get_num_threads()
         self._own = threading.local()
@@ -271,9 +276,9 @@ class LoopCohort:
 
     def _stacked(self, answers: dict[int, Tree]) -> Tree:
         if not answers:
-            causes = self.state.causes
+            cause = next(iter(self.state.causes), None)
             reasons = "; ".join(f"client {i}: {why}" for i, why in self.state.lost.items())
-            raise AllLostError(f"all clients were lost: {reasons}") from (causes or [None])[0]
+            raise AllLostError(f"all clients were lost: {reasons}") from cause
         nothing = trees.tree_map(torch.zeros_like, next(iter(answers.values())))
         return trees.stack([answers.get(p, nothing) for p in range(len(self._clients))])
 
@@ -376,8 +381,9 @@ def _draw(split: Split, batches: Batches | None, source: torch.Generator) -> Ite
             yield split.batch(torch.randperm(len(split), generator=source)[: batches.size])
         return
     for _ in range(batches.count):
-        for which in torch.randperm(len(split), generator=source).split(batches.size):
-            yield split.batch(which)
+        order = torch.randperm(len(split), generator=source)
+        for start in range(0, len(split), batches.size):
+            yield split.batch(order[start : start + batches.size])
 
 
 def _check_tree(reply: object) -> None:

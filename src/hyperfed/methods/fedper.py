@@ -75,8 +75,7 @@ class Client(federation.Client):
 
     def personal_model(self, received: Model) -> Model:
         """Returns the received body with the client's own head, at first the initial one."""
-        head, _ = partition(self.initial, self.head)
-        return received | self.memory.get("head", head)
+        return received | self.recall("head", self.head)
 
 
 class Server(federation.Server):

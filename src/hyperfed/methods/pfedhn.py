@@ -97,8 +97,8 @@ class Client(federation.Client):
 
     def personal_model(self, received: Model) -> Model:
         """Returns the received parameters with the client's own head and buffers."""
-        head, _ = partition(self.initial, self.head)
-        return received | self.memory.get("head", head) | self.buffers
+        head, buffers = self.recall("head", self.head), self.recall("buffers", self.buffers)
+        return received | head | buffers
 
     @property
     def head(self) -> tuple[str, ...]:
@@ -139,9 +139,9 @@ class Server(federation.Server):
             for size, group in clients.sizes.items()
         }
         self.optimizer.zero_grad()
-        there = (clients.weight > 0).sum()
+        there = clients.weight.sign().sum()
         for size, group in clients.sizes.items():
-            pull_back(model[size], delta[size], (group.weight > 0) / there)
+            pull_back(model[size], delta[size], group.weight.sign() / there)
         parameters = self.optimizer.param_groups[0]["params"]
         fill_gradients(parameters)
         nn.utils.clip_grad_norm_(parameters, self.config.clip)
@@ -175,7 +175,7 @@ class Server(federation.Server):
                 Client.train_model, Each(detach(model)), batches=self.config.batches
             )
             optimizer.zero_grad()
-            pull_back(model, delta, (clients.weight > 0).double(), onto=[embedding])
+            pull_back(model, delta, clients.weight.sign(), onto=[embedding])
             optimizer.step()
         return embedding.detach()
 

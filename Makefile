@@ -1,0 +1,49 @@
+# Everything happens in .venv, made on first use and renewed when the dependencies change.
+#
+#   make run     train three methods on a bundled data set and compare them
+#   make test    what continuous integration runs: lint, types, tests
+#   make lint    ruff and mypy alone
+#   make bench   speed and memory, written to $(BENCH_JSON)
+#   make clean   remove .venv, caches and builds; runs/ and results/ stay
+#
+# On Linux the default PyTorch wheels carry CUDA. For the much smaller CPU build:
+#   make run TORCH_ARGS="--index-url https://download.pytorch.org/whl/cpu"
+
+PYTHON ?= python3
+TORCH_ARGS ?=
+PYTEST_ARGS ?=
+BENCH_JSON ?= .benchmarks/latest.json
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := test
+.PHONY: run test lint bench clean
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "hyperfed needs Python >= 3.11, this is $$($(PYTHON) --version 2>&1); try make PYTHON=python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt $(TORCH_ARGS) torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+run: $(READY)
+	$(BIN)/python examples/digits.py
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+bench: $(READY)
+	@mkdir -p $(dir $(BENCH_JSON))
+	$(BIN)/python -m pytest benchmarks --benchmark-json=$(BENCH_JSON) $(PYTEST_ARGS)
+
+clean:
+	rm -rf $(VENV) build dist .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,356 @@
+"""Data sets: what is read, what the cache does, and what is said when there is nothing to read."""
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors import safe_open
+
+from hyperfed.data import cache, datasets, readers
+from hyperfed.data.datasets import Normalize, from_npz, load
+from hyperfed.errors import UserError
+
+
+@pytest.fixture
+def cached(tmp_path, monkeypatch):
+    """Puts the cache into a folder of the test's own and hides the real data."""
+    monkeypatch.setenv("HYPERFED_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("HYPERFED_DATA", raising=False)
+    return tmp_path / "cache" / "datasets"
+
+
+def png(pixels):
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "png")
+    return {"bytes": file.getvalue(), "path": None}
+
+
+def write_split(folder, split, features=None, **columns):
+    import datasets as huggingface
+
+    folder.mkdir(parents=True, exist_ok=True)
+    table = huggingface.Dataset.from_dict(columns, features=features)
+    table.to_parquet(folder / f"{split}.parquet")
+
+
+def write_images(folder, splits, **more):
+    """Writes images with a class label of three names."""
+    import datasets as huggingface
+
+    for split, (pixels, labels) in splits.items():
+        columns = {name: values[split] for name, values in more.items()}
+        features = huggingface.Features(
+            image=huggingface.Image(),
+            label=huggingface.ClassLabel(names=["a", "b", "c"]),
+            **{name: huggingface.Value("string") for name in more},
+        )
+        write_split(
+            folder, split, features, image=[png(p) for p in pixels], label=labels, **columns
+        )
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A folder of 6 + 3 colour images of 4 x 5 with their pixels and labels."""
+    pixels = np.random.default_rng(0).integers(0, 256, (9, 4, 5, 3), dtype=np.uint8)
+    labels = [0, 1, 2, 0, 1, 2, 2, 1, 0]
+    splits = {"train": (pixels[:6], labels[:6]), "test": (pixels[6:], labels[6:])}
+    write_images(tmp_path / "small", splits)
+    return tmp_path / "small", pixels, labels
+
+
+def test_digits_come_without_a_download():
+    digits = load("digits")
+    assert digits.x.shape == (1797, 1, 8, 8)
+    assert digits.x.dtype == torch.uint8
+    assert digits.y.dtype == torch.int64
+    assert (int(digits.x.min()), int(digits.x.max())) == (0, 255)
+    assert digits.classes == 10
+    of_class = torch.bincount(digits.y)
+    held_out = torch.bincount(digits.y[digits.held_out])
+    assert int(digits.held_out.sum()) == 360
+    assert ((held_out - of_class / 5).abs() < 1).all()  # stratified
+    training = digits.x[~digits.held_out].double() / 255
+    assert digits.mean[0] == pytest.approx(training.mean().item(), abs=1e-4)
+    assert digits.std[0] == pytest.approx(training.std(correction=0).item(), abs=1e-4)
+    assert digits.fingerprint == load("digits").fingerprint
+
+
+def test_a_folder_of_images_is_read_pixel_by_pixel(cached, small):
+    folder, pixels, labels = small
+    examples = load(str(folder))
+    assert torch.equal(examples.x, torch.from_numpy(pixels).permute(0, 3, 1, 2))
+    assert examples.x.is_contiguous(memory_format=torch.channels_last)
+    assert examples.y.tolist() == labels
+    assert examples.held_out.tolist() == [False] * 6 + [True] * 3
+    assert examples.classes == 3
+    assert examples.client is None
+    training = pixels[:6] / 255
+    assert examples.mean == pytest.approx(training.mean(axis=(0, 1, 2)), abs=1e-4)
+    assert examples.std == pytest.approx(training.std(axis=(0, 1, 2)), abs=1e-4)
+
+
+def test_a_name_is_looked_up_in_the_data_directory(cached, small, monkeypatch):
+    folder, _, labels = small
+    assert load("small", data_dir=folder.parent).y.tolist() == labels
+    monkeypatch.setenv("HYPERFED_DATA", str(folder.parent))
+    assert load("small").y.tolist() == labels
+
+
+def test_grey_images_and_natural_clients(cached, tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, (4, 3, 3), dtype=np.uint8)
+    client = {"train": ["zoe", "ann", "zoe", "bob"]}
+    write_images(tmp_path / "grey", {"train": (pixels, [0, 1, 1, 0])}, client=client)
+    examples = load(str(tmp_path / "grey"))
+    assert torch.equal(examples.x, torch.from_numpy(pixels)[:, None])
+    assert examples.client is not None
+    assert examples.client.tolist() == [2, 0, 2, 1]
+    assert not examples.held_out.any()
+
+
+def test_a_single_colour_image_makes_all_colour(cached, tmp_path):
+    rng = np.random.default_rng(0)
+    grey, colour = (rng.integers(0, 256, shape, dtype=np.uint8) for shape in [(3, 3), (3, 3, 3)])
+    write_images(tmp_path / "both", {"train": ([grey, colour], [0, 1])})
+    x = load(str(tmp_path / "both")).x
+    assert torch.equal(x[0], torch.from_numpy(grey).expand(3, 3, 3))
+    assert torch.equal(x[1], torch.from_numpy(colour).permute(2, 0, 1))
+
+
+def test_writers_are_the_clients_of_femnist(cached, tmp_path):
+    pixels = np.zeros((3, 2, 2), dtype=np.uint8)
+    writers = {"train": ["f1", "f0", "f1"]}
+    write_images(tmp_path / "femnist", {"train": (pixels, [0, 1, 2])}, writer_id=writers)
+    examples = load("femnist", data_dir=tmp_path)
+    assert examples.client is not None
+    assert examples.client.tolist() == [1, 0, 1]
+
+
+def test_mnist_without_writers_has_no_clients(cached, tmp_path):
+    pixels = np.zeros((3, 2, 2), dtype=np.uint8)
+    write_images(tmp_path / "mnist", {"train": (pixels, [0, 1, 2])})
+    assert load("mnist", data_dir=tmp_path).client is None
+
+
+def opened(**splits):
+    """What a reader is given: the rows of the default configuration."""
+    import datasets as huggingface
+
+    tables = {split: huggingface.Dataset.from_dict(columns) for split, columns in splits.items()}
+    return lambda _: tables
+
+
+def test_shakespeare_windows_follow_each_other_in_a_roles_lines():
+    a, b = "abcdefghij" * 6, "klmnopqrst" * 6  # with the line break: 121 characters, 5 windows
+    train = {"text": [a, "to be", b], "speaker": ["HAMLET", "Ghost", "HAMLET"]}
+    test = {"text": ["z" * 81, "to be " * 20], "speaker": ["HAMLET", "Ghost"]}
+    examples = readers.shakespeare(opened(train=train, test=test), "shakespeare", least=(2, 1))
+    vocabulary = "\nabcdefghijklmnopqrst"
+    assert examples.classes == len(vocabulary) + 1
+    tokens = torch.tensor([vocabulary.index(letter) + 1 for letter in f"{a}\n{b}"])
+    assert examples.held_out.tolist() == [False] * 5 + [True]
+    for row, start in enumerate((0, 10, 20, 30, 40)):
+        assert torch.equal(examples.x[row], tokens[start : start + 80])
+        assert examples.y[row] == tokens[start + 80]
+    assert (examples.x[5] == 0).all()  # z is in no training text
+    assert examples.y[5] == 0
+    assert examples.client is not None
+    assert examples.client.tolist() == [0] * 6  # the ghost has no window to train on
+
+
+def test_shakespeare_as_ready_windows():
+    numbers = range(41)  # of which 0, 10, 20, 30 and 40 are taken
+    train = {
+        "x": [f"{'x' * (number % 7)}{'y' * (80 - number % 7)}" for number in numbers],
+        "y": ["x" if number % 20 else "y" for number in numbers],
+        "character_id": ["B" if number == 20 else "A" for number in numbers],
+    }
+    examples = readers.shakespeare(opened(train=train), "shakespeare", least=(2, 1))
+    assert examples.y.tolist() == [2, 1, 1, 2]  # "x" is 1 and "y" is 2; B has one window only
+    assert (examples.x == 1).sum(dim=1).tolist() == [0, 10 % 7, 30 % 7, 40 % 7]
+    assert not examples.held_out.any()
+
+
+def test_the_second_load_is_the_cache(cached, small, monkeypatch):
+    folder, _, _ = small
+    first = load(str(folder))
+
+    def read_again(*_):
+        raise AssertionError("the files were read again")
+
+    monkeypatch.setattr(datasets, "_rows", read_again)
+    second = load(str(folder))
+    for name, value in vars(first).items():
+        other = getattr(second, name)
+        assert torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other
+    assert second.x.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "other", "empty"])
+def test_a_damaged_cache_is_rebuilt(cached, small, damage):
+    folder, _, _ = small
+    first = load(str(folder))
+    (path,) = cached.iterdir()
+    sound = path.read_bytes()
+    damaged = {
+        "truncated": sound[:-5],
+        "flipped": sound[:-1] + bytes([sound[-1] ^ 1]),
+        "other": b"not a tensor in sight",
+        "empty": b"",
+    }[damage]
+    path.unlink()  # the first examples still map the old file
+    path.write_bytes(damaged)
+    assert torch.equal(load(str(folder)).x, first.x)
+    assert path.read_bytes() == sound
+
+
+def test_changed_files_are_read_again(cached, small):
+    folder, pixels, labels = small
+    before = load(str(folder))
+    write_images(folder, {"train": (255 - pixels[:6], labels[:6])})
+    after = load(str(folder))
+    assert not torch.equal(after.x, before.x)
+    assert after.fingerprint != before.fingerprint
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(small, tmp_path, monkeypatch):
+    folder, _, labels = small
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("HYPERFED_CACHE", str(tmp_path / "file"))
+    assert load(str(folder)).y.tolist() == labels
+
+
+def test_nothing_half_written_stays_in_the_cache(cached, small):
+    folder, _, _ = small
+    load(str(folder))
+    (path,) = cached.iterdir()
+    assert path.suffix == ".safetensors"
+    with safe_open(path, framework="pt") as file:
+        assert set(file.keys()) == {"x", "y", "held_out"}
+
+
+def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv("HYPERFED_CACHE", "/own")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/common")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert str(cache.folder()) == "/own"
+    monkeypatch.delenv("HYPERFED_CACHE")
+    assert str(cache.folder()) == "/common/hyperfed"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache.folder() == tmp_path / ".cache" / "hyperfed"
+
+
+def test_normalize_is_the_textbook_formula_in_channels_last():
+    x = torch.randint(0, 256, (5, 3, 4, 6), dtype=torch.uint8)
+    mean, std = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3)
+    normalized = Normalize(mean, std)(x)
+    expected = (x.double() / 255 - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(
+        3, 1, 1
+    )
+    torch.testing.assert_close(normalized.double(), expected, rtol=0, atol=1e-5)
+    assert normalized.dtype == torch.float32
+    assert normalized.is_contiguous(memory_format=torch.channels_last)
+    tokens, floats = torch.arange(6).view(2, 3), torch.rand(2, 3)
+    assert Normalize((), ())(tokens) is tokens
+    assert Normalize((), ())(floats) is floats
+    assert Normalize(mean, std) == Normalize(mean, std)
+
+
+def test_from_npz(tmp_path):
+    x, y = np.arange(12, dtype=np.float32).reshape(4, 3), np.array([0, 1, 1, 0])
+    np.savez(tmp_path / "mine.npz", x=x, y=y, client=np.array(["b", "a", "b", "a"]))
+    examples = load(str(tmp_path / "mine.npz"))
+    assert examples.name == "mine"
+    np.testing.assert_array_equal(examples.x.numpy(), x)
+    assert examples.y.tolist() == [0, 1, 1, 0]
+    assert examples.client is not None
+    assert examples.client.tolist() == [0, 1, 0, 1]
+    assert (examples.classes, examples.mean) == (2, ())
+
+
+def test_from_npz_says_what_is_missing(tmp_path):
+    np.savez(tmp_path / "mine.npz", data=np.zeros(3))
+    with pytest.raises(UserError, match=r"must hold arrays x and y .* got data"):
+        from_npz(tmp_path / "mine.npz")
+    (tmp_path / "text.npz").write_text("x,y")
+    with pytest.raises(UserError, match=r"text.npz must be an .npz archive"):
+        from_npz(tmp_path / "text.npz")
+    with pytest.raises(UserError, match=r"none.npz must be an .npz archive"):
+        from_npz(tmp_path / "none.npz")
+    np.savez(tmp_path / "objects.npz", x=np.array([{}, {}]), y=np.zeros(2))
+    with pytest.raises(UserError, match="archive of plain arrays"):
+        from_npz(tmp_path / "objects.npz")
+    np.savez(tmp_path / "short.npz", x=np.zeros((3, 2)), y=np.zeros(4, int))
+    with pytest.raises(UserError, match="x and y must have the same number of rows"):
+        from_npz(tmp_path / "short.npz")
+
+
+def test_an_unknown_name_is_answered_with_the_nearest():
+    with pytest.raises(UserError, match="got 'cifra10'; did you mean 'cifar10'") as raised:
+        load("cifra10")
+    assert all(name in str(raised.value) for name in ("digits", *datasets.KNOWN))
+
+
+def test_a_folder_without_data_is_named(cached, tmp_path):
+    (tmp_path / "hollow").mkdir()
+    with pytest.raises(UserError, match=r"hollow is not .*holds data files"):
+        load(str(tmp_path / "hollow"))
+
+
+def test_no_internet_says_where_else_data_may_come_from(cached):
+    with pytest.raises(UserError, match=r"the hub could not be reached .* set data_dir"):
+        load("cifar10")
+
+
+def test_what_the_hub_does_not_have_must_be_local(cached):
+    with pytest.raises(UserError, match="omniglot must come from a local folder"):
+        load("omniglot")
+
+
+def test_columns_that_cannot_be_told_are_listed(cached, tmp_path):
+    write_split(tmp_path / "numbers", "train", a=[1, 2], b=[3, 4])
+    with pytest.raises(UserError, match=r"must have one image column, got none .columns: a, b."):
+        load(str(tmp_path / "numbers"))
+
+
+def test_two_labels_are_too_many_unless_one_is_called_label(cached, tmp_path):
+    import datasets as huggingface
+
+    pixels = [png(np.zeros((2, 2), dtype=np.uint8))] * 2
+    features = huggingface.Features(
+        image=huggingface.Image(), fine=huggingface.Value("int64"), label=huggingface.Value("int8")
+    )
+    write_split(tmp_path / "ok", "train", features, image=pixels, fine=[0, 5], label=[1, 0])
+    assert load(str(tmp_path / "ok")).y.tolist() == [1, 0]
+    features = huggingface.Features(
+        image=huggingface.Image(), fine=huggingface.Value("int64"), rough=huggingface.Value("int8")
+    )
+    write_split(tmp_path / "two", "train", features, image=pixels, fine=[0, 5], rough=[1, 0])
+    with pytest.raises(UserError, match=r"must have one label column, .* got fine, rough"):
+        load(str(tmp_path / "two"))
+
+
+def test_hidden_labels_are_refused(cached, tmp_path):
+    import datasets as huggingface
+
+    pixels = [png(np.zeros((2, 2), dtype=np.uint8))] * 2
+    features = huggingface.Features(image=huggingface.Image(), label=huggingface.Value("int64"))
+    write_split(tmp_path / "hidden", "train", features, image=pixels, label=[0, -1])
+    with pytest.raises(UserError, match="must be 0 or more, got -1 in column 'label'"):
+        load(str(tmp_path / "hidden"))
+
+
+def test_images_of_several_sizes_are_refused(cached, tmp_path):
+    shapes = [(2, 2), (3, 2), (3, 3)]
+    pixels = [np.zeros(shape, dtype=np.uint8) for shape in shapes]
+    write_images(tmp_path / "sizes", {"train": (pixels, [0, 1, 2])})
+    with pytest.raises(UserError, match=r"one size, got \(2, 2\) and \(3, 2\) .* and 1 more"):
+        load(str(tmp_path / "sizes"))
+
+
+def test_images_of_sixteen_bits_are_refused(cached, tmp_path):
+    write_images(tmp_path / "deep", {"train": ([np.zeros((2, 2), dtype=np.uint16)], [0])})
+    with pytest.raises(UserError, match="8 bits per channel, got mode I;16"):
+        load(str(tmp_path / "deep"))

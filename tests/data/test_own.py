@@ -1,0 +1,224 @@
+"""Your own arrays: splits per client, conversions, and every problem told in one error."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from hyperfed.data.own import Network, mean_squared_error, minus_squared_error
+from hyperfed.data.tasks import from_arrays, newcomer
+from hyperfed.errors import UserError
+from hyperfed.federation import Task
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(100, 4))
+Y = np.arange(100) % 3
+CLIENT = np.array(["zoe", "ann", "bob", "ann"] * 25)
+
+
+def linear(outputs=3, inputs=4):
+    return nn.Linear(inputs, outputs)
+
+
+def test_each_client_is_split_and_clients_are_numbered_by_first_appearance():
+    task = from_arrays(X, Y, client=CLIENT, model=linear(), val=0.2, test=0.2)
+    assert isinstance(task, Task)
+    assert task.clients == 3
+    assert [len(own) for own in task.train] == [15, 30, 15]
+    assert [len(own) for own in task.val] == [5, 10, 5]
+    assert [len(own) for own in task.test] == [5, 10, 5]
+    for client, name in enumerate(["zoe", "ann", "bob"]):
+        own = torch.cat([split[client] for split in (task.train, task.val, task.test)])
+        assert sorted(own.tolist()) == np.flatnonzero(name == CLIENT).tolist()
+    assert (task.classes, task.novel, task.sizes) == (3, 0, ("base",) * 3)
+
+
+def test_the_contract_delegates_here():
+    task = Task.from_arrays(X, Y, client=CLIENT.tolist(), model=linear(), novel=1, seed=3)
+    direct = from_arrays(X, Y, client=CLIENT, model=linear(), novel=1, seed=3)
+    assert task.fingerprint == direct.fingerprint
+    assert list(task.novel_ids) == [2]
+
+
+def test_a_seed_decides_the_split():
+    fingerprints = {
+        from_arrays(X, Y, client=CLIENT, model=linear(), seed=seed).fingerprint
+        for seed in (0, 0, 1)
+    }
+    assert len(fingerprints) == 2
+
+
+def test_inputs_take_the_precision_of_the_model():
+    assert from_arrays(X, Y, client=CLIENT, model=linear()).x.dtype == torch.float32
+    assert from_arrays(X, Y, client=CLIENT, model=linear().double()).x.dtype == torch.float64
+
+
+def test_a_task_has_its_own_copy_of_the_model():
+    network = linear()
+    task = from_arrays(X, Y, client=CLIENT, model=network)
+    with torch.no_grad():
+        network.weight.zero_()
+    assert task.models["base"].get_parameter("weight").any()
+
+
+def test_a_function_makes_the_model_from_the_seed():
+    first, again, other = (
+        from_arrays(X, Y, client=CLIENT, model=linear, seed=seed)
+        .models["base"]
+        .get_parameter("weight")
+        for seed in (0, 0, 1)
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_several_sizes_are_dealt_to_equal_groups():
+    sizes: dict[str, Network] = {
+        "small": linear,
+        "large": nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 3)),
+    }
+    task = from_arrays(X, Y, client=np.arange(100) % 10, model=sizes)
+    assert set(task.models) == {"small", "large"}
+    assert sorted(task.sizes) == ["large"] * 5 + ["small"] * 5
+
+
+def test_images_are_normalised_by_the_training_clients_images():
+    images = RNG.integers(0, 256, (60, 2, 3), dtype=np.uint8)
+    client = np.arange(60) % 3
+    images[client == 2] = 255  # of the novel client, which nobody has seen
+    model = nn.Sequential(nn.Flatten(), nn.Linear(6, 2))
+    task = from_arrays(images, np.arange(60) % 2, client=client, model=model, novel=1)
+    assert task.x.shape == (60, 1, 2, 3)
+    known = task.transform(task.x[torch.cat(list(task.train[:2]))])
+    assert known.mean().item() == pytest.approx(0, abs=1e-3)
+    assert known.std(correction=0).item() == pytest.approx(1, abs=1e-3)
+
+
+def test_tokens_stay_integers():
+    class LastToken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(7, 3)
+
+        def forward(self, x):
+            return self.embedding(x[:, -1])
+
+    tokens = RNG.integers(0, 7, (100, 5)).astype(np.int32)
+    task = from_arrays(tokens, Y, client=CLIENT, model=LastToken())
+    assert task.x.dtype == torch.int64
+    assert task.transform(task.x[:1]).tolist() == tokens[:1].tolist()
+
+
+def test_float_targets_are_a_regression():
+    y = X @ np.ones(4)
+    task = from_arrays(X, y, client=CLIENT, model=linear(1))
+    assert task.classes == 0
+    assert task.y.dtype == torch.float32
+    output, target = torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([0.0, 2.0, 1.0])
+    assert task.loss is mean_squared_error
+    assert task.loss(output, target).item() == pytest.approx((1 + 0 + 9) / 3)
+    assert task.score is minus_squared_error
+    assert task.score(output, target).tolist() == [-1, 0, -9]
+
+
+def test_a_loss_of_ones_own_is_kept():
+    def loss(output, y):
+        return nn.functional.binary_cross_entropy_with_logits(output[:, 0], y.float())
+
+    task = from_arrays(
+        X, Y % 2, client=CLIENT, model=linear(1), loss=loss
+    )  # one logit, two classes
+    assert task.loss is loss
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"x": np.where(np.arange(100)[:, None] == 7, np.nan, X)},
+            "NaN or infinity in 1 rows, .* 7",
+        ),
+        ({"x": X[:, 0]}, r"x must have shape \(N, features...\), got \(100,\)"),
+        ({"x": X > 0}, "uint8 images, floats or integer tokens, got torch.bool"),
+        ({"x": np.zeros((100, 8, 8, 3), np.uint8)}, "channels before height and width"),
+        ({"x": np.zeros((100, 8), np.uint8)}, "pass features as floats"),
+        ({"x": X[:90]}, "same number of rows, at least one, got x 90, y 100, client 100"),
+        ({"y": Y - 1}, r"labels must lie in 0..1, got -1 at index 0 .34 such."),
+        ({"classes": 2}, r"labels must lie in 0..1, got 2 at index 2 .* or raise classes from 2"),
+        (
+            {"y": Y + 0.5, "classes": 3},
+            "integer labels because classes=3 was given, got torch.float",
+        ),
+        ({"y": np.full(100, np.inf), "model": linear(1)}, "y must be finite"),
+        ({"y": np.stack([Y, Y], 1)}, r"y must have shape \(N,\), got \(100, 2\)"),
+        ({"client": np.stack([Y, Y], 1)}, "client must be one hashable id per example"),
+        (
+            {"client": [0] * 98 + [1] * 2, "val": 0.5, "test": 0.3},
+            r"got none for 1 of 2 clients .1.",
+        ),
+        ({"val": 0.5, "test": 0.5}, "leave examples to train on, got 0.5 and 0.5"),
+        ({"novel": 3}, "got novel=3 of 3 clients"),
+        ({"model": linear(2)}, r"must give 3 outputs per example, got shape \(2, 2\)"),
+        (
+            {"model": linear(3, inputs=5)},
+            "but fails on it .RuntimeError: .*; change the model or x",
+        ),
+    ],
+)
+def test_every_problem_is_told(changes, message):
+    arguments = {"x": X, "y": Y, "client": CLIENT, "model": linear()} | changes
+    with pytest.raises(UserError, match=message):
+        from_arrays(arguments.pop("x"), arguments.pop("y"), **arguments)
+
+
+def test_all_problems_are_told_at_once():
+    broken = X.copy()
+    broken[3] = np.inf
+    with pytest.raises(UserError) as raised:
+        from_arrays(broken, Y[:50] - 1, client=CLIENT, model=linear(), val=-1.0, novel=7)
+    told = str(raised.value)
+    assert told.count("\n- ") == 5
+    for part in ("x must be finite", "labels must", "same number of rows", "val and test", "novel"):
+        assert part in told
+
+
+def test_words_are_no_numbers():
+    with pytest.raises(UserError, match="arrays must hold numbers, got dtype <U"):
+        from_arrays(X, CLIENT, client=CLIENT, model=linear())
+
+
+def test_a_newcomer_brings_its_own_data_to_the_task():
+    task = from_arrays(X, Y, client=CLIENT, model=linear(), novel=1)
+    alone = newcomer(task, X[:7], Y[:7])
+    assert (alone.clients, alone.novel, alone.unlabelled) == (1, 1, False)
+    assert alone.train[0].tolist() == list(range(7))
+    assert len(alone.val[0]) == len(alone.test[0]) == 0
+    assert alone.x.dtype == task.x.dtype
+    assert alone.y.tolist() == Y[:7].tolist()
+    assert (alone.models, alone.classes, alone.loss) == (task.models, task.classes, task.loss)
+    assert newcomer(task, X[:7]).unlabelled
+
+
+def test_a_newcomer_chooses_among_several_sizes():
+    task = from_arrays(X, Y, client=CLIENT, model={"small": linear, "large": linear})
+    assert newcomer(task, X[:7], size="small").size_of(0) == "small"
+    with pytest.raises(UserError, match="size must be one of small, large, got None"):
+        newcomer(task, X[:7])
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "message"),
+    [
+        (X[:7, :2], Y[:7], r"like the task's, \(4,\) float32, got \(2,\) float32"),
+        (np.ones((7, 4), int), Y[:7], r"got \(4,\) int64"),
+        (X[:7], Y[:7] + 2, r"labels must lie in 0..2, got 3 at index 1 .4 such."),
+        (X[:7], Y[:6], "got x 7, y 6"),
+        (X[:0], None, "at least one example, got none"),
+        (X[:7] * np.nan, Y[:7], "x must be finite"),
+        (X[:7], Y[:7] + 0.5, "y must hold integer labels"),
+    ],
+)
+def test_a_newcomers_data_must_fit(x, y, message):
+    task = from_arrays(X, Y, client=CLIENT, model=linear())
+    with pytest.raises(UserError, match=message):
+        newcomer(task, x, y)

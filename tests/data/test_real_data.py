@@ -1,0 +1,88 @@
+"""The real data sets, where HYPERFED_DATA has them. Only the first run decodes them."""
+
+import pytest
+import torch
+
+from hyperfed.data.datasets import load
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def real(hyperfed_data):
+    """Loads a data set of the folder, or skips the test where it is not there."""
+
+    def loaded(name, folder=None):
+        if not (hyperfed_data / (folder or name)).is_dir():
+            pytest.skip(f"NOT TESTED on real data: {hyperfed_data} has no {folder or name}")
+        return load(name, hyperfed_data)
+
+    return loaded
+
+
+def test_cifar10(real):
+    examples = real("cifar10")
+    assert examples.x.shape == (60_000, 3, 32, 32)
+    assert examples.x.dtype == torch.uint8
+    assert torch.bincount(examples.y[examples.held_out]).tolist() == [1000] * 10
+    assert torch.bincount(examples.y[~examples.held_out]).tolist() == [5000] * 10
+    assert examples.mean == (0.4914, 0.4822, 0.4465)
+    assert examples.std == (0.2023, 0.1994, 0.2010)
+    # The images themselves, not only the constants: their mean is the published one.
+    total = examples.x[~examples.held_out].sum(dim=(0, 2, 3), dtype=torch.int64)
+    assert (total / (255 * 50_000 * 32 * 32)).tolist() == pytest.approx(examples.mean, abs=2e-3)
+
+
+def test_cifar100_has_fine_and_coarse_labels(real):
+    fine, rough = real("cifar100"), real("cifar100_coarse", folder="cifar100")
+    assert (fine.classes, rough.classes) == (100, 20)
+    assert fine.coarse is not None
+    assert torch.equal(rough.y, fine.coarse)
+    assert torch.bincount(fine.y).tolist() == [600] * 100
+    pairs = torch.stack([fine.y, fine.coarse], 1).unique(dim=0)
+    assert len(pairs) == 100  # a fine class has one superclass,
+    assert torch.bincount(pairs[:, 1]).tolist() == [5] * 20  # which has five
+    assert fine.fingerprint != rough.fingerprint
+
+
+def test_mnist_has_writers(real):
+    examples = real("mnist")
+    assert examples.x.shape == (70_000, 1, 28, 28)
+    assert int(examples.held_out.sum()) == 10_000
+    assert examples.mean == pytest.approx((0.1307,), abs=1e-4)
+    assert examples.std == pytest.approx((0.3081,), abs=1e-4)
+    assert examples.client is not None
+    assert len(examples.client[~examples.held_out].unique()) == 539
+    assert len(examples.client[examples.held_out].unique()) == 297
+
+
+def test_fashion_mnist(real):
+    examples = real("fashion_mnist")
+    assert examples.x.shape == (70_000, 1, 28, 28)
+    assert torch.bincount(examples.y[~examples.held_out]).tolist() == [6000] * 10
+
+
+def test_omniglot_numbers_characters_within_alphabets(real):
+    examples = real("omniglot")
+    assert examples.x.shape == (32_460, 1, 28, 28)
+    assert (examples.classes, examples.shared_labels) == (55, False)
+    assert not examples.held_out.any()
+    assert examples.client is not None
+    pairs, count = torch.stack([examples.client, examples.y], 1).unique(dim=0, return_counts=True)
+    assert len(pairs) == 1623
+    assert (count == 20).all()
+    for alphabet in range(50):
+        own = pairs[pairs[:, 0] == alphabet, 1]
+        assert own.tolist() == list(range(len(own)))
+
+
+def test_shakespeare_gives_every_role_both_splits(real):
+    examples = real("shakespeare")
+    assert examples.x.shape[1:] == (80,)
+    assert examples.x.dtype == examples.y.dtype == torch.int64
+    assert int(examples.x.max()) < examples.classes < 100
+    assert examples.client is not None
+    clients = int(examples.client.max()) + 1
+    assert clients > 50
+    assert torch.bincount(examples.client[~examples.held_out], minlength=clients).min() >= 50
+    assert torch.bincount(examples.client[examples.held_out], minlength=clients).min() >= 5

@@ -1,0 +1,293 @@
+"""Tasks from settings: the default, every partition, novel clients, model sizes, refusals."""
+
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+
+from hyperfed.data.arrays import examples_of
+from hyperfed.data.shift import nearest_total_variation
+from hyperfed.data.tasks import PARTITIONS, TaskConfig, build, divide, targets
+from hyperfed.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return build(TaskConfig(), seed=0)
+
+
+def made(count=2000, classes=10, clients=None, held_out=None):
+    """Examples with shuffled, equally frequent labels."""
+    y = torch.from_numpy(np.random.default_rng(0).permutation(np.arange(count) % classes))
+    client = None if clients is None else torch.arange(count) % clients
+    examples = examples_of("made", torch.zeros(count, 1), y, classes, client)
+    return examples if held_out is None else replace(examples, held_out=held_out)
+
+
+def all_indices(*splits):
+    return torch.cat([index for split in splits for index in split]).sort().values
+
+
+def test_the_default_is_digits_over_20_clients(digits):
+    assert (digits.name, digits.clients, digits.novel, digits.classes) == ("digits", 20, 2, 10)
+    assert len(digits.known) == 18
+    assert not digits.unlabelled
+    assert digits.sizes == ("base",) * 20
+    # The paper's shares use up every class, so every example is somewhere, once.
+    indices = all_indices(digits.train, digits.val, digits.test)
+    assert indices.tolist() == list(range(1797))
+    assert sum(map(len, digits.test)) == 360
+    assert sum(map(len, digits.val)) == pytest.approx(0.2 * 1437, abs=5)
+    for client in range(20):
+        trained, tested = (
+            digits.y[split[client]].unique().tolist() for split in (digits.train, digits.test)
+        )
+        assert len(trained) == 2
+        assert tested == trained
+
+
+def test_the_target_takes_what_the_transform_gives(digits):
+    batch = digits.transform(digits.x[digits.train[0][:4]])
+    assert batch.dtype == torch.float32
+    assert digits.models["base"](batch).shape == (4, 10)
+
+
+def test_a_seed_decides_the_partition_and_the_weights(digits):
+    again, other = build(TaskConfig(), seed=0), build(TaskConfig(), seed=1)
+    assert again.fingerprint == digits.fingerprint != other.fingerprint
+    weights = [
+        torch.cat([value.flatten() for value in task.models["base"].parameters()])
+        for task in (digits, again, other)
+    ]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+@pytest.mark.parametrize("name", PARTITIONS)
+def test_every_partition_gives_each_client_the_same_proportions_on_every_split(name):
+    examples = made(20_000, clients=10)
+    config = TaskConfig(clients=10, partition=name, alpha=1.0, val=0.25, test=0.25)
+    partition = divide(config, examples, seed=0)
+    indices = all_indices(partition.train, partition.val, partition.test)
+    assert len(indices.unique()) == len(indices)
+    if name not in ("equal_classes", "majority"):  # which leave some of a class unused
+        assert len(indices) == 20_000
+    for client in range(10):
+        of_train = torch.bincount(examples.y[partition.train[client]], minlength=10)
+        for split in (partition.val, partition.test):
+            count = torch.bincount(examples.y[split[client]], minlength=10)
+            if name == "natural":  # split within the client, whatever the label
+                assert len(split[client]) == 500
+            else:
+                assert ((of_train / 2 - count).abs() <= 2).all()
+
+
+def test_configurations_differ_in_their_partition():
+    examples = made(clients=10)
+    fingerprints = {
+        divide(TaskConfig(clients=10, alpha=1.0, partition=name), examples, seed=0).fingerprint
+        for name in PARTITIONS
+    }
+    fingerprints.add(
+        divide(TaskConfig(clients=10, shares="official"), examples, seed=0).fingerprint
+    )
+    assert len(fingerprints) == len(PARTITIONS) + 1
+
+
+def test_official_shares_leave_a_third_of_ten_clients_data():
+    partition = divide(TaskConfig(clients=10, shares="official"), made(), seed=0)
+    indices = all_indices(partition.train, partition.val, partition.test)
+    assert len(indices) == pytest.approx(2000 * 2 / 3, rel=0.1)
+
+
+def test_an_official_test_split_is_kept_and_a_fifth_of_the_rest_validates():
+    held_out = torch.arange(2000) < 500
+    config = TaskConfig(clients=4, partition="iid")
+    partition = divide(config, made(held_out=held_out), seed=0)
+    assert torch.equal(all_indices(partition.test), held_out.nonzero().flatten())
+    assert len(all_indices(partition.val)) == pytest.approx(300, abs=5)  # rounded in each class
+
+
+def test_a_test_fraction_pools_the_official_split():
+    held_out = torch.arange(2000) < 500
+    config = TaskConfig(clients=4, partition="iid", val=0.1, test=0.1)
+    partition = divide(config, made(held_out=held_out), seed=0)
+    sizes = [len(all_indices(s)) for s in (partition.train, partition.val, partition.test)]
+    assert sizes == [1600, 200, 200]
+    assert not held_out[all_indices(partition.test)].all()
+
+
+def test_without_an_official_split_it_is_70_15_15():
+    partition = divide(TaskConfig(clients=4, partition="iid"), made(), seed=0)
+    sizes = [len(all_indices(s)) for s in (partition.train, partition.val, partition.test)]
+    assert sizes == [1400, 300, 300]
+
+
+def test_natural_clients_are_drawn_and_kept_whole():
+    examples = made(2000, clients=20)
+    partition = divide(TaskConfig(clients=5, partition="natural"), examples, seed=0)
+    owners = []
+    for client in range(5):
+        own = torch.cat([s[client] for s in (partition.train, partition.val, partition.test)])
+        assert examples.client is not None
+        (natural,) = examples.client[own].unique().tolist()
+        assert len(own) == 100
+        owners.append(natural)
+    assert len(set(owners)) == 5
+    assert owners != sorted(owners)
+
+
+def test_natural_clients_keep_an_official_split_only_if_all_are_on_both_sides():
+    both = torch.arange(2000) >= 1500
+    partition = divide(
+        TaskConfig(clients=20, partition="natural"), made(clients=20, held_out=both), seed=0
+    )
+    assert torch.equal(all_indices(partition.test), both.nonzero().flatten())
+    apart = torch.arange(2000) % 20 >= 15  # clients 15 to 19 are held out altogether
+    partition = divide(
+        TaskConfig(clients=20, partition="natural"), made(clients=20, held_out=apart), seed=0
+    )
+    assert [len(own) for own in partition.test] == [15] * 20
+    assert [len(own) for own in partition.train] == [70] * 20
+
+
+def test_novel_clients_may_have_another_alpha():
+    examples = made(50_000)
+    config = TaskConfig(clients=100, partition="dirichlet", alpha=0.1, novel_alpha=10.0)
+    proportions = divide(config, examples, seed=0).class_proportions
+    known, novel = proportions[:90], proportions[90:]
+    assert novel.max(dim=1).values.mean() < 0.5 < known.max(dim=1).values.mean()
+    alike = divide(replace(config, novel_alpha=None), examples, seed=0).class_proportions
+    far, near = (
+        nearest_total_variation(rows[90:], rows[:90]).mean() for rows in (proportions, alike)
+    )
+    assert far > near
+
+
+def test_three_widths_are_sizes_s_m_l_for_equal_groups():
+    images = replace(made(), x=torch.zeros(2000, 1, 28, 28, dtype=torch.uint8))
+    models = targets(TaskConfig(widths=(16, 8, 32)), images, seed=0)
+    filters = {size: next(model.parameters()).shape[0] for size, model in models.items()}
+    assert filters == {"M": 16, "S": 8, "L": 32}
+    assert set(targets(TaskConfig(widths=(8, 12)), images, seed=0)) == {"width8", "width12"}
+
+
+def test_sizes_reach_the_task(tmp_path):
+    x = np.zeros((70, 1, 16, 16), dtype=np.uint8)
+    np.savez(tmp_path / "mine.npz", x=x, y=np.arange(70) % 2)
+    config = TaskConfig(
+        name=str(tmp_path / "mine.npz"), clients=7, partition="iid", widths=(2, 3, 4)
+    )
+    task = build(config, seed=0)
+    assert sorted(map(task.sizes.count, "SML")) == [2, 2, 3]
+    assert task.models["S"](task.transform(task.x[:2])).shape == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "x", "target"),
+    [
+        ("cifar10", torch.zeros(4, 3, 32, 32, dtype=torch.uint8), "LeNet"),
+        ("omniglot", torch.zeros(4, 1, 28, 28, dtype=torch.uint8), "OmniglotNet"),
+        ("digits", torch.zeros(4, 1, 8, 8, dtype=torch.uint8), "MLP"),
+        ("mine", torch.zeros(4, 7), "MLP"),
+        ("shakespeare", torch.zeros(4, 80, dtype=torch.int64), "CharLSTM"),
+    ],
+)
+def test_the_default_target_suits_the_data(name, x, target):
+    examples = replace(made(4, 2), name=name, x=x)
+    assert type(targets(TaskConfig(), examples, seed=0)["base"]).__name__ == target
+
+
+def test_an_npz_file_is_a_task(tmp_path):
+    rng = np.random.default_rng(0)
+    np.savez(
+        tmp_path / "mine.npz",
+        x=rng.normal(size=(90, 5)).astype(np.float32),
+        y=np.arange(90) % 3,
+        client=np.arange(90) % 6,
+    )
+    config = TaskConfig(name=str(tmp_path / "mine.npz"), clients=6, partition="natural", novel=0.5)
+    task = build(config, seed=0)
+    assert (task.name, task.clients, task.novel) == ("mine", 6, 3)
+    assert task.models["base"](task.transform(task.x[:2])).shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"novel_alpha": 0.5}, "novel_alpha needs partition=dirichlet, got class_shares"),
+        ({"width": 8, "widths": (8, 16)}, "give width or widths, not both"),
+        ({"widths": (8, 8)}, "widths must differ"),
+        ({"val": 0.5, "test": 0.5}, "val . test must leave examples to train on"),
+        ({"clients": 2, "novel": 0.9}, "got 2 clients of which 2 are novel"),
+        ({"clients": 0}, "greater than 0"),
+        ({"partition": "random"}, "class_shares"),
+        ({"alpha": 0.0}, "greater than 0"),
+        ({"novel": 1.0}, "less than 1"),
+        ({"colour": "blue"}, "colour"),
+    ],
+)
+def test_settings_that_contradict_themselves_are_refused(settings, message):
+    with pytest.raises(ValidationError, match=message):
+        TaskConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"classes_per_client": 11}, r"classes per client must lie in 1..10, got 11"),
+        ({"clients": 2000, "partition": "iid"}, "got 2000 clients and 1150 training examples"),
+        ({"partition": "natural"}, "digits has none; choose another partition"),
+        ({"model": "lenett"}, "did you mean 'lenet'"),
+        ({"width": 8}, "the options of mlp are hidden"),
+        ({"name": "digit"}, "did you mean 'digits'"),
+    ],
+)
+def test_settings_that_do_not_fit_the_data_are_refused(settings, message):
+    with pytest.raises(UserError, match=message):
+        build(TaskConfig(**settings), seed=0)
+
+
+def test_partitions_that_do_not_fit_are_refused():
+    with pytest.raises(UserError, match="has 4 natural clients, got clients=5"):
+        divide(TaskConfig(clients=5, partition="natural"), made(clients=4), seed=0)
+    with pytest.raises(UserError, match=r"within each natural client.*use partition=natural"):
+        divide(TaskConfig(), replace(made(clients=4), shared_labels=False), seed=0)
+    with pytest.raises(UserError, match="must have integer labels"):
+        divide(TaskConfig(), replace(made(), classes=0), seed=0)
+
+
+def test_every_setting_is_documented():
+    assert TaskConfig.__doc__ is not None
+    for field in fields(TaskConfig):
+        assert f"        {field.name}: " in TaskConfig.__doc__
+
+
+@pytest.mark.slow
+def test_omniglot_has_an_alphabet_for_a_client(hyperfed_data):
+    if not (hyperfed_data / "omniglot").is_dir():
+        pytest.skip(f"NOT TESTED on real data: {hyperfed_data} has no omniglot")
+    config = TaskConfig(
+        name="omniglot", data_dir=str(hyperfed_data), clients=50, partition="natural", novel=0
+    )
+    task = build(config, seed=0)
+    sizes = torch.tensor(
+        [[len(s[c]) for s in (task.train, task.val, task.test)] for c in range(50)]
+    )
+    assert sizes.sum() == 32_460
+    shares = sizes / sizes.sum(dim=1, keepdim=True)
+    torch.testing.assert_close(
+        shares, torch.tensor([0.7, 0.15, 0.15]).expand(50, 3), atol=0.005, rtol=0
+    )
+    assert task.classes == 55
+
+
+@pytest.mark.slow
+def test_cifar10_validates_on_10000_images(hyperfed_data):
+    if not (hyperfed_data / "cifar10").is_dir():
+        pytest.skip(f"NOT TESTED on real data: {hyperfed_data} has no cifar10")
+    task = build(TaskConfig(name="cifar10", data_dir=str(hyperfed_data), clients=50), seed=0)
+    sizes = [sum(map(len, split)) for split in (task.train, task.val, task.test)]
+    assert sizes == [40_000, 10_000, 10_000]

@@ -1,0 +1,321 @@
+"""pFedHN and pFedHN-PC: the update by one-piece autograd, Proposition 1, and what travels."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hyperfed import trees
+from hyperfed.federation import Task
+from hyperfed.methods import pfedhn
+from hyperfed.randomness import seeded
+from toys import (
+    CLASSES,
+    FEATURES,
+    ONE_STEP,
+    PLAIN,
+    Federation,
+    Normed,
+    TwoLayers,
+    client_loss,
+    make_task,
+)
+
+CLOSE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-12}
+SERVER: dict[str, Any] = {
+    "hidden": 7,
+    "hidden_layers": 1,
+    "lr": 0.5,
+    "momentum": 0.0,
+    "weight_decay": 0.0,
+}
+
+
+def parameters_after_one_round(
+    federation: Federation, clients: list[int], heads: dict[int, dict[str, Tensor]]
+) -> dict[str, Tensor]:
+    """The server after one step on its objective, which autograd sees in one piece.
+
+    With one plain local step of rate eta, delta = eta times the gradient, so descending the
+    pull-back is gradient descent with rate lr * eta on the mean of L_i(h(v_i; phi)).
+    """
+    server, task = federation.server, federation.task
+    objective = torch.zeros((), dtype=torch.float64)
+    for client in clients:
+        generated = server.hyper_net(server.embeddings.weight[client : client + 1])
+        model = {name: value[0] for name, value in generated.items()} | heads.get(client, {})
+        objective = objective + client_loss(task, client, model) / len(clients)
+    named = dict(server.hyper_net.named_parameters()) | {"v": server.embeddings.weight}
+    gradients = torch.autograd.grad(objective, list(named.values()))
+    rate = federation.config.lr * federation.config.local_lr
+    return {
+        name: (value - rate * gradient).detach()
+        for (name, value), gradient in zip(named.items(), gradients, strict=True)
+    }
+
+
+def check_one_round(method: str, clients: list[int]) -> None:
+    federation = Federation(method, make_task(), **ONE_STEP, **SERVER)
+    head: dict[str, Tensor] = {}
+    if method == "pfedhn_pc":
+        initial = federation.task.outline().initial()
+        head = {name: initial[name] for name in ("head.weight", "head.bias")}
+    expected = parameters_after_one_round(federation, clients, dict.fromkeys(clients, head))
+    federation.round(clients)
+    server = federation.server
+    ours = dict(server.hyper_net.named_parameters()) | {"v": server.embeddings.weight}
+    torch.testing.assert_close({n: p.detach() for n, p in ours.items()}, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("clients", [[2], [0, 1, 3]])
+@pytest.mark.parametrize("method", ["pfedhn", "pfedhn_pc"])
+def test_the_update_is_the_gradient_of_the_one_piece_objective(
+    method: str, clients: list[int]
+) -> None:
+    check_one_round(method, clients)
+
+
+def flipped(sent: trees.Tree, trained: trees.Tree) -> trees.Tree:
+    return trees.tree_map(torch.neg, trees.subtract(sent, trained))
+
+
+def scaled(model: Any, delta: Any, weight: Tensor, onto: Any = None) -> None:
+    trees.pull_back(model, delta, weight / 2, onto)
+
+
+@pytest.mark.parametrize(
+    ("name", "mutant"),
+    [("subtract", flipped), ("pull_back", scaled), ("fill_gradients", None)],
+)
+def test_a_flipped_sign_or_a_wrong_scale_is_caught(
+    name: str, mutant: Callable[..., Any] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checks above and below fail on these mutants: so much they are worth."""
+    if mutant is None:
+        monkeypatch.setattr(pfedhn, name, lambda _: None)
+        with pytest.raises(AssertionError):
+            check_unsampled_sizes_move()
+    else:
+        monkeypatch.setattr(pfedhn, name, mutant)
+        with pytest.raises(AssertionError):
+            check_one_round("pfedhn", [2])
+
+
+def test_training_lowers_the_loss_of_every_client() -> None:
+    federation = Federation("pfedhn", make_task(), local_steps=10, local_lr=0.05, batch_size=8)
+    before = [client_loss(federation.task, i, federation.personal(i)).item() for i in range(4)]
+    for number in range(200):
+        federation.round([number % 4], number)
+    after = [client_loss(federation.task, i, federation.personal(i)).item() for i in range(4)]
+    assert all(new < 0.7 * old for old, new in zip(before, after, strict=True))
+
+
+def test_momentum_and_weight_decay_move_unsampled_embeddings_too() -> None:
+    settings = SERVER | {"momentum": 0.9, "weight_decay": 0.1, "lr": 0.5}
+    federation = Federation("pfedhn", make_task(), **ONE_STEP, **settings)
+    before = federation.server.embeddings.weight[1].detach().clone()
+    federation.round([0])
+    after = federation.server.embeddings.weight[1].detach()
+    torch.testing.assert_close(after, before * (1 - 0.5 * 0.1))
+
+
+def test_the_servers_gradient_is_clipped() -> None:
+    settings = SERVER | {"clip": 1e-4, "lr": 1.0}
+    federation = Federation("pfedhn", make_task(), **ONE_STEP, **settings)
+    before = trees.clone(federation.server.state())
+    federation.round([0])
+    after = federation.server.state()
+    moved = [
+        (old - new).flatten()
+        for (_, old), (_, new) in zip(trees.leaves(before), trees.leaves(after), strict=True)
+    ]
+    assert torch.cat(moved).norm().item() == pytest.approx(1e-4, rel=0.02)
+
+
+# Personal classifiers
+
+
+def test_pc_keeps_head_and_its_momentum_at_the_client_and_does_not_clip_it() -> None:
+    settings = {"local_steps": 3, "batch_size": 10_000, "local_lr": 0.1, "local_momentum": 0.9}
+    federation = Federation(
+        "pfedhn_pc", make_task(), **settings, local_weight_decay=0.0, local_clip=1e-9, **SERVER
+    )
+    task = federation.task
+    initial = task.outline().initial()
+    head = {name: initial[name].clone() for name in ("head.weight", "head.bias")}
+    speed = {name: torch.zeros_like(value) for name, value in head.items()}
+    for number in range(2):
+        generated = federation.server.hyper_net(federation.server.embeddings.weight[:1].detach())
+        body = {name: value[0].detach() for name, value in generated.items()}
+        for _ in range(3):  # a clip of 1e-9 freezes the body, so the head's path is simple
+            leaves = {name: value.clone().requires_grad_() for name, value in head.items()}
+            client_loss(task, 0, body | leaves).backward()
+            for name, leaf in leaves.items():
+                speed[name] = 0.9 * speed[name] + leaf.grad
+                head[name] = head[name] - 0.1 * speed[name]
+        federation.round([0], number)
+        torch.testing.assert_close(federation.engine.memory[0]["head"], head, rtol=1e-6, atol=1e-7)
+
+
+def test_what_travels_is_what_the_hypernetwork_makes() -> None:
+    whole = (FEATURES * 4 + 4 + 4 * CLASSES + CLASSES) * 8
+    body = (FEATURES * 4 + 4) * 8
+    for method, size in (("pfedhn", whole), ("pfedhn_pc", body)):
+        cohort = Federation(method, make_task(), **ONE_STEP, **SERVER).round([1, 2])
+        assert [(e.down, e.up) for e in cohort.state.exchanges] == [(size, size)] * 2
+
+
+def test_batch_norm_buffers_stay_with_the_client() -> None:
+    federation = Federation("pfedhn", make_task(Normed), **ONE_STEP, **SERVER)
+    cohort = federation.round([0])
+    parameters = sum(p.numel() for p in Normed().parameters()) * 8
+    assert [(e.down, e.up) for e in cohort.state.exchanges] == [(parameters, parameters)]
+    kept = federation.engine.memory[0]["buffers"]
+    assert kept["norm.num_batches_tracked"] == 1
+    torch.testing.assert_close(
+        federation.personal(0)["norm.running_mean"], kept["norm.running_mean"]
+    )
+
+
+# Several target sizes
+
+
+def sized_task() -> Task:
+    with seeded(0, "sizes"):
+        small, large = TwoLayers().double(), Normed().double()
+    sizes = ("S", "L", "S", "L")
+    return make_task(models={"S": small, "L": large}, sizes=sizes)
+
+
+def test_a_client_is_sent_its_sizes_part() -> None:
+    federation = Federation("pfedhn", sized_task(), **ONE_STEP, **SERVER)
+    cohort = federation.round([0, 1, 2, 3])
+    down = {e.client: e.down for e in cohort.state.exchanges}
+    small = sum(p.numel() for p in TwoLayers().parameters()) * 8
+    large = sum(p.numel() for p in Normed().parameters()) * 8
+    assert down == {0: small, 2: small, 1: large, 3: large}
+    heads = federation.server.hyper_net.heads
+    made = sum(head.out_features for head in heads.values())
+    assert made * 8 == small + large  # the sum of the sizes' tensors
+
+
+def check_unsampled_sizes_move() -> None:
+    settings = SERVER | {"weight_decay": 0.1}
+    federation = Federation("pfedhn", sized_task(), **ONE_STEP, **settings)
+    before = trees.clone(federation.server.state())["hyper_net"]
+    federation.round([0])  # S only
+    after = federation.server.state()["hyper_net"]
+    name = "heads.L/head/weight.weight"
+    torch.testing.assert_close(after[name], before[name] * (1 - 0.5 * 0.1))
+
+
+def test_weight_decay_moves_the_heads_of_unsampled_sizes_too() -> None:
+    check_unsampled_sizes_move()
+
+
+# Novel clients
+
+
+def test_a_novel_client_fits_an_embedding_with_the_hypernetwork_frozen() -> None:
+    task = make_task(novel=1)
+    settings = SERVER | {"novel_rounds": 2, "novel_lr": 0.3}
+    federation = Federation("pfedhn", task, **ONE_STEP, **settings)
+    federation.round([0, 1])
+    server, before = federation.server, trees.clone(federation.server.state())
+    ours = federation.personal(3, fresh=True)
+    torch.testing.assert_close(server.state(), before, rtol=0, atol=0)
+    embedding = server.embeddings.weight.detach().mean(0, keepdim=True)
+    for _ in range(2):  # gradient descent with rate novel_lr * eta on L(h(v))
+        embedding.requires_grad_()
+        model = {name: value[0] for name, value in server.hyper_net(embedding).items()}
+        (by,) = torch.autograd.grad(client_loss(task, 3, model), embedding)
+        embedding = (embedding - 0.3 * 0.1 * by).detach()
+    expected = {name: value[0].detach() for name, value in server.hyper_net(embedding).items()}
+    torch.testing.assert_close(ours, expected, **CLOSE)
+
+
+def test_a_novel_client_of_pc_fits_its_classifier_too_and_leaves_no_memory() -> None:
+    federation = Federation("pfedhn_pc", make_task(novel=1), **ONE_STEP, **SERVER)
+    federation.round([0])
+    ours, initial = federation.personal(3, fresh=True), federation.task.outline().initial()
+    assert not torch.allclose(ours["head.weight"], initial["head.weight"])
+    assert 3 not in federation.engine.memory
+
+
+def test_fixed_descriptors_are_class_proportions() -> None:
+    task = make_task(novel=1)
+    settings = SERVER | {"descriptor": "class_proportions"}
+    federation = Federation("pfedhn", task, **ONE_STEP, **settings)
+    federation.round([0, 1])
+    for client, options in ((1, {}), (3, {"fresh": True})):
+        y = task.y[task.train[client]]
+        share = torch.tensor([[(y == c).double().mean() for c in range(CLASSES)]]).double()
+        generated = federation.server.hyper_net(share)
+        expected = {name: value[0].detach() for name, value in generated.items()}
+        torch.testing.assert_close(
+            federation.personal(client, **options), expected, rtol=1e-6, atol=1e-7
+        )
+
+
+# Proposition 1
+
+
+class Linear(nn.Module):
+    """The linear hypernetwork theta_i = W v_i."""
+
+    def __init__(self, descriptor: int, outputs: int) -> None:
+        super().__init__()
+        self.matrix = nn.Linear(descriptor, outputs, bias=False)
+
+    def forward(self, descriptor: Tensor, size: str = "base") -> dict[str, Tensor]:
+        return {"weight": self.matrix(descriptor).unsqueeze(1)}
+
+
+def test_proposition_1_the_linear_case_is_pca_of_the_local_solutions() -> None:
+    """X_i'X_i = I: W spans the top k principal components, W v_i is the projection."""
+    clients, samples, dimension, k = 8, 10, 6, 2
+    draw = torch.Generator().manual_seed(0)
+    x = torch.cat(
+        [
+            torch.linalg.qr(torch.randn(samples, dimension, dtype=torch.float64, generator=draw))[0]
+            for _ in range(clients)
+        ]
+    )
+    truth = torch.randn(clients, dimension, dtype=torch.float64, generator=draw)
+    noise = torch.randn(clients * samples, dtype=torch.float64, generator=draw)
+    y = (x * truth.repeat_interleave(samples, 0)).sum(1) + 0.1 * noise
+    rows = list(torch.arange(clients * samples).split(samples))
+    task = Task(
+        name="proposition 1",
+        x=x,
+        y=y,
+        train=rows,
+        val=rows,
+        test=rows,
+        models={"base": nn.Linear(dimension, 1, bias=False).double()},
+        classes=0,
+        loss=lambda output, target: (output[:, 0] - target).square().sum(),
+    )
+    # The loss is |theta - theta_i|^2 up to a constant: one local step of rate 1/2 lands on theta_i.
+    federation = Federation(
+        "pfedhn", task, **PLAIN, local_steps=1, batch_size=samples, local_lr=0.5, embedding_size=k
+    )
+    server = federation.server
+    with seeded(3, "linear"):
+        server.hyper_net = Linear(k, dimension).double()
+    everything = [*server.embeddings.parameters(), *server.hyper_net.parameters()]
+    server.optimizer = torch.optim.SGD(everything, lr=0.5, momentum=0.9)
+    for number in range(600):
+        federation.round(range(clients), number)
+
+    local = torch.stack([x[r].T @ y[r] for r in rows])  # theta_i, rows
+    _, _, right = torch.linalg.svd(local)  # PCA without centring, as in the proof
+    projection = right[:k].T @ right[:k]
+    matrix = server.hyper_net.matrix.weight.detach()
+    ours = matrix @ torch.linalg.pinv(matrix)
+    torch.testing.assert_close(ours, projection, rtol=0, atol=1e-6)
+    for client in range(clients):
+        model = federation.personal(client)["weight"][0]
+        torch.testing.assert_close(model, projection @ local[client], rtol=0, atol=1e-6)

@@ -1,0 +1,341 @@
+"""Hypernetworks against plain matrix products of their weights, in float64."""
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+from hyperfed.errors import UserError
+from hyperfed.nets import Chunked, LeNet, MultiHead, PFedKTCNN, SingleOutput, shapes_of
+from hyperfed.randomness import generator, seeded
+
+SMALL = {"conv.weight": torch.Size([2, 1, 3]), "conv.bias": torch.Size([2]), "scale": torch.Size()}
+SIZES = {
+    "S": {"fc.weight": torch.Size([2, 3]), "fc.bias": torch.Size([2])},
+    "M": {"fc.weight": torch.Size([4, 3]), "fc.bias": torch.Size([4])},
+    "L": {"fc.weight": torch.Size([8, 3]), "fc.bias": torch.Size([8])},
+}
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=generator(0, "draw"), dtype=torch.float64)
+
+
+def matrices(module: nn.Module, *prefixes: str) -> list[tuple[Tensor, Tensor]]:
+    """The (weight, bias) pairs under each prefix, pulled out of the module."""
+    state = module.state_dict()
+    return [(state[f"{prefix}.weight"], state[f"{prefix}.bias"]) for prefix in prefixes]
+
+
+def hand_made(x: Tensor, layers: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Linear layers with ReLU between them and none after the last, one row at a time."""
+    rows = []
+    for row in x:
+        for i, (weight, bias) in enumerate(layers):
+            inputs = row if i == 0 else row.clamp(min=0)
+            row = (weight * inputs).sum(1) + bias  # noqa: PLW2901
+        rows.append(row)
+    return torch.stack(rows)
+
+
+class TestShapesOf:
+    def test_lists_parameters_in_order_and_no_buffers(self):
+        module = nn.Sequential(nn.Conv1d(2, 3, 5), nn.BatchNorm1d(3), nn.Linear(4, 1, bias=False))
+        assert list(shapes_of(module).items()) == [
+            ("0.weight", (3, 2, 5)),
+            ("0.bias", (3,)),
+            ("1.weight", (3,)),
+            ("1.bias", (3,)),
+            ("2.weight", (1, 4)),
+        ]
+
+
+class TestMultiHead:
+    @pytest.mark.parametrize("clients", [1, 3])
+    @pytest.mark.parametrize("hidden_layers", [0, 1, 3])
+    def test_equals_matrix_products(self, clients, hidden_layers):
+        with seeded(1):
+            net = MultiHead({"base": SMALL}, 4, hidden=5, hidden_layers=hidden_layers).double()
+        descriptor = draw(clients, 4)
+        trunk = matrices(net, *(f"trunk.{2 * i}" for i in range(hidden_layers + 1)))
+        features = hand_made(descriptor, trunk)
+
+        model = net(descriptor)
+
+        assert list(model) == list(SMALL)
+        for name, shape in SMALL.items():
+            ((weight, bias),) = matrices(net, f"heads.base/{name.replace('.', '/')}")
+            expected = torch.stack([(weight @ row + bias).reshape(shape) for row in features])
+            torch.testing.assert_close(model[name], expected, rtol=1e-12, atol=1e-12)
+
+    def test_layers_are_pfedhns(self):
+        net = MultiHead({"base": shapes_of(LeNet((3, 32, 32), 10))}, 13)
+        trunk = [tuple(layer.weight.shape) for layer in net.trunk if isinstance(layer, nn.Linear)]
+        assert trunk == [(100, 13), (100, 100), (100, 100), (100, 100)]
+        assert list(net.heads)[:3] == [
+            "base/conv1/weight",
+            "base/conv1/bias",
+            "base/conv2/weight",
+        ]
+        assert net.heads["base/fc1/weight"].weight.shape == (96_000, 100)
+
+    def test_only_the_size_asked_for_is_computed(self):
+        with seeded(2):
+            net = MultiHead(SIZES, 3, hidden=5).double()
+        model = net(draw(2, 3), "M")
+        assert {name: tuple(tensor.shape) for name, tensor in model.items()} == {
+            "fc.weight": (2, 4, 3),
+            "fc.bias": (2, 4),
+        }
+        torch.stack([tensor.square().sum() for tensor in model.values()]).sum().backward()
+        touched = {name for name, parameter in net.named_parameters() if parameter.grad is not None}
+        trunk = {f"trunk.{i}.{kind}" for i in (0, 2, 4, 6) for kind in ("weight", "bias")}
+        heads = {
+            f"heads.M/fc/{head}.{kind}"
+            for head in ("weight", "bias")
+            for kind in ("weight", "bias")
+        }
+        assert touched == trunk | heads
+
+    def test_the_sizes_share_the_trunk(self):
+        """The outputs are those of separate hypernetworks with the same trunk."""
+        with seeded(3):
+            net = MultiHead(SIZES, 3, hidden=5).double()
+        descriptor = draw(2, 3)
+        for size, tensors in SIZES.items():
+            alone = MultiHead({size: tensors}, 3, hidden=5).double()
+            state = net.state_dict()
+            alone.load_state_dict({name: state[name] for name in alone.state_dict()})
+            torch.testing.assert_close(net(descriptor, size), alone(descriptor, size))
+
+    def test_an_arbitrary_module_runs_what_is_generated(self):
+        """One-dimensional convolution and batch norm: only parameters are generated."""
+        with seeded(4):
+            norm = nn.BatchNorm1d(3)
+            norm.running_mean = torch.tensor([0.1, -0.2, 0.3])
+            module = nn.Sequential(nn.Conv1d(2, 3, 3), norm).double().eval()
+            net = MultiHead({"base": shapes_of(module)}, 4, hidden=5).double()
+        model = net(draw(1, 4))
+        assert set(model) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+
+        x = draw(2, 2, 6)
+        tensors = {name: tensor[0] for name, tensor in model.items()}
+        output = functional_call(module, tensors, (x,))
+
+        windows = x.unfold(2, 3, 1)  # (B, 2, 4, 3)
+        hidden = torch.einsum("bctk,ock->bot", windows, tensors["0.weight"])
+        hidden = hidden + tensors["0.bias"][:, None] - norm.running_mean[:, None]
+        scale = tensors["1.weight"] / (1 + 1e-5) ** 0.5
+        expected = hidden * scale[:, None] + tensors["1.bias"][:, None]
+        torch.testing.assert_close(output, expected)
+
+    @pytest.mark.parametrize("kind", [MultiHead, SingleOutput])
+    def test_vmap_over_hypernetworks_equals_a_loop(self, kind):
+        """Values and gradients, as when every client has a hypernetwork of its own (pFedLA)."""
+        with seeded(5):
+            net = kind({"base": SMALL}, 4, hidden=5).double()
+        noise = generator(5, "noise")
+        stacked = {
+            name: torch.randn(3, *tensor.shape, generator=noise, dtype=tensor.dtype)
+            for name, tensor in net.named_parameters()
+        }
+        descriptor = draw(3, 2, 4)
+
+        def loss(tensors: dict[str, Tensor], descriptor: Tensor) -> Tensor:
+            model: Mapping[str, Tensor] = functional_call(net, tensors, (descriptor,))
+            return torch.stack([tensor.cos().sum() for tensor in model.values()]).sum()
+
+        batched = vmap(grad(loss))(stacked, descriptor)
+        for i in range(3):
+            one = grad(loss)({name: t[i] for name, t in stacked.items()}, descriptor[i])
+            torch.testing.assert_close({name: t[i] for name, t in batched.items()}, one)
+
+
+class TestSingleOutput:
+    def test_equals_matrix_products(self):
+        with seeded(6):
+            net = SingleOutput({"base": SMALL}, 4, hidden=5).double()
+        descriptor = draw(3, 4)
+        flat = hand_made(descriptor, matrices(net, "trunk.0", "trunk.2", "outputs.base"))
+        model = net(descriptor)
+        assert list(model) == list(SMALL)
+        torch.testing.assert_close(model["conv.weight"], flat[:, :6].reshape(3, 2, 1, 3))
+        torch.testing.assert_close(model["conv.bias"], flat[:, 6:8])
+        torch.testing.assert_close(model["scale"], flat[:, 8])
+
+    def test_layers_are_table_4s(self):
+        """l-100-100-D for PeFLL's client network, with 3x32x32 images and 10 classes."""
+        net = SingleOutput({"base": shapes_of(LeNet((3, 32, 32), 10))}, 25)
+        layers = [tuple(p.shape) for name, p in net.named_parameters() if name.endswith("weight")]
+        parameters = 16 * 76 + 32 * 401 + 120 * 801 + 84 * 121 + 10 * 85
+        assert layers == [(100, 25), (100, 100), (parameters, 100)]
+
+    def test_only_the_size_asked_for_is_computed(self):
+        net = SingleOutput(SIZES, 3, hidden=5)
+        model = net(torch.ones(1, 3), "L")
+        assert model["fc.weight"].shape == (1, 8, 3)
+        model["fc.weight"].sum().backward()
+        touched = {name for name, parameter in net.named_parameters() if parameter.grad is not None}
+        assert {name for name in touched if name.startswith("outputs")} == {
+            "outputs.L.weight",
+            "outputs.L.bias",
+        }
+
+
+class TestChunked:
+    @pytest.mark.parametrize("hidden_layers", [0, 1, 2])
+    @pytest.mark.parametrize("chunk", [1, 4, 9, 20])  # 9 parameters: exact, short and single chunks
+    def test_equals_a_loop_over_chunks(self, hidden_layers, chunk):
+        with seeded(7):
+            net = Chunked(
+                {"base": SMALL}, chunk=chunk, embedding=3, hidden=5, hidden_layers=hidden_layers
+            ).double()
+        layers = matrices(net, *(f"network.{2 * i}" for i in range(hidden_layers + 2)))
+        flat: list[float] = []
+        for embedding in net.state_dict()["ids.base.weight"]:
+            flat += hand_made(embedding[None], layers)[0].tolist()
+
+        model = net()
+
+        assert list(model) == list(SMALL)
+        position = 0
+        for name, shape in SMALL.items():
+            expected = torch.tensor(flat[position : position + shape.numel()], dtype=torch.float64)
+            torch.testing.assert_close(model[name], expected.reshape(shape))
+            position += shape.numel()
+        assert len(flat) - position < chunk  # no chunk is generated in vain
+
+    def test_layers_are_table_2s(self):
+        net = Chunked({"base": shapes_of(PFedKTCNN((3, 32, 32), 10))})
+        linear = [layer for layer in net.network if isinstance(layer, nn.Linear)]
+        assert [(layer.in_features, layer.out_features) for layer in linear] == [
+            (13, 100),
+            (100, 100),
+            (100, 400),
+        ]
+        # The paper counts 102,600 operations a call: a multiplication and an addition a weight.
+        assert 2 * sum(layer.weight.numel() for layer in linear) == 102_600
+        assert net.state_dict()["ids.base.weight"].shape == (4267, 13)  # 1,706,458 / 400
+
+    def test_only_the_size_asked_for_is_computed(self):
+        net = Chunked(SIZES, chunk=4, embedding=3, hidden=5)
+        model = net("S")
+        assert {name: tuple(tensor.shape) for name, tensor in model.items()} == {
+            "fc.weight": (2, 3),
+            "fc.bias": (2,),
+        }
+        (model["fc.weight"].sum() + model["fc.bias"].sum()).backward()
+        touched = {name for name, parameter in net.named_parameters() if parameter.grad is not None}
+        assert {name for name in touched if name.startswith("ids")} == {"ids.S.weight"}
+
+    def test_vmap_over_hypernetworks_equals_a_loop(self):
+        with seeded(8):
+            net = Chunked({"base": SMALL}, chunk=4, embedding=3, hidden=5).double()
+        noise = generator(8, "noise")
+        stacked = {
+            name: torch.randn(3, *tensor.shape, generator=noise, dtype=tensor.dtype)
+            for name, tensor in net.named_parameters()
+        }
+
+        def loss(tensors: dict[str, Tensor]) -> Tensor:
+            model: Mapping[str, Tensor] = functional_call(net, tensors, ())
+            return torch.stack([tensor.cos().sum() for tensor in model.values()]).sum()
+
+        batched = vmap(grad(loss))(stacked)
+        for i in range(3):
+            one = grad(loss)({name: t[i] for name, t in stacked.items()})
+            torch.testing.assert_close({name: t[i] for name, t in batched.items()}, one)
+
+
+class TestSpectralNorm:
+    @pytest.mark.parametrize("kind", [MultiHead, SingleOutput])
+    def test_bounds_every_weight_matrix(self, kind):
+        with seeded(9):
+            net = kind({"base": SMALL}, 4, hidden=6, spectral_norm=True).double()
+        linear = [layer for layer in net.modules() if isinstance(layer, nn.Linear)]
+        raw = [p for name, p in net.named_parameters() if name.endswith("weight.original")]
+        for i, original in enumerate(raw):
+            nn.init.normal_(original, std=i + 2, generator=generator(9, i))
+            assert torch.linalg.matrix_norm(original, ord=2) > 1.5
+        assert len(raw) == len(linear)
+        for _ in range(300):  # one power iteration each
+            net(draw(1, 4))
+        net.eval()
+        assert len(linear) >= 3
+        for layer in linear:
+            norm = torch.linalg.matrix_norm(layer.weight, ord=2)
+            torch.testing.assert_close(norm, torch.ones_like(norm), rtol=1e-6, atol=0)
+
+    def test_is_off_by_default(self):
+        net = MultiHead({"base": SMALL}, 4)
+        assert not any("original" in name for name, _ in net.named_parameters())
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: MultiHead({"base": SMALL}, 4),
+        lambda: SingleOutput({"base": SMALL}, 4),
+        lambda: Chunked({"base": SMALL}),
+    ],
+    ids=["MultiHead", "SingleOutput", "Chunked"],
+)
+def test_seeds_reproduce(build):
+    states = []
+    for seed in (0, 0, 1):
+        with seeded(seed):
+            net = build()
+        states.append(torch.cat([parameter.flatten() for parameter in net.parameters()]))
+    assert torch.equal(states[0], states[1])
+    assert not torch.equal(states[0], states[2])
+
+
+class TestErrors:
+    KINDS = (
+        lambda shapes: MultiHead(shapes, 4),
+        lambda shapes: SingleOutput(shapes, 4),
+        Chunked,
+    )
+
+    @pytest.mark.parametrize("build", KINDS)
+    def test_nothing_to_generate(self, build):
+        with pytest.raises(UserError, match="at least one target size, got none"):
+            build({})
+        with pytest.raises(UserError, match="size 'S' has none"):
+            build({"S": shapes_of(nn.ReLU())})
+
+    @pytest.mark.parametrize("build", KINDS)
+    @pytest.mark.parametrize("size", ["", "a.b", "a/b", "half"])
+    def test_malformed_size_name(self, build, size):
+        with pytest.raises(UserError, match=f"got '{size}'; rename it"):
+            build({size: SMALL})
+
+    def test_unknown_size(self):
+        for call in (
+            lambda: MultiHead(SIZES, 4)(torch.ones(1, 4), "XL"),
+            lambda: SingleOutput(SIZES, 4)(torch.ones(1, 4), "XL"),
+            lambda: Chunked(SIZES)("XL"),
+        ):
+            with pytest.raises(UserError, match="generates the sizes S, M, L, got 'XL'"):
+                call()
+
+    @pytest.mark.parametrize("kind", [MultiHead, SingleOutput])
+    @pytest.mark.parametrize("shape", [(4,), (1, 3), (1, 1, 4)])
+    def test_wrong_descriptor(self, kind, shape):
+        with pytest.raises(UserError, match=r"shape \(clients, 4\), got "):
+            kind({"base": SMALL}, 4)(torch.ones(shape))
+
+    def test_numbers_out_of_range(self):
+        shapes = {"base": SMALL}
+        with pytest.raises(UserError, match="descriptor_size must be at least 1, got 0"):
+            MultiHead(shapes, 0)
+        with pytest.raises(UserError, match="hidden must be at least 1, got 0"):
+            SingleOutput(shapes, 4, hidden=0)
+        with pytest.raises(UserError, match="hidden_layers must be at least 0, got -1"):
+            MultiHead(shapes, 4, hidden_layers=-1)
+        with pytest.raises(UserError, match="embedding must be at least 1, got 0"):
+            Chunked(shapes, embedding=0)
+        with pytest.raises(UserError, match="chunk must be at least 1, got 0"):
+            Chunked(shapes, chunk=0)

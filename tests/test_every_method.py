@@ -1,0 +1,152 @@
+"""Every method keeps the contract: one table of methods x shared tests."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from hyperfed import trees
+from hyperfed.engines import loop
+from hyperfed.federation import AllLostError
+from hyperfed.methods import METHODS
+from hyperfed.randomness import seeded
+from toys import Federation, Normed, TwoLayers, make_task
+
+ALL = sorted(METHODS)
+SETTINGS = {"local_steps": 3, "batch_size": 4, "local_lr": 0.1}
+NOVEL = {"local": {"novel_steps": 3}, "fedavg": {"novel_steps": 3}, "fedper": {"novel_steps": 3}}
+
+
+def federation(method: str, engine: Any = None, **task: Any) -> Federation:
+    settings = SETTINGS | NOVEL.get(method, {"novel_rounds": 2})
+    return Federation(method, make_task(**task), engine, **settings)
+
+
+def snapshot(ours: Federation) -> trees.Tree:
+    memory = {str(client): tree for client, tree in sorted(ours.engine.memory.items())}
+    return trees.clone({"server": ours.server.state(), "memory": memory})
+
+
+def same(first: trees.Tree, second: trees.Tree) -> bool:
+    pairs = zip(trees.leaves(first), trees.leaves(second), strict=True)
+    return all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
+
+
+@pytest.mark.parametrize("method", ALL)
+def test_training_changes_something_and_twice_is_the_same(method: str) -> None:
+    first, second = federation(method), federation(method)
+    before = snapshot(first)
+    for ours in (first, second):
+        for number in range(3):
+            ours.round([0, 1, 3], number)
+    assert same(snapshot(first), snapshot(second))
+    after = snapshot(first)
+    assert before.keys() == after.keys()
+    assert not same({"s": before}, {"s": after | {"memory": before["memory"]}}) or after["memory"]
+
+
+@pytest.mark.parametrize("net", [TwoLayers, Normed])
+@pytest.mark.parametrize("method", ALL)
+def test_the_number_of_workers_changes_nothing(method: str, net: Any) -> None:
+    one = federation(method, {"workers": 1, "cores_per_client": 1}, net=net)
+    two = federation(method, {"workers": 2, "cores_per_client": 1}, net=net)
+    for ours in (one, two):
+        for number in range(2):
+            ours.round([0, 1, 2, 3], number)
+    assert same(snapshot(one), snapshot(two))
+
+
+@pytest.mark.parametrize("method", ALL)
+def test_other_cores_per_client_agree_to_1e_6(method: str) -> None:
+    one = federation(method, {"workers": 1, "cores_per_client": 1})
+    two = federation(method, {"workers": 1, "cores_per_client": 2})
+    for ours in (one, two):
+        ours.round([0, 1, 2, 3])
+    torch.testing.assert_close(snapshot(one), snapshot(two), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ALL)
+def test_a_lost_client_equals_one_never_sampled(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lossy, smaller = federation(method), federation(method)
+    for ours in (lossy, smaller):
+        ours.round([0, 1, 2, 3], 0)
+    before = trees.clone(lossy.engine.memory.get(1, {}))
+
+    def second_is_lost(engine: Any, probability: float, kind: str, *keys: Any) -> bool:
+        return kind == "drop" and keys[0] == 1
+
+    monkeypatch.setattr(loop, "_chance", second_is_lost)
+    cohort = lossy.round([0, 1, 3], 1)
+    assert list(cohort.state.lost) == [1]
+    smaller.round([0, 3], 1)
+    torch.testing.assert_close(snapshot(lossy), snapshot(smaller), rtol=1e-12, atol=1e-14)
+    assert same(lossy.engine.memory.get(1, {}), before)
+
+
+@pytest.mark.parametrize("method", ALL)
+def test_a_round_in_which_all_are_lost_changes_nothing(method: str) -> None:
+    ours = federation(method, {"faults": loop.Faults(drop=1.0)})
+    before = snapshot(ours)
+    with pytest.raises(AllLostError):
+        ours.round([0, 1])
+    assert same(snapshot(ours), before)
+
+
+@pytest.mark.parametrize("novel", [False, True])
+@pytest.mark.parametrize("net", [TwoLayers, Normed])
+@pytest.mark.parametrize("method", ALL)
+def test_personalize_serves_known_and_novel_clients_and_changes_nothing(
+    method: str, net: Any, novel: bool
+) -> None:
+    ours = federation(method, net=net, novel=1)
+    ours.round([0, 1, 2])
+    before = snapshot(ours)
+    client = 3 if novel else 1
+    model = ours.personal(client, fresh=novel)
+    assert same(snapshot(ours), before)
+    expected = trees.model_of(ours.task.models["base"])
+    assert trees.structure(model) == trees.structure(expected)
+    assert trees.finite(model)
+    assert same(model, ours.personal(client, fresh=novel))  # and it is a function
+
+
+@pytest.mark.parametrize("method", ALL)
+def test_a_server_loads_what_it_said_its_state_was(method: str) -> None:
+    ours, other = federation(method), federation(method)
+    ours.round([0, 1])
+    other.server.load(trees.clone(ours.server.state()))
+    other.engine.memory = dict(ours.engine.memory)
+    for each in (ours, other):
+        each.round([2, 3], 1)
+    assert same(snapshot(ours), snapshot(other))
+
+
+@pytest.mark.parametrize("method", ALL)
+def test_several_target_sizes(method: str) -> None:
+    with seeded(0, "sizes"):
+        models = {"S": TwoLayers().double(), "L": Normed().double()}
+    ours = federation(method, models=models, sizes=("S", "L", "S", "L"))
+    ours.round([0, 1, 2, 3])
+    assert set(ours.personal(0)) == set(trees.model_of(models["S"]))
+    assert set(ours.personal(1)) == set(trees.model_of(models["L"]))
+
+
+@pytest.mark.parametrize("method", ALL)
+def test_no_example_and_no_label_travels(method: str) -> None:
+    """What clients reply with is no larger than a model and holds none of their rows."""
+    ours = federation(method)
+    cohort = ours.round([0, 1])
+    largest = trees.count_bytes(trees.model_of(ours.task.models["base"]))
+    assert all(exchange.up <= largest for exchange in cohort.state.exchanges)
+    assert {exchange.client for exchange in cohort.state.exchanges} == {0, 1}
+
+
+@pytest.mark.parametrize("method", ALL)
+def test_the_docstring_says_what_travels_stays_is_evaluated_and_a_novel_client_does(
+    method: str,
+) -> None:
+    text = METHODS[method].__doc__ or ""
+    words = ("novel client",) if method == "pfedhn_pc" else ("Sent:", "Kept", "Evaluated:", "novel")
+    assert [word for word in words if word not in text] == []

@@ -1,0 +1,138 @@
+"""Local SGD against torch.optim.SGD, and what must not move."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hyperfed import training, trees
+from hyperfed.randomness import seeded
+from hyperfed.training import Batch, Epochs, LocalConfig, Sgd, Steps, UnlabelledError
+from toys import CLASSES, FEATURES, Normed, TwoLayers
+
+
+def batches(count: int = 6) -> list[Batch]:
+    draw = torch.Generator().manual_seed(3)
+    return [
+        Batch(
+            torch.randn(8, FEATURES, dtype=torch.float64, generator=draw),
+            torch.randint(CLASSES, (8,), generator=draw),
+        )
+        for _ in range(count)
+    ]
+
+
+def module(net=TwoLayers) -> nn.Module:
+    with seeded(0, "net"):
+        return net().double()
+
+
+def reference(net: nn.Module, data: list[Batch], settings: Sgd) -> trees.Model:
+    """The same training with PyTorch's modules, optimiser and clipping."""
+    net.train()
+    optimizer = torch.optim.SGD(
+        net.parameters(),
+        lr=settings.lr,
+        momentum=settings.momentum,
+        weight_decay=settings.weight_decay,
+    )
+    for batch in data:
+        optimizer.zero_grad()
+        F.cross_entropy(net(batch.x), batch.y).backward()
+        if settings.clip is not None:
+            nn.utils.clip_grad_norm_(net.parameters(), settings.clip)
+        optimizer.step()
+    return trees.model_of(net)
+
+
+SETTINGS = [
+    Sgd(0.1),
+    Sgd(0.1, momentum=0.9, weight_decay=0.01),
+    Sgd(0.5, momentum=0.9, weight_decay=0.01, clip=0.05),
+    Sgd(0.1, clip=1e6),
+]
+
+
+@pytest.mark.parametrize("net", [TwoLayers, Normed])
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_sgd_is_pytorchs_sgd(net, settings: Sgd) -> None:
+    ours = module(net)
+    before = trees.model_of(ours)
+    trained = training.sgd(
+        training.supervised(ours, F.cross_entropy),
+        before,
+        batches(),
+        settings,
+        trainable=[name for name, _ in ours.named_parameters()],
+    ).model
+    torch.testing.assert_close(before, trees.model_of(module(net)), rtol=0, atol=0)  # unchanged
+    expected = reference(module(net), batches(), settings)
+    torch.testing.assert_close(trained, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_momentum_handed_on_makes_two_calls_one() -> None:
+    net, settings = module(), Sgd(0.1, momentum=0.9)
+    objective = training.supervised(net, F.cross_entropy)
+    names = [name for name, _ in net.named_parameters()]
+    data, start = batches(), trees.model_of(net)
+    whole = training.sgd(objective, start, data, settings, trainable=names)
+    half = training.sgd(objective, start, data[:3], settings, trainable=names)
+    rest = training.sgd(
+        objective, half.model, data[3:], settings, trainable=names, velocity=half.velocity
+    )
+    torch.testing.assert_close(rest.model, whole.model)
+    fresh = training.sgd(objective, half.model, data[3:], settings, trainable=names)
+    assert not torch.allclose(fresh.model["head.weight"], whole.model["head.weight"])
+
+
+def test_what_is_not_trainable_gets_no_gradient_and_does_not_move() -> None:
+    net, head = module(Normed), ("head.weight", "head.bias")
+    start = trees.model_of(net)
+    trained, velocity = training.sgd(
+        training.supervised(net, F.cross_entropy), start, batches(), Sgd(0.1, 0.9), trainable=head
+    )
+    moved = {n for n in start if not torch.equal(start[n], trained[n])}
+    buffers = {name for name, _ in net.named_buffers()}
+    assert moved == set(head) | buffers  # buffers follow the forward passes
+    assert set(velocity) == set(head)
+
+
+def test_clipping_leaves_out_the_unclipped() -> None:
+    net, head = module(), ("head.weight", "head.bias")
+    names = [name for name, _ in net.named_parameters()]
+    start, (batch, *_) = trees.model_of(net), batches()
+    one = {"objective": training.supervised(net, F.cross_entropy), "model": start}
+    plain = training.sgd(**one, batches=[batch], settings=Sgd(1.0), trainable=names).model
+    clipped = training.sgd(
+        **one, batches=[batch], settings=Sgd(1.0, clip=1e-3), trainable=names, unclipped=head
+    ).model
+    steps = {name: start[name] - clipped[name] for name in names}
+    for name in head:
+        torch.testing.assert_close(clipped[name], plain[name])
+    body = torch.cat([steps[name].flatten() for name in names if name not in head])
+    assert body.norm().item() == pytest.approx(1e-3, rel=1e-2)
+
+
+def test_extra_terms_are_added_by_wrapping_the_objective() -> None:
+    net = module()
+    start, names = trees.model_of(net), [name for name, _ in net.named_parameters()]
+    supervised = training.supervised(net, F.cross_entropy)
+
+    def with_decay(model, batch):
+        loss, buffers = supervised(model, batch)
+        return loss + 0.5 * 0.3 * sum(model[n].square().sum() for n in names), buffers
+
+    added = training.sgd(with_decay, start, batches(), Sgd(0.1), trainable=names).model
+    built_in = Sgd(0.1, weight_decay=0.3)
+    expected = training.sgd(supervised, start, batches(), built_in, trainable=names).model
+    torch.testing.assert_close(added, expected)
+
+
+def test_an_unlabelled_batch_refuses_its_labels() -> None:
+    with pytest.raises(UnlabelledError, match="has no labels"):
+        _ = Batch(torch.zeros(1), None).y
+
+
+def test_local_settings_ask_for_steps_or_epochs() -> None:
+    assert LocalConfig(local_steps=7, batch_size=5).batches == Steps(7, 5)
+    assert LocalConfig(local_epochs=2, batch_size=5).batches == Epochs(2, 5)

@@ -1,0 +1,98 @@
+import pytest
+import torch
+from torch import nn
+
+from hyperfed import trees
+
+
+def tree(*values: float) -> trees.Tree:
+    return {"a": torch.tensor(values), "b": {"c": torch.tensor([[values[0]]])}}
+
+
+def test_delta_is_sent_minus_trained() -> None:
+    delta = trees.subtract(tree(3.0, 5.0), tree(1.0, 7.0))
+    torch.testing.assert_close(delta, tree(2.0, -2.0))
+
+
+def test_stack_take_and_repeat_undo_each_other() -> None:
+    first, second = tree(1.0, 2.0), tree(3.0, 4.0)
+    stacked = trees.stack([first, second])
+    assert stacked["b"]["c"].shape == (2, 1, 1)
+    torch.testing.assert_close(trees.take(stacked, 1), second)
+    torch.testing.assert_close(trees.take(trees.repeat(first, 3), 2), first)
+
+
+def test_partition_joins_again_and_keeps_order() -> None:
+    model = {"w": torch.ones(1), "head": torch.zeros(1), "b": torch.ones(2)}
+    head, body = trees.partition(model, ["head"])
+    assert list(head) == ["head"]
+    assert list(body) == ["w", "b"]
+    assert (head | body).keys() == model.keys()
+
+
+def test_weighted_mean_by_hand() -> None:
+    stacked = {"w": torch.tensor([[1.0, 2.0], [4.0, 6.0], [99.0, 99.0]], dtype=torch.float64)}
+    weight = torch.tensor([1.0, 3.0, 0.0])
+    mean = trees.weighted_mean(stacked, weight)["w"]
+    torch.testing.assert_close(mean, torch.tensor([13 / 4, 20 / 4], dtype=torch.float64))
+
+
+def test_weighted_mean_rounds_integer_buffers_and_keeps_their_dtype() -> None:
+    steps = {"num_batches_tracked": torch.tensor([10, 13])}
+    mean = trees.weighted_mean(steps, torch.tensor([1.0, 2.0]))["num_batches_tracked"]
+    assert mean.dtype == torch.int64
+    assert mean == 12
+
+
+def test_pull_back_is_the_gradient_of_the_weighted_inner_product() -> None:
+    net = nn.Linear(2, 3).double()
+    descriptor = torch.randn(4, 2, dtype=torch.float64, requires_grad=True)
+    delta = torch.randn(4, 3, dtype=torch.float64)
+    weight = torch.tensor([1.0, 0.5, 0.0, 2.0])
+    trees.pull_back({"w": net(descriptor)}, {"w": delta, "buffer": delta}, weight)
+    # d/dW sum_i weight_i <W v_i + b, delta_i> and d/dv_i = weight_i W' delta_i, by hand.
+    scaled = delta * weight.double()[:, None]
+    torch.testing.assert_close(net.weight.grad, scaled.T @ descriptor.detach())
+    torch.testing.assert_close(net.bias.grad, scaled.sum(0))
+    torch.testing.assert_close(descriptor.grad, scaled @ net.weight.detach())
+
+
+def test_pull_back_onto_some_tensors_leaves_the_rest_without_gradient() -> None:
+    net, descriptor = nn.Linear(2, 3), torch.ones(1, 2, requires_grad=True)
+    trees.pull_back({"w": net(descriptor)}, {"w": torch.ones(1, 3)}, torch.ones(1), [descriptor])
+    assert net.weight.grad is None
+    assert descriptor.grad is not None
+
+
+def test_finite_structure_and_bytes() -> None:
+    good, bad = tree(1.0, 2.0), tree(1.0, torch.nan)
+    assert trees.finite(good)
+    assert not trees.finite(bad)
+    assert trees.structure(good) == (("a", (2,), torch.float32), ("b/c", (1, 1), torch.float32))
+    assert trees.count_bytes(good) == 3 * 4
+    assert trees.count_bytes({"n": torch.zeros(3, dtype=torch.uint8)}) == 3
+
+
+def test_a_model_is_parameters_and_buffers_and_no_alias() -> None:
+    module = nn.BatchNorm1d(2)
+    model = trees.model_of(module)
+    assert list(model) == ["weight", "bias", "running_mean", "running_var", "num_batches_tracked"]
+    model["weight"].zero_()
+    assert module.weight.detach().eq(1).all()
+    trees.fill(module, model)
+    assert module.weight.detach().eq(0).all()
+
+
+def test_fill_gradients_gives_zeros_only_where_there_is_nothing() -> None:
+    a, b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
+    a.grad = torch.ones(2)
+    trees.fill_gradients([a, b])
+    assert a.grad.eq(1).all()
+    assert b.grad is not None
+    assert b.grad.eq(0).all()
+
+
+@pytest.mark.parametrize("function", [trees.detach, trees.clone])
+def test_no_autograd_graph_survives(function) -> None:
+    leaf = torch.ones(1, requires_grad=True) * 2
+    assert not function({"a": leaf})["a"].requires_grad

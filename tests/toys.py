@@ -1,0 +1,115 @@
+"""Tiny float64 tasks on which the truth can be computed independently."""
+
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hyperfed.engines.loop import LoopEngine
+from hyperfed.federation import Server, Task
+from hyperfed.methods import METHODS
+from hyperfed.randomness import seeded
+
+FEATURES, CLASSES = 5, 3
+EXAMPLES = (12, 7, 20, 9)
+"""Training examples of each client: unequal, so that a wrong weight shows."""
+
+
+class TwoLayers(nn.Module):
+    """A body and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(FEATURES, 4)
+        self.head = nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.body(x)))
+
+
+class Normed(TwoLayers):
+    """A body with batch-norm: buffers that must travel or stay on purpose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, CLASSES)  # again, so that it is the last layer by definition
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.norm(self.body(x))))
+
+
+def make_task(
+    net: Callable[[], nn.Module] = TwoLayers,
+    examples: Sequence[int] = EXAMPLES,
+    **options: Any,
+) -> Task:
+    """A classification task; client i has ``examples[i]`` training and 6 + 6 other examples."""
+    draw = torch.Generator().manual_seed(1)
+    sizes = [(count, 6, 6) for count in examples]
+    total = sum(map(sum, sizes))
+    x = torch.randn(total, FEATURES, dtype=torch.float64, generator=draw)
+    y = torch.randint(CLASSES, (total,), generator=draw)
+    rows = iter(torch.arange(total).split([part for size in sizes for part in size]))
+    splits = [(next(rows), next(rows), next(rows)) for _ in sizes]
+    with seeded(0, "toy"):
+        model = net().double()
+    return Task(
+        name="toy",
+        x=x,
+        y=y,
+        train=[train for train, _, _ in splits],
+        val=[val for _, val, _ in splits],
+        test=[test for _, _, test in splits],
+        **({"models": {"base": model}, "classes": CLASSES, "fingerprint": "toy"} | options),
+    )
+
+
+class Federation:
+    """A method on a task, round by round."""
+
+    def __init__(self, method: str, task: Task, engine: Any = None, **settings: Any) -> None:
+        self.method: ModuleType = METHODS[method]
+        self.task = task
+        self.config = self.method.Config(**settings)
+        with seeded(0, "server"):
+            self.server: Server = self.method.Server(task.outline(), self.config)
+        self.engine = LoopEngine(task, self.method.Client, self.config, seed=0, **(engine or {}))
+
+    def round(self, clients: Sequence[int], number: int = 0) -> Any:
+        cohort = self.engine.cohort(clients, number, training=True)
+        self.server.round(cohort)
+        self.engine.commit(cohort)
+        return cohort
+
+    def personal(self, client: int, **options: Any) -> dict[str, Tensor]:
+        """The model that a client uses."""
+        cohort = self.engine.cohort([client], 99, training=False, **options)
+        reply = cohort.ask(self.method.Client.export, self.server.personalize(cohort))
+        return {name: value[0] for name, value in reply.items()}
+
+
+PLAIN: dict[str, Any] = {
+    "local_momentum": 0.0,
+    "local_weight_decay": 0.0,
+    "local_clip": None,
+}
+"""Local training by plain gradient steps."""
+
+ONE_STEP: dict[str, Any] = PLAIN | {"local_steps": 1, "batch_size": 10_000, "local_lr": 0.1}
+"""One of them, on all of a client's data."""
+
+
+def logits(net: nn.Module, model: dict[str, Tensor], x: Tensor) -> Tensor:
+    """The network in training mode, written with PyTorch's own functional call."""
+    output: Tensor = torch.func.functional_call(net.train(), model, (x,))
+    return output
+
+
+def client_loss(task: Task, client: int, model: dict[str, Tensor]) -> Tensor:
+    """Mean cross entropy of a model on all training data of a client, differentiable."""
+    index = task.train[client]
+    return F.cross_entropy(logits(task.models["base"], model, task.x[index]), task.y[index])
