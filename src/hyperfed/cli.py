@@ -10,15 +10,12 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
-from zipfile import BadZipFile
 
-import numpy as np
-import numpy.typing as npt
 import safetensors.torch
 import typer
 from rich.console import Console
@@ -28,6 +25,7 @@ from typer import Argument, Option
 import hyperfed
 from hyperfed import catalogue, config, records, report
 from hyperfed.catalogue import Kind
+from hyperfed.data.arrays import read_npz
 from hyperfed.errors import UserError
 from hyperfed.files import atomic_write
 from hyperfed.progress import watch
@@ -93,7 +91,9 @@ def run(
     quiet: Quiet = False,
 ) -> None:
     """Train a method on a task."""
-    _train(Run.start(config.load(source, settings or ()), out), as_json=as_json, quiet=quiet)
+    experiment = Path(source).stem if source.endswith(".toml") else ""
+    started = Run.start(config.load(source, settings or ()), out, experiment=experiment)
+    _train(started, as_json=as_json, quiet=quiet)
 
 
 @app.command()
@@ -105,7 +105,7 @@ def resume(run_dir: RunDir, as_json: Json = False, quiet: Quiet = False) -> None
 @app.command()
 def evaluate(run_dir: RunDir, as_json: Json = False) -> None:
     """Evaluate the models of a run's best round on every client's data."""
-    found = _open(run_dir).evaluate_best()
+    found = Run.open(run_dir).evaluate_best()
     if as_json:
         _print_json({split: asdict(evaluation) for split, evaluation in found.items()})
         return
@@ -131,8 +131,8 @@ def personalize(
     as_json: Json = False,
 ) -> None:
     """Make the model of a client that was never seen, from its own data."""
-    arrays = _read_arrays(data)
-    model = _open(run_dir).personalize(arrays["x"], arrays.get("y"), size=size)
+    arrays = read_npz(data, needed=("x",))
+    model = Run.open(run_dir).personalize(arrays["x"], arrays.get("y"), size=size)
     # Copies, because safetensors refuses tensors that share memory.
     tensors = {name: entry.clone().contiguous() for name, entry in model.state_dict().items()}
     atomic_write(out, safetensors.torch.save(tensors))
@@ -231,8 +231,9 @@ def _stopped_by_signals(run: Run) -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         run.stop()
-        # Not print(): the signal may have come in the middle of one.
-        os.write(2, b"\nstopping after this round; Ctrl-C aborts it\n")
+        with suppress(OSError):  # the terminal may be gone
+            # Not print(): the signal may have come in the middle of one.
+            os.write(2, b"\nstopping after this round; Ctrl-C aborts it\n")
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -245,17 +246,6 @@ def _stopped_by_signals(run: Run) -> Iterator[None]:
 # Reading what the arguments name.
 
 
-def _open(run_dir: Path) -> Run:
-    """Opens a run that has models to use."""
-    run = Run.open(run_dir)
-    if not run.evaluations:
-        raise UserError(
-            f"a run to use must have come to its first evaluation, but {run_dir} has none; "
-            f"go on with: hyperfed resume {shlex.quote(str(run_dir))}"
-        )
-    return run
-
-
 def _run_folders(paths: Sequence[Path]) -> list[Path]:
     """Returns the folders of runs that paths name or hold, each once."""
     found: list[Path] = []
@@ -265,24 +255,6 @@ def _run_folders(paths: Sequence[Path]) -> list[Path]:
             raise UserError(f"{path} must be a run's folder or hold some, but holds none")
         found += below
     return list(dict.fromkeys(found))
-
-
-def _read_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
-    """Reads x and, where present, y."""
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            arrays = {name: archive[name] for name in archive.files}
-    except (OSError, ValueError, BadZipFile, AttributeError) as error:
-        raise UserError(
-            f"{path} must be an .npz archive of plain arrays, but cannot be read ({error}); "
-            "write it with numpy.savez(path, x=..., y=...)"
-        ) from error
-    if "x" not in arrays:
-        raise UserError(
-            f"{path} must hold an array x (and y, where there are labels), came "
-            f"{', '.join(arrays) or 'none'}; write it with numpy.savez(path, x=..., y=...)"
-        )
-    return arrays
 
 
 # Printing.

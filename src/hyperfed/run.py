@@ -39,7 +39,7 @@ class Best:
     """The state at the round with the best validation accuracy: the one whose models are used."""
 
     round: int
-    accuracy: float
+    accuracy: float | None
     server: Tree
     memory: dict[int, Tree]
 
@@ -91,10 +91,15 @@ class Run:
         self._commit = records.commit()  # of the code that runs, whatever is checked out later
 
     @classmethod
-    def start(cls, config: RunConfig, out: Path, task: Task | None = None) -> "Run":
-        """Begins a run in a new folder below ``out``; nothing is written if the task is wrong."""
+    def start(
+        cls, config: RunConfig, out: Path, task: Task | None = None, experiment: str = ""
+    ) -> "Run":
+        """Begins a run in a new folder ``out/<experiment>/...``; without a name, the method's.
+
+        Nothing is written if the task is wrong.
+        """
         run = cls(config, task)
-        run.folder = RunFolder.create(out, config.method, config.seed, datetime.now())
+        run.folder = RunFolder.create(out, experiment or config.method, config.seed, datetime.now())
         configuration.dump(config, run.folder.config)
         return run
 
@@ -142,6 +147,20 @@ class Run:
     def done(self) -> bool:
         """Whether all rounds are done."""
         return self.round >= self.config.rounds
+
+    @property
+    def best(self) -> Best:
+        """The state at the best validation round so far.
+
+        Raises:
+            UserError: the run has not come to its first evaluation.
+        """
+        if self._best is None:
+            raise UserError(
+                "a run to use must have come to its first evaluation, but is at round "
+                f"{self.round}; train or resume it"
+            )
+        return self._best
 
     def train(self) -> Iterator[Progress]:
         """Runs the remaining rounds and yields after each; ends early after :meth:`stop`.
@@ -208,19 +227,19 @@ class Run:
         Raises:
             UserError: the run has not come to its first evaluation.
         """
-        if self._best is None:
-            raise UserError(
-                f"a run to evaluate must have come to its first evaluation, but is at round "
-                f"{self.round}; resume it"
-            )
         engine, server = self._at_best(self._engine(self.task))
-        known, novel, best = list(self.task.known), list(self.task.novel_ids), self._best.round
+        known, best = list(self.task.known), self.best.round
         counts = evaluate(server, engine, known, best)
         found = {split: self._summarise(split, known, counts[split], best) for split in counts}
-        if novel:
-            of_novel = evaluate(server, engine, novel, self.config.rounds, novel=True)["test"]
-            found["novel"] = self._summarise("novel", novel, of_novel, best)
+        if self.task.novel:
+            found["novel"] = self._evaluate_novel(best)
         return found
+
+    def _evaluate_novel(self, round: int) -> Evaluation:
+        engine, server = self._at_best(self._engine(self.task))
+        ids = list(self.task.novel_ids)
+        counts = evaluate(server, engine, ids, self.config.rounds, novel=True)
+        return self._summarise("novel", ids, counts["test"], round)
 
     # Parts of a round.
 
@@ -243,34 +262,35 @@ class Run:
 
     def _sample(self) -> list[int]:
         """Draws the round's cohort uniformly, without replacement; a number above all means all."""
+        draw = generator(self.config.seed, "cohort", self.round)
+        order = torch.randperm(len(self.task.known), generator=draw)
+        return sorted(order[: self._cohort_size()].tolist())
+
+    def _cohort_size(self) -> int:
         known, cohort = len(self.task.known), self.config.cohort
-        count = max(1, round(cohort * known)) if isinstance(cohort, float) else min(cohort, known)
-        draw = torch.randperm(known, generator=generator(self.config.seed, "cohort", self.round))
-        return sorted(draw[:count].tolist())
+        return max(1, round(cohort * known)) if isinstance(cohort, float) else min(cohort, known)
 
     def _evaluate(self) -> dict[str, Evaluation]:
         ids = list(self.task.known)
         counts = evaluate(self.server, self.engine, ids, self.round)
         lost, self._lost = tuple(self._lost), []
         found = {
-            split: self._record(split, ids, counts[split], self.round, lost)
-            for split in ("val", "test")
+            split: self._summarise(split, ids, counts[split], self.round, lost) for split in counts
         }
+        for evaluation in found.values():
+            self._record(evaluation)
         # Without validation data there is nothing to choose by: the latest round is taken.
         accuracy = found["val"].accuracy
-        if accuracy is None or self._best is None or accuracy > self._best.accuracy:
+        best = None if self._best is None else self._best.accuracy
+        if accuracy is None or best is None or accuracy > best:
             server = trees.clone(self.server.state(optimizers=False))
-            self._best = Best(self.round, accuracy or 0.0, server, dict(self.engine.memory))
+            self._best = Best(self.round, accuracy, server, dict(self.engine.memory))
         return found
 
-    def _record(
-        self, split: str, ids: list[int], counts: Counts, round: int, lost: tuple[Lost, ...] = ()
-    ) -> Evaluation:
-        evaluation = self._summarise(split, ids, counts, round, lost)
+    def _record(self, evaluation: Evaluation) -> None:
         self.evaluations.append(evaluation)
         if self.folder is not None:
             self.folder.append(evaluation)
-        return evaluation
 
     def _summarise(
         self, split: str, ids: list[int], counts: Counts, round: int, lost: tuple[Lost, ...] = ()
@@ -291,25 +311,21 @@ class Run:
 
     def _finish(self) -> None:
         """Evaluates novel clients with the best round's state and writes the summary."""
-        assert self._best is not None
-        best = self._best.round
+        best = self.best.round
         test = next(e for e in self.evaluations if (e.round, e.split) == (best, "test"))
-        novel = None
-        if self.task.novel:
-            ids = list(self.task.novel_ids)
-            engine, server = self._at_best(self._engine(self.task))
-            counts = evaluate(server, engine, ids, self.config.rounds, novel=True)["test"]
-            novel = self._record("novel", ids, counts, self.round)
+        novel = self._evaluate_novel(self.round) if self.task.novel else None
+        if novel is not None:
+            self._record(novel)
         self.summary = {
             "method": self.config.method,
             "task": self.task.name,
             "engine": self.engine.name,
             "cores": self.engine.cores,
-            "cores_per_client": self.engine.cores_of_one(self.config.cohort == 1),
+            "cores_per_client": self.engine.cores_of_one(self._cohort_size() == 1),
             "seed": self.config.seed,
             "rounds": self.round,
             "best_round": best,
-            "val_accuracy": self._best.accuracy,
+            "val_accuracy": self.best.accuracy,
             "test_accuracy": test.accuracy,
             "test_masked_accuracy": test.masked_accuracy,
             "test_accuracy_client_mean": test.accuracy_client_mean,
@@ -370,10 +386,9 @@ class Run:
     def _at_best(self, engine: LoopEngine) -> tuple[LoopEngine, Server]:
         """Returns an engine and a new server as they were at the best validation round."""
         server = self._new_server()
-        if self._best is not None:
-            server.load(trees.clone(self._best.server))
-            if engine.task is self.task:
-                engine.memory = dict(self._best.memory)
+        server.load(trees.clone(self.best.server))
+        if engine.task is self.task:
+            engine.memory = dict(self.best.memory)
         return engine, server
 
     def _new_server(self) -> Server:

@@ -1,11 +1,12 @@
 """Your own arrays as examples: every problem found, then all reported together."""
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -133,20 +134,7 @@ def from_npz(path: str | Path) -> Examples:
         UserError: no such file, not an archive, missing arrays, or arrays that do not fit.
     """
     path = Path(path)
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            arrays = {name: archive[name] for name in archive.files}
-    except (OSError, ValueError, BadZipFile, AttributeError) as error:
-        raise UserError(
-            f"{path} must be an .npz archive of plain arrays, could not be read ({error}); "
-            "write it with numpy.savez(path, x=..., y=...)"
-        ) from error
-    missing = {"x", "y"} - arrays.keys()
-    if missing:
-        raise UserError(
-            f"{path} must hold arrays x and y (and may hold client), got "
-            f"{', '.join(sorted(arrays)) or 'none'}; save it with numpy.savez(path, x=..., y=...)"
-        )
+    arrays = read_npz(path, needed=("x", "y"))
     problems: list[str] = []
     x = features(arrays["x"], problems)
     y, classes = targets(arrays["y"], None, problems)
@@ -154,6 +142,28 @@ def from_npz(path: str | Path) -> Examples:
     same_length(problems, x=x, y=y, **({} if client is None else {"client": client}))
     raise_all(problems, f"{path} does not hold usable arrays")
     return examples_of(path.stem, x, y, classes, client)
+
+
+def read_npz(path: Path, *, needed: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
+    """Reads all arrays of a NumPy archive; those in ``needed`` must be among them.
+
+    Raises:
+        UserError: no such file, not an archive, or missing arrays.
+    """
+    advice = "write it with numpy.savez(path, x=..., y=...)"
+    try:
+        # Opened here, because np.load leaves the file of a damaged archive open.
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in archive.files}
+    except (OSError, ValueError, BadZipFile, AttributeError) as error:
+        raise UserError(
+            f"{path} must be an .npz archive of plain arrays, cannot be read ({error}); {advice}"
+        ) from error
+    if not arrays.keys() >= set(needed):
+        raise UserError(
+            f"{path} must hold {' and '.join(needed)}, came {', '.join(arrays) or 'none'}; {advice}"
+        )
+    return arrays
 
 
 def to_tensor(array: Any) -> Tensor:

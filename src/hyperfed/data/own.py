@@ -120,7 +120,8 @@ def newcomer(task: Task, x: Any, y: Any = None, *, size: str | None = None) -> T
     """
     problems: list[str] = []
     inputs = arrays.features(x, problems)
-    inputs = inputs.to(task.x.dtype) if inputs.is_floating_point() else inputs
+    if inputs.is_floating_point() and task.x.is_floating_point():
+        inputs = inputs.to(task.x.dtype)  # any precision will do, but no float is an image
     ours, given = (
         f"{tuple(sample.shape[1:])} {sample.dtype}".replace("torch.", "")
         for sample in (task.x, inputs)

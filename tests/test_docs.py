@@ -1,0 +1,217 @@
+"""What the documents show works: Python blocks run, commands parse, files and links exist."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import typer
+
+from hyperfed import cli, config
+from hyperfed.methods import METHODS
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
+
+FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+LINK = re.compile(r'(?:\]\(|src=")([^)"#]+)')
+DITTO = "src/hyperfed/methods/ditto.py"
+TABLE = "src/hyperfed/methods/__init__.py"
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block; ``title`` is the file it is, where it is one."""
+
+    language: str
+    title: str | None
+    text: str
+    line: int
+
+
+def blocks(document: Path, language: str) -> list[Block]:
+    text = document.read_text(encoding="utf-8")
+    return [
+        Block(kind, title, body, text.count("\n", 0, found.start()) + 1)
+        for found in FENCE.finditer(text)
+        for kind, title, body in [found.groups()]
+        if kind == language
+    ]
+
+
+def files_of(document: Path) -> dict[str, str]:
+    """The files that a document writes: {path from the root: text}."""
+    found = [block for kind in ("python", "toml") for block in blocks(document, kind)]
+    return {block.title: block.text for block in found if block.title}
+
+
+def commands_of(document: Path) -> Iterator[list[str]]:
+    """The lines of all shell blocks, split into words, without comments."""
+    for block in blocks(document, "sh"):
+        for line in block.text.splitlines():
+            if words := shlex.split(line, comments=True):
+                yield words
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory of a test, and its alone."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_python_blocks_run_one_after_another(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document = ModuleType(name)
+    monkeypatch.setitem(sys.modules, name, document)
+    run = [block for block in blocks(ROOT / name, "python") if not block.title]
+    assert run, "a document without an example needs no place in this test"
+    for block in run:
+        lines = "\n" * block.line + block.text  # so that a traceback tells the document's lines
+        exec(compile(lines, str(ROOT / name), "exec"), document.__dict__)
+
+
+def as_module(path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Imports a file that belongs to no package."""
+    spec = spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, path.stem, module)  # where dataclasses look for their types
+    spec.loader.exec_module(module)
+    return module
+
+
+def write_files(document: Path, folder: Path) -> None:
+    """Writes the files that a document shows below ``folder``."""
+    for path, text in files_of(document).items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text, encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_commands_parse(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_files(ROOT / name, folder)
+    methods = dict(METHODS)
+    if (folder / DITTO).exists():
+        methods["ditto"] = as_module(folder / DITTO, monkeypatch)
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    group = typer.main.get_command(cli.app)
+    for program, *arguments in commands_of(ROOT / name):
+        if program == "make":
+            assert arguments[0] in targets
+            continue
+        assert program == "hyperfed", "what else there is to check must be told here"
+        context = group.make_context(program, list(arguments), resilient_parsing=False)
+        command, *rest = arguments
+        chosen = group.get_command(context, command)  # type: ignore[attr-defined]
+        assert chosen is not None, f"hyperfed has no command {command}"
+        given = chosen.make_context(command, rest, parent=context).params
+        if command == "run":
+            config.load(given["source"], given["settings"] or (), methods=methods)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_experiment_files_load(name: str, folder: Path) -> None:
+    for path, text in files_of(ROOT / name).items():
+        if path.endswith(".toml"):
+            (folder / "experiment.toml").write_text(text, encoding="utf-8")
+            config.load("experiment.toml")
+
+
+@pytest.mark.parametrize("name", [*NAMES, "CHANGELOG.md"])
+def test_links_lead_to_files(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    local = [link for link in LINK.findall(text) if not link.startswith(("http", "#"))]
+    missing = [link for link in local if not ((ROOT / name).parent / link).exists()]
+    assert missing == []
+
+
+def test_the_readme_lists_every_method() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    section = text.partition("\n## Methods\n")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == list(METHODS)
+
+
+# The walk-through of CONTRIBUTING, followed to the letter in a copy of the project.
+
+
+def patched(text: str, diff: str) -> str:
+    """Applies the hunks of a diff without line numbers, which ``@@`` separates."""
+    for hunk in diff.split("@@\n"):
+        lines = hunk.splitlines()
+        old = "\n".join(line[1:] for line in lines if not line.startswith("+"))
+        new = "\n".join(line[1:] for line in lines if not line.startswith("-"))
+        assert text.count(old) == 1, f"CONTRIBUTING's change no longer fits {TABLE}:\n{old}"
+        text = text.replace(old, new)
+    return text
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the project with the method that CONTRIBUTING adds."""
+    root = tmp_path_factory.mktemp("walkthrough")
+    unwanted = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "src", root / "src", ignore=unwanted)
+    (root / "tests" / "methods").mkdir(parents=True)
+    for file in (
+        "pyproject.toml",
+        "tests/conftest.py",
+        "tests/toys.py",
+        "tests/test_every_method.py",
+    ):
+        shutil.copy(ROOT / file, root / file)
+    contributing = ROOT / "CONTRIBUTING.md"
+    write_files(contributing, root)
+    (change,) = [block for block in blocks(contributing, "diff") if block.title == TABLE]
+    table = root / TABLE
+    table.write_text(patched(table.read_text(encoding="utf-8"), change.text), encoding="utf-8")
+    return root
+
+
+def in_copy(copy: Path, *arguments: str) -> None:
+    """Runs a module of Python that sees the copy's package and not this one's."""
+    environment = {**os.environ, "PYTHONPATH": str(copy / "src")}
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments],
+        cwd=copy,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_files_of_the_walkthrough_pass_the_linter(copy: Path) -> None:
+    written = [path for path in files_of(ROOT / "CONTRIBUTING.md") if path.endswith(".py")]
+    in_copy(copy, "ruff", "check", "--no-cache", *written)
+    in_copy(copy, "ruff", "format", "--no-cache", "--check", *written)
+
+
+@pytest.mark.slow
+def test_the_method_of_the_walkthrough_passes_its_own_tests_and_the_shared_ones(
+    copy: Path,
+) -> None:
+    in_copy(copy, "pytest", "-q", "-p", "no:cacheprovider", "-k", "ditto", "tests")
+
+
+@pytest.mark.slow
+def test_the_method_of_the_walkthrough_trains_on_the_digits(copy: Path) -> None:
+    (arguments,) = [c[1:] for c in commands_of(ROOT / "CONTRIBUTING.md") if "ditto" in c]
+    in_copy(copy, "hyperfed", *arguments, "evaluate_every=2", "method.novel_steps=5")
+    (summary,) = copy.glob("runs/ditto/*/summary.json")
+    assert json.loads(summary.read_text())["rounds"] == 2

@@ -1,0 +1,75 @@
+"""The example and the benchmarks run from end to end, with few rounds and tiny sizes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+
+import hyperfed
+
+ROOT = Path(__file__).parents[1]
+
+EXAMPLE = """
+import runpy
+import sys
+
+runpy.run_path(sys.argv[1])["main"](visits=18, local_steps=2)
+"""
+
+
+def run(folder: Path, *arguments: str) -> str:
+    """Runs Python in ``folder`` and returns what it printed."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(hyperfed.__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_example_trains_compares_serves_a_newcomer_and_says_where_everything_is(
+    tmp_path: Path,
+) -> None:
+    said = run(tmp_path, "-c", EXAMPLE, str(ROOT / "examples" / "digits.py"))
+    last = dict(line.split() for line in said.rpartition("on disk:")[2].split("\n") if line)
+    assert list(last) == ["local", "fedavg", "pfedhn", "figure", "model"]
+    assert all((tmp_path / path).exists() for path in last.values())
+    for method in ("local", "fedavg", "pfedhn"):
+        summary = json.loads((tmp_path / last[method] / "summary.json").read_text())
+        assert summary["rounds"] * {"local": 18, "fedavg": 5, "pfedhn": 1}[method] in (18, 15)
+        row = next(line for line in said.splitlines() if line.startswith(f"{method} "))
+        assert f"{100 * summary['test_accuracy']:.1f}" in row
+    assert (tmp_path / last["figure"]).read_bytes().startswith(b"\x89PNG")
+    model = safetensors.torch.load_file(tmp_path / last["model"])
+    assert {name: tuple(value.shape) for name, value in model.items()} == {
+        "layers.0.weight": (200, 64),
+        "layers.0.bias": (200,),
+        "layers.1.weight": (10, 200),
+        "layers.1.bias": (10,),
+    }
+    assert said.count("% right") == 2
+
+
+@pytest.mark.slow
+def test_the_benchmarks_run_and_record_what_they_measured(tmp_path: Path) -> None:
+    record = tmp_path / "record.json"
+    options = ("-q", "-p", "no:cacheprovider", "--tiny", f"--benchmark-json={record}")
+    said = run(ROOT, "-m", "pytest", "benchmarks/bench_round.py", *options)
+    assert "round / textbook loop" in said
+    found = {b["name"]: b["extra_info"] for b in json.loads(record.read_text())["benchmarks"]}
+    assert set(found["test_round"]["median_of_ratios"]) == {
+        "round / textbook",
+        "round / same network",
+    }
+    assert set(found["test_evaluation"]["median_of_ratios"]) == {"evaluation / rounds"}
+    assert all(len(s) == 2 for s in found["test_round"]["seconds"].values())

@@ -1,0 +1,76 @@
+"""kill -9 at a random moment, then resume: the records equal those of a run never killed."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hyperfed.methods import METHODS
+
+pytestmark = pytest.mark.slow
+
+KEYS = [
+    "rounds=60",
+    "evaluate_every=3",
+    "checkpoint_every=4",
+    "cohort=2",
+    "task.clients=6",
+    "method.local_steps=5",
+    "engine.cores_per_client=1",
+]
+FAULTS = ["faults.drop=0.2", "faults.nan=0.1"]
+DEADLINE = 120.0
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "hyperfed", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def end(process: subprocess.Popen[str]) -> Path:
+    """Waits for a command and returns the folder it printed last."""
+    output, _ = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 0
+    return Path(output.splitlines()[-1])
+
+
+def numbers(folder: Path) -> Any:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    summary = json.loads((folder / "summary.json").read_text())
+    for record in (*lines, summary):
+        del record["seconds"]
+    return lines, summary
+
+
+def kill_after(process: subprocess.Popen[str], parent: Path, evaluations: int) -> Path:
+    """Kills a run once it has written so many evaluations, wherever it is by then."""
+    deadline = time.monotonic() + DEADLINE
+    while time.monotonic() < deadline and process.poll() is None:
+        for metrics in parent.glob("*/*/metrics.jsonl"):
+            if metrics.read_bytes().count(b"\n") >= evaluations:
+                process.send_signal(signal.SIGKILL)
+                process.communicate()
+                return metrics.parent
+        time.sleep(0.002)
+    raise AssertionError("the run ended before it could be killed")
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_kill_9_and_resume_changes_no_number(method: str, tmp_path: Path) -> None:
+    novel = "method.novel_rounds=2" if method.startswith("pfedhn") else "method.novel_steps=5"
+    command = ["run", method, *KEYS, *FAULTS, novel, "--quiet", "--out"]
+    whole = start(*command, str(tmp_path / "whole"))
+    moment = random.Random(method).randrange(1, 30)  # of 40 evaluations
+    killed = kill_after(start(*command, str(tmp_path / "killed")), tmp_path / "killed", moment)
+    assert not (killed / "summary.json").exists()
+    resumed = end(start("resume", str(killed), "--quiet"))
+    assert resumed == killed
+    assert numbers(resumed) == numbers(end(whole))
