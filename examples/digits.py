@@ -28,6 +28,7 @@ def main(visits: int = 270, local_steps: int = 20, out: Path = Path("runs/digits
         local_steps: of SGD at each visit.
         out: where everything goes.
     """
+    torch.set_num_threads(1)  # so small a network is not worth sharing among cores
     runs = {
         method: train(method, visits // cohort, local_steps, out)
         for method, cohort in COHORTS.items()
@@ -71,7 +72,6 @@ def train(method: str, rounds: int, local_steps: int, out: Path) -> hyperfed.Run
         cohort=COHORTS[method],
         evaluate_every=max(1, rounds // 12),
         method=settings,
-        engine={"cores_per_client": 1},  # the network is too small to share among cores
     )
 
 

@@ -14,12 +14,14 @@ from toys import Federation, Normed, TwoLayers, make_task
 
 ALL = sorted(METHODS)
 SETTINGS = {"local_steps": 3, "batch_size": 4, "local_lr": 0.1}
-NOVEL = {"local": {"novel_steps": 3}, "fedavg": {"novel_steps": 3}, "fedper": {"novel_steps": 3}}
+NOVEL = {"novel_steps": 3, "novel_rounds": 2}
+"""A newcomer's training, where a method has one."""
 
 
 def federation(method: str, engine: Any = None, **task: Any) -> Federation:
-    settings = SETTINGS | NOVEL.get(method, {"novel_rounds": 2})
-    return Federation(method, make_task(**task), engine, **settings)
+    known = METHODS[method].Config.__dataclass_fields__
+    novel = {key: value for key, value in NOVEL.items() if key in known}
+    return Federation(method, make_task(**task), engine, **SETTINGS, **novel)
 
 
 def snapshot(ours: Federation) -> trees.Tree:

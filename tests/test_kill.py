@@ -17,7 +17,7 @@ from hyperfed.methods import METHODS
 pytestmark = pytest.mark.slow
 
 KEYS = [
-    "rounds=60",
+    "rounds=40",
     "evaluate_every=3",
     "checkpoint_every=4",
     "cohort=2",
@@ -65,10 +65,11 @@ def kill_after(process: subprocess.Popen[str], parent: Path, evaluations: int) -
 
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_kill_9_and_resume_changes_no_number(method: str, tmp_path: Path) -> None:
-    novel = "method.novel_rounds=2" if method.startswith("pfedhn") else "method.novel_steps=5"
-    command = ["run", method, *KEYS, *FAULTS, novel, "--quiet", "--out"]
+    known = METHODS[method].Config.__dataclass_fields__
+    novel = [f"method.{key}=2" for key in ("novel_steps", "novel_rounds") if key in known]
+    command = ["run", method, *KEYS, *FAULTS, *novel, "--quiet", "--out"]
     whole = start(*command, str(tmp_path / "whole"))
-    moment = random.Random(method).randrange(1, 30)  # of 40 evaluations
+    moment = random.Random(method).randrange(1, 22)  # of 28 evaluations
     killed = kill_after(start(*command, str(tmp_path / "killed")), tmp_path / "killed", moment)
     assert not (killed / "summary.json").exists()
     resumed = end(start("resume", str(killed), "--quiet"))

@@ -21,8 +21,9 @@ from toys import Normed, make_task
 
 def keys_of(name: str, **keys: Any) -> dict[str, Any]:
     """Settings of a short run: a newcomer's training is short too."""
-    novel = "novel_rounds" if name.startswith("pfedhn") else "novel_steps"
-    own = {"local_steps": 3, "batch_size": 4, novel: 3} | keys.pop("method", {})
+    known = METHODS[name].Config.__dataclass_fields__
+    novel = {key: 3 for key in ("novel_steps", "novel_rounds") if key in known}
+    own = {"local_steps": 3, "batch_size": 4} | novel | keys.pop("method", {})
     return {"rounds": 6, "evaluate_every": 2, "checkpoint_every": 2, "method": own} | keys
 
 
