@@ -460,7 +460,7 @@ class TestPersonalize:
             (lambda x, y: {"x": x[..., :-1], "y": y}, "x must hold examples like the task's"),
             (lambda x, y: {"x": x, "y": y[:-1]}, "same number of rows"),
             (lambda x, y: {"x": x}, "labels"),
-            (lambda x, y: {"images": x, "y": y}, "must hold an array x"),
+            (lambda x, y: {"images": x, "y": y}, "must hold x, came images, y"),
         ],
         ids=["labels out of range", "NaN", "wrong shape", "lengths", "unlabelled", "no x"],
     )

@@ -181,6 +181,16 @@ def test_personalize_serves_a_newcomer_with_its_own_data(tmp_path: Path) -> None
         run.personalize(x)
 
 
+def test_a_method_that_needs_labels_refuses_a_task_without_before_it_trains(
+    tmp_path: Path,
+) -> None:
+    task = make_task(novel=1, unlabelled=True)
+    with pytest.raises(UserError, match="needs labels to personalise"):
+        hyperfed.train("pfedhn", task, out=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert trained("fedavg", task=task, method={"novel_steps": 0}).summary["novel_accuracy"] >= 0
+
+
 def test_no_such_client() -> None:
     with pytest.raises(UserError, match="must be below 4, came 4"):
         trained().model(4)

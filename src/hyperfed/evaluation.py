@@ -4,14 +4,15 @@ Evaluation is a step of the client like any other. The server receives counts an
 prediction.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from hyperfed.engines.loop import LoopEngine
-from hyperfed.federation import Server
+from hyperfed.federation import Cohort, Each, Server
+from hyperfed.trees import Tree
 
 CHUNK = 64
 """Clients whose models are made by one call: all of a small federation, a part of a large."""
@@ -35,7 +36,13 @@ class Counts:
 
 
 def evaluate(
-    server: Server, engine: LoopEngine, ids: Sequence[int], round: int, *, novel: bool = False
+    server: Server,
+    engine: LoopEngine,
+    ids: Sequence[int],
+    round: int,
+    *,
+    novel: bool = False,
+    serve: Callable[[Cohort], Tree | Each] | None = None,
 ) -> dict[str, Counts]:
     """Evaluates clients on their validation and test examples.
 
@@ -45,16 +52,18 @@ def evaluate(
         ids: the clients, all known or all novel.
         round: on which the draws of a personalisation depend.
         novel: the clients have never been asked before: they start without memory.
+        serve: what makes the models; the server's ``personalize`` where not given.
 
     Returns:
         {"val": counts, "test": counts} in the order of ``ids``.
     """
+    serve = serve or server.personalize
     found: dict[str, list[tuple[Tensor, Counts]]] = {"val": [], "test": []}
     for start in range(0, len(ids), CHUNK):
         chunk = ids[start : start + CHUNK]
         cohort = engine.cohort(chunk, round, training=False, fresh=novel)
         for group in cohort.sizes.values():
-            replies = group.ask(engine.client.evaluate, server.personalize(group))
+            replies = group.ask(engine.client.evaluate, serve(group))
             for split, counts in replies.items():
                 found[split].append((group.ids, Counts(**counts)))
     return {split: _in_order(parts, ids) for split, parts in found.items()}

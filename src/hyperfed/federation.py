@@ -127,9 +127,21 @@ class Outline:
 
 @dataclass(frozen=True)
 class Each:
-    """One slice per client: leaves (C, ...). A bare tree goes to every client alike."""
+    """One slice per client: leaves (C, ...). A bare tree goes to every client alike.
+
+    Attributes:
+        tree: leaves (C, ...).
+        entries: for each client the names of ``tree`` that it is sent; all where None. What is left
+            out does not travel, so it counts no bytes.
+    """
 
     tree: Tree
+    entries: Sequence[Collection[str]] | None = None
+
+    def slice(self, position: int) -> Tree:
+        """Returns what the client at a position of the cohort is sent."""
+        tree = trees.take(self.tree, position)
+        return tree if self.entries is None else trees.partition(tree, self.entries[position])[0]
 
 
 class Split:
@@ -207,6 +219,7 @@ class Client:
         config: the method's own settings.
         memory: a tree that survives rounds. Write to it; a lost client keeps the old one.
         scratch: a tree that survives the messages of one round.
+        module: this worker's own copy of the target; its weights mean nothing.
         batches: the batches that the server asked for.
         generator: for any other draw of this step, a function of (seed, client, round, step).
     """
@@ -223,15 +236,34 @@ class Client:
         generator: torch.Generator,
         memory: Tree,
         scratch: Tree,
+        networks: Mapping[str, nn.Module] | None = None,
         labelled: bool = True,
         evaluates: bool = False,
     ) -> None:
         self.id, self.round, self.config = id, round, config
         self.batches, self.generator = batches, generator
         self.memory, self.scratch = memory, scratch
-        self.module = module
+        self.module, self._networks = module, networks or {}
         self.loss, self.classes = task.loss, task.classes
         self._task, self._labelled, self._evaluates = task, labelled or evaluates, evaluates
+
+    @staticmethod
+    def networks(outline: "Outline", config: Any) -> dict[str, nn.Module]:
+        """Builds the networks that the method's clients run beside the target: none by default.
+
+        A server may build its own from here too. Each worker gets copies (:meth:`network`), whose
+        weights mean nothing: what a client computes with comes as a tree.
+        """
+        return {}
+
+    def network(self, name: str) -> nn.Module:
+        """Returns this worker's own copy of one of :meth:`networks`, for ``training.apply``."""
+        return self._networks[name]
+
+    @property
+    def novel(self) -> bool:
+        """Whether this client never takes part in training."""
+        return self.id in self._task.novel_ids
 
     @property
     def train(self) -> Split:
@@ -263,9 +295,14 @@ class Client:
         return frozenset(name for name, _ in self.module.named_buffers())
 
     @property
+    def size(self) -> str:
+        """The name of the client's target size."""
+        return self._task.size_of(self.id)
+
+    @property
     def initial(self) -> Model:
         """The target's initial weights, the same for all clients of its size."""
-        return trees.model_of(self._task.models[self._task.size_of(self.id)])
+        return trees.model_of(self._task.models[self.size])
 
     def recall(self, name: str, entries: Collection[str]) -> Model:
         """Returns the part of a model kept as ``memory[name]``; before that, the initial one.
@@ -314,7 +351,7 @@ class Client:
 
     def _absent_classes(self) -> Tensor | None:
         """(classes,) True where the client has no training example of the class."""
-        training_labels_hidden = self._task.unlabelled and self.id in self._task.novel_ids
+        training_labels_hidden = self._task.unlabelled and self.novel
         if not self.classes or training_labels_hidden:
             return None
         present = torch.zeros(self.classes, dtype=torch.bool)
@@ -407,6 +444,17 @@ class Server:
         cohort have one target size. The server's state must not change.
         """
         raise NotImplementedError
+
+    rehearse: Callable[..., Tree | Each] | None = None
+    """Of a method made for novel clients: serves known ones as if they were novel.
+
+    Takes a cohort as :meth:`personalize` does, and stands in for it where the best round is chosen:
+    the models that known clients use may have stopped to change.
+    """
+
+    def privacy(self) -> dict[str, Any] | None:
+        """Returns what the records say of a client's privacy, plain data; None without any."""
+        return None
 
     def state(self, *, optimizers: bool = True) -> Tree:
         """Returns references to all tensors of the server, for a checkpoint.

@@ -25,7 +25,7 @@ from hyperfed.errors import UserError
 from hyperfed.evaluation import Counts, evaluate
 from hyperfed.federation import AllLostError, Server, Task
 from hyperfed.methods import METHODS
-from hyperfed.randomness import generator, seeded
+from hyperfed.randomness import derive, generator, seeded
 from hyperfed.records import Evaluation, Lost, RunFolder
 from hyperfed.training import UnlabelledError
 from hyperfed.trees import Tree
@@ -89,6 +89,8 @@ class Run:
         self._earlier, self._start = 0.0, monotonic()
         self._stop = False
         self._commit = records.commit()  # of the code that runs, whatever is checked out later
+        if self.task.unlabelled and self.task.novel:
+            self._serve_unlabelled(self.engine, self.server, self.task.novel_ids[0])
 
     @classmethod
     def start(
@@ -209,13 +211,22 @@ class Run:
             UserError: the data do not fit the task, or the method needs labels.
         """
         task = tasks.newcomer(self.task, x, y, size=size)
-        engine, server = self._at_best(self._engine(task))
+        # Every newcomer is client 0 of its own task: its data tell its draws (of noise, say) apart.
+        seed = derive(self.config.seed, "newcomer", task.fingerprint)
+        engine, server = self._at_best(self._engine(task, seed))
+        if task.unlabelled:
+            self._serve_unlabelled(engine, server, 0)
         cohort = engine.cohort([0], self.config.rounds, training=False, fresh=True)
+        return self._export(server, cohort, task.size_of(0))
+
+    def _serve_unlabelled(self, engine: LoopEngine, server: Server, client: int) -> None:
+        """Finds out whether the method can do without a novel client's labels."""
         try:
-            return self._export(server, cohort, task.size_of(0))
+            server.personalize(engine.cohort([client], 0, training=False, fresh=True))
         except UnlabelledError as error:
             raise UserError(
-                f"{self.config.method} needs labels to personalise: give y (m,)"
+                f"{self.config.method} needs labels to personalise, but a novel client has none; "
+                "give them, or choose a method that can do without"
             ) from error
 
     def evaluate_best(self) -> dict[str, Evaluation]:
@@ -281,6 +292,9 @@ class Run:
             self._record(evaluation)
         # Without validation data there is nothing to choose by: the latest round is taken.
         accuracy = found["val"].accuracy
+        if (rehearse := self.server.rehearse) is not None:
+            as_novel = evaluate(self.server, self.engine, ids, self.round, serve=rehearse)
+            accuracy = self._summarise("val", ids, as_novel["val"], self.round).accuracy
         best = None if self._best is None else self._best.accuracy
         if accuracy is None or best is None or accuracy > best:
             server = trees.clone(self.server.state(optimizers=False))
@@ -339,6 +353,7 @@ class Run:
             "versions": records.versions(),
             "commit": self._commit,
             "data_fingerprint": self.task.fingerprint,
+            "privacy": self.server.privacy(),
         }
         if self.folder is not None:
             self.folder.write_summary(self.summary)
@@ -396,15 +411,16 @@ class Run:
             server: Server = self.method.Server(self.task.outline(), self.config.settings)
         return server
 
-    def _engine(self, task: Task) -> LoopEngine:
+    def _engine(self, task: Task, seed: int | None = None) -> LoopEngine:
         return LoopEngine(
             task,
             self.method.Client,
             self.config.settings,
-            seed=self.config.seed,
+            seed=self.config.seed if seed is None else seed,
             workers=self.config.engine.workers,
             cores_per_client=self.config.engine.cores_per_client,
             faults=self.config.faults,
+            outline=self.task.outline(),
         )
 
     def _export(self, server: Server, cohort: LoopCohort, size: str) -> nn.Module:

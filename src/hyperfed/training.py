@@ -12,8 +12,9 @@ from pydantic import ConfigDict, NonNegativeFloat, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value
+from torch.optim.swa_utils import update_bn
 
-from hyperfed.trees import Model
+from hyperfed.trees import Model, fill
 
 
 @dataclass(frozen=True)
@@ -113,19 +114,37 @@ class Trained(NamedTuple):
     velocity: Model
 
 
-def apply(module: nn.Module, model: Model, x: Tensor, *, train: bool = False) -> Tensor:
+def apply(module: nn.Module, model: Model, x: Tensor, *more: Tensor, train: bool = False) -> Tensor:
     """Runs ``module`` with the weights of ``model``.
 
     Args:
         module: the architecture; its own weights are not used. It must not be shared by threads.
         model: every parameter and buffer of ``module``. Under ``train`` buffers change in place.
         x: (B, ...) what the network takes.
+        more: further arguments of the network, where it takes any.
         train: the mode that batch-norm and dropout see.
     """
     if module.training != train:
         module.train(train)
-    output: Tensor = functional_call(module, model, (x,))
+    output: Tensor = functional_call(module, model, (x, *more))
     return output
+
+
+def batch_statistics(module: nn.Module, model: Model, inputs: Iterable[Tensor]) -> Model:
+    """Measures the buffers of batch-norm with the weights of ``model``, without labels.
+
+    Args:
+        module: the architecture; its own weights are overwritten. Threads must not share it.
+        model: every parameter and buffer of ``module``.
+        inputs: (B, ...) batches; each counts alike.
+
+    Returns:
+        all buffers of ``module``, other than batch-norm's as they are; {} where it has none.
+    """
+    if not any(True for _ in module.buffers()):
+        return {}
+    update_bn(inputs, fill(module, model))
+    return {name: buffer.clone() for name, buffer in module.named_buffers()}
 
 
 def supervised(module: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]) -> Objective:
@@ -136,6 +155,18 @@ def supervised(module: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]) -> O
         # Batch-norm writes its statistics in place: into copies, so that the step stays a function.
         updated = {name: model[name].clone() for name in buffers}
         return loss(apply(module, model | updated, batch.x, train=True), batch.y), updated
+
+    return objective
+
+
+def regression(module: nn.Module, target: Tensor) -> Objective:
+    """Returns the objective |module(x) - target|^2 in training mode; it reads no labels."""
+    buffers = [name for name, _ in module.named_buffers()]
+
+    def objective(model: Model, batch: Batch) -> tuple[Tensor, Model]:
+        updated = {name: model[name].clone() for name in buffers}
+        output = apply(module, model | updated, batch.x, train=True)
+        return (output - target).square().sum(), updated
 
     return objective
 

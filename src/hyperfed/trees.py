@@ -116,7 +116,12 @@ def weighted_mean(tree: Tree, weight: Tensor) -> Tree:
 
 
 def pull_back(
-    model: Model, delta: Model, weight: Tensor, onto: Sequence[Tensor] | None = None
+    model: Model,
+    delta: Model,
+    weight: Tensor,
+    onto: Sequence[Tensor] | None = None,
+    *,
+    retain: bool = False,
 ) -> None:
     """Back-propagates sum_i weight_i <model_i, delta_i> into whatever made ``model``.
 
@@ -129,13 +134,15 @@ def pull_back(
             buffers a client returned) are ignored.
         weight: (C,) 1 for "unscaled", 1/C for the mean over a cohort, 0 for a lost client.
         onto: the only tensors whose ``.grad`` is filled, where the rest of the graph is frozen.
+        retain: keep the graph, to pull back through it again.
     """
 
     def weighted(leaf: Tensor) -> Tensor:
         return leaf * weight.to(leaf.dtype).view(-1, *[1] * (leaf.dim() - 1))
 
     outputs = list(model.values())
-    torch.autograd.backward(outputs, [weighted(delta[name]) for name in model], inputs=onto)
+    gradients = [weighted(delta[name]) for name in model]
+    torch.autograd.backward(outputs, gradients, retain_graph=retain, inputs=onto)
 
 
 def set_gradients(module: nn.Module, gradient: Mapping[str, Tensor]) -> None:

@@ -9,7 +9,7 @@ from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
-from hyperfed import federation, trees
+from hyperfed import federation, training, trees
 from hyperfed.engines.loop import Faults, LoopEngine
 from hyperfed.federation import AllLostError, Each, Task, step
 from hyperfed.training import Epochs, Steps
@@ -48,6 +48,10 @@ class Client(federation.Client):
     @step(like="model")
     def echo(self, model: Tree) -> Tree:
         return self.answer(dict(model))
+
+    @step
+    def total(self, model: Tree) -> Tree:
+        return {"total": torch.cat(list(model.values())).sum()}
 
     @step
     def peek(self) -> Tree:
@@ -181,6 +185,14 @@ def test_bytes_are_counted_per_direction_step_and_client() -> None:
     assert counted == [("echo", 0, 28, 28), ("echo", 2, 28, 0), ("echo", 0, 20, 20)]
 
 
+def test_each_client_may_be_sent_other_entries_and_the_rest_does_not_travel() -> None:
+    cohort = engine_of().cohort([0, 2], 0, training=True)
+    tree = {"v": torch.tensor([[1.0], [2.0]]), "w": torch.tensor([[10.0, 20.0], [30.0, 40.0]])}
+    reply = cohort.ask(Client.total, Each(tree, [{"v", "w"}, {"w"}]))
+    assert reply["total"].tolist() == [31, 70]
+    assert [(e.client, e.down) for e in cohort.state.exchanges] == [(0, 12), (2, 8)]
+
+
 def test_what_carries_a_gradient_is_not_sent() -> None:
     cohort = engine_of().cohort([0], 0, training=True)
     with pytest.raises(ValueError, match="no gradient crosses the network"):
@@ -267,6 +279,53 @@ def test_worker_threads_do_not_share_a_module() -> None:
         x = task.x[task.train[client][:3]]
         expected = logits(TwoLayers().double(), trees.take(models, client), x)
         torch.testing.assert_close(output[client], expected.detach())
+
+
+def test_worker_threads_do_not_share_a_methods_other_networks() -> None:
+    """What ``Client.networks`` builds is copied for each worker, as the target is."""
+    rendezvous = threading.Barrier(2, timeout=20)
+
+    class Slow(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            rendezvous.wait()  # both clients' weights are swapped in now
+            return super().forward(x)
+
+    class Encoding(federation.Client):
+        @staticmethod
+        def networks(outline: federation.Outline, config: Any) -> dict[str, nn.Module]:
+            return {"encoder": Slow(outline.classes, outline.clients, dtype=outline.dtype)}
+
+        @step
+        def encode(self, model: Tree) -> Tree:
+            x = torch.ones(1, self.classes, dtype=torch.float64)
+            return {"output": training.apply(self.network("encoder"), model, x)}
+
+    task = make_task(novel=1)
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    engine = LoopEngine(task, Encoding, None, seed=0, workers=2, cores_per_client=1)
+    assert torch.equal(torch.get_rng_state(), before)
+    one = trees.model_of(Encoding.networks(task.outline(), None)["encoder"])
+    models = trees.stack([one, trees.tree_map(torch.neg, one)])
+    output = engine.cohort([0, 1], 0, training=False).ask(Encoding.encode, Each(models))["output"]
+    expected = one["weight"].sum(1) + one["bias"]  # one output for each known client
+    torch.testing.assert_close(output[:, 0], torch.stack([expected, -expected]))
+
+
+def test_a_newcomers_engine_builds_the_networks_of_the_trained_task() -> None:
+    class Encoding(federation.Client):
+        @staticmethod
+        def networks(outline: federation.Outline, config: Any) -> dict[str, nn.Module]:
+            return {"encoder": nn.Linear(1, outline.clients)}
+
+        @step
+        def width(self) -> Tree:
+            return {"width": torch.tensor(len(trees.model_of(self.network("encoder"))["bias"]))}
+
+    trained = make_task()
+    task = make_task(novel=1, examples=(5,))  # the newcomer alone: no known client
+    engine = LoopEngine(task, Encoding, None, seed=0, outline=trained.outline())
+    assert engine.cohort([0], 0, training=False).ask(Encoding.width)["width"].item() == 4
 
 
 class Dropping(TwoLayers):

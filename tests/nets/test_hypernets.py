@@ -9,6 +9,7 @@ from torch.func import functional_call, grad, vmap
 
 from hyperfed.errors import UserError
 from hyperfed.nets import Chunked, LeNet, MultiHead, PFedKTCNN, SingleOutput, shapes_of
+from hyperfed.nets.hypernets import draw_weights
 from hyperfed.randomness import generator, seeded
 
 SMALL = {"conv.weight": torch.Size([2, 1, 3]), "conv.bias": torch.Size([2]), "scale": torch.Size()}
@@ -247,6 +248,33 @@ class TestChunked:
         for i in range(3):
             one = grad(loss)({name: t[i] for name, t in stacked.items()})
             torch.testing.assert_close({name: t[i] for name, t in batched.items()}, one)
+
+
+class TestDrawWeights:
+    def test_is_distributed_as_a_new_network(self):
+        with seeded(10):
+            net = Chunked({"base": SMALL}, chunk=40, embedding=4000, hidden=30)
+        ours = draw_weights(net, generator(10, "weights"))
+        assert {name: value.shape for name, value in ours.items()} == shapes_of(net)
+        for name, value in net.named_parameters():
+            theirs = value.detach()
+            error = value.numel() ** -0.5  # standard error of a mean, in standard deviations
+            assert abs(ours[name].mean().item()) < 4 * error * theirs.std().item()
+            assert ours[name].std().item() == pytest.approx(theirs.std().item(), rel=4 * error)
+            if name.startswith("network"):  # uniform: the largest of n is at the bound but for 1/n
+                largest = theirs.abs().max().item()
+                assert ours[name].abs().max().item() == pytest.approx(largest, rel=10 * error**2)
+
+    def test_is_a_function_of_the_generator_and_leaves_the_network_alone(self):
+        net = Chunked({"base": SMALL}, chunk=4, embedding=3, hidden=5).double()
+        before = {name: value.detach().clone() for name, value in net.named_parameters()}
+        with seeded(0):
+            first = draw_weights(net, generator(1, "weights"))
+        second = draw_weights(net, generator(1, "weights"))
+        torch.testing.assert_close(first, second, rtol=0, atol=0)
+        other = draw_weights(net, generator(2, "weights"))
+        assert all((first[name] != other[name]).all() for name in first)
+        torch.testing.assert_close(dict(net.named_parameters()), before, rtol=0, atol=0)
 
 
 class TestSpectralNorm:

@@ -21,7 +21,7 @@ from pydantic.dataclasses import dataclass as validated
 from torch import Tensor, nn
 
 from hyperfed import trees
-from hyperfed.federation import AllLostError, Client, Each, Split, StepInfo, Task
+from hyperfed.federation import AllLostError, Client, Each, Outline, Split, StepInfo, Task
 from hyperfed.randomness import generator, seeded
 from hyperfed.training import Batch, Batches, Steps
 from hyperfed.trees import Structure, Tree
@@ -83,6 +83,7 @@ class LoopEngine:
         cores_per_client: threads of one client's arithmetic; by default all cores for a cohort of
             one and 1 for a larger one.
         faults: what to inject into training rounds.
+        outline: of the task that the method was trained on, where ``task`` is that of a newcomer.
     """
 
     name = "loop"
@@ -97,6 +98,7 @@ class LoopEngine:
         workers: int | None = None,
         cores_per_client: int | None = None,
         faults: Faults | None = None,
+        outline: Outline | None = None,
     ) -> None:
         self.task, self.client, self.config, self.seed = task, client, config, seed
         self.workers, self.cores_per_client = workers, cores_per_client
@@ -105,7 +107,10 @@ class LoopEngine:
         self.cores = torch.get_num_threads()
         self._own = threading.local()
         self._pools: dict[int, ThreadPoolExecutor] = {}
-        self._stochastic = any(_draws(module) for module in task.models.values())
+        with seeded(seed, "networks"):
+            self._networks = client.networks(outline or task.outline(), config)
+        everything = [*task.models.values(), *self._networks.values()]
+        self._stochastic = any(_draws(module) for module in everything)
 
     def cohort(
         self, ids: Sequence[int], round: int, *, training: bool, fresh: bool = False
@@ -175,6 +180,13 @@ class LoopEngine:
         if size not in copies:
             copies[size] = copy.deepcopy(self.task.models[size])
         return copies[size]
+
+    def networks(self) -> Mapping[str, nn.Module]:
+        """Returns this thread's own copies of the method's other networks; see :meth:`module`."""
+        copies: dict[str, nn.Module] | None = self._own.__dict__.get("networks")
+        if copies is None:
+            copies = self._own.__dict__["networks"] = copy.deepcopy(self._networks)
+        return copies
 
     def randomness(self, *keys: str | int) -> AbstractContextManager[None]:
         """Returns a block in which dropout draws as a function of ``keys``, where there is any."""
@@ -336,6 +348,7 @@ class _Call:
             generator=generator(engine.seed, "client", *keys),
             memory=memory,
             scratch=scratch,
+            networks=engine.networks(),
             labelled=labelled,
             evaluates=self.info.evaluates,
         )
@@ -367,9 +380,7 @@ def _slice(payload: Sequence[Tree | Each], position: int) -> tuple[Tree, ...]:
                 "what is sent must not be part of an autograd graph: no gradient crosses the "
                 "network; send trees.detach(...) and pull the reply back yourself"
             )
-    return tuple(
-        trees.take(item.tree, position) if isinstance(item, Each) else item for item in payload
-    )
+    return tuple(item.slice(position) if isinstance(item, Each) else item for item in payload)
 
 
 def _draw(split: Split, batches: Batches | None, source: torch.Generator) -> Iterator[Batch]:

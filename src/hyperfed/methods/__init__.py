@@ -3,7 +3,18 @@
 from collections.abc import Mapping
 from types import ModuleType
 
-from hyperfed.methods import fedavg, fedper, local, pfedhn, pfedhn_pc
+from hyperfed.methods import (
+    fedavg,
+    fedper,
+    heurpfedla,
+    itpfl,
+    local,
+    pefll,
+    pfedhn,
+    pfedhn_pc,
+    pfedkt,
+    pfedla,
+)
 
 METHODS: Mapping[str, ModuleType] = {
     "local": local,
@@ -11,5 +22,10 @@ METHODS: Mapping[str, ModuleType] = {
     "fedper": fedper,
     "pfedhn": pfedhn,
     "pfedhn_pc": pfedhn_pc,
+    "pefll": pefll,
+    "itpfl": itpfl,
+    "pfedla": pfedla,
+    "heurpfedla": heurpfedla,
+    "pfedkt": pfedkt,
 }
 """Name -> module with ``Config``, ``PRESETS``, ``Client`` and ``Server``."""

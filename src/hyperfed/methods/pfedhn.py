@@ -7,7 +7,8 @@ section 3.3) a personal classifier and its momentum. Evaluated: the generated mo
 client keeps. A novel client's embedding is fitted, from the mean of the learned ones, by
 ``novel_rounds`` of the same exchange with the hypernetwork frozen (section 5.3). With
 ``descriptor="class_proportions"`` (appendix C.5) nothing is fitted: a client's descriptor is the
-share of each class in its data.
+share of each class in its data. With ``novel_models`` a novel client needs no labels: it uses those
+of all known clients.
 """
 
 from collections.abc import Mapping
@@ -22,12 +23,13 @@ from hyperfed import federation
 from hyperfed.federation import Cohort, Each, Outline, step
 from hyperfed.nets.hypernets import MultiHead, shapes_of
 from hyperfed.nets.targets import head_names
+from hyperfed.pools import POOL, PoolClient, PoolConfig
 from hyperfed.training import LocalConfig, sgd
 from hyperfed.trees import Model, Tree, detach, fill_gradients, partition, pull_back, subtract
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
-class Config(LocalConfig):
+class Config(PoolConfig, LocalConfig):
     """Settings of pFedHN.
 
     Attributes:
@@ -60,6 +62,9 @@ class Config(LocalConfig):
     novel_rounds: NonNegativeInt = 20
     novel_lr: PositiveFloat | None = None
 
+    def __post_init__(self) -> None:
+        self.check_pool(possible=not self.head_layers and self.descriptor == "embedding")
+
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "default": {"rounds": 500, "cohort": 1, "evaluate_every": 25},
@@ -69,7 +74,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-class Client(federation.Client):
+class Client(PoolClient):
     """Trains the model it is sent and answers with the difference."""
 
     @step(like="model")
@@ -128,27 +133,27 @@ class Server(federation.Server):
 
     def round(self, clients: Cohort) -> None:
         """Algorithm 1; for a cohort of several, the mean over them (the paper's has one)."""
+        groups, batches = clients.sizes, self.config.batches
         model = {
-            size: self.hyper_net(self.descriptors(group), size)
-            for size, group in clients.sizes.items()
+            size: self.hyper_net(self.descriptors(group), size) for size, group in groups.items()
         }
         delta = {
-            size: group.ask(
-                Client.train_model, Each(detach(model[size])), batches=self.config.batches
-            )
-            for size, group in clients.sizes.items()
+            size: group.ask(Client.train_model, Each(detach(model[size])), batches=batches)
+            for size, group in groups.items()
         }
         self.optimizer.zero_grad()
         there = clients.weight.sign().sum()
-        for size, group in clients.sizes.items():
+        for size, group in groups.items():
             pull_back(model[size], delta[size], group.weight.sign() / there)
         parameters = self.optimizer.param_groups[0]["params"]
         fill_gradients(parameters)
         nn.utils.clip_grad_norm_(parameters, self.config.clip)
         self.optimizer.step()
 
-    def personalize(self, clients: Cohort) -> Each:
+    def personalize(self, clients: Cohort) -> Tree | Each:
         """Sends the generated models; a novel client's embedding is fitted first."""
+        if clients.novel and self.config.novel_models != "fit":
+            return {POOL: detach(self.hyper_net(self.embeddings.weight, clients.size))}
         if clients.novel and self.config.descriptor == "embedding":
             descriptor = self.fit_embeddings(clients)
         else:

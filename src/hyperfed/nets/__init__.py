@@ -1,6 +1,7 @@
 """Networks: what clients run (``targets``) and what generates it (``hypernets``)."""
 
 from hyperfed.nets.hypernets import Chunked, MultiHead, Shapes, SingleOutput, shapes_of
+from hyperfed.nets.layer_weights import LayerWeights
 from hyperfed.nets.targets import (
     MLP,
     TARGETS,
@@ -11,6 +12,7 @@ from hyperfed.nets.targets import (
     PFedLACNN,
     build_target,
     head_names,
+    layers_of,
 )
 
 __all__ = [
@@ -18,6 +20,7 @@ __all__ = [
     "TARGETS",
     "CharLSTM",
     "Chunked",
+    "LayerWeights",
     "LeNet",
     "MultiHead",
     "OmniglotNet",
@@ -27,5 +30,6 @@ __all__ = [
     "SingleOutput",
     "build_target",
     "head_names",
+    "layers_of",
     "shapes_of",
 ]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm as _normalise_spectrum
 
+from hyperfed import trees
 from hyperfed.errors import UserError
 
 Shapes = Mapping[str, Mapping[str, torch.Size]]
@@ -192,6 +193,30 @@ class Chunked(nn.Module):
         tensors = _of_size(self.shapes, size)
         chunks = self.network(self.ids[size].weight)  # (chunks, chunk): every id, in order
         return _unflatten(chunks.flatten()[: _count(tensors)], tensors)
+
+
+def draw_weights(net: nn.Module, generator: torch.Generator) -> dict[str, Tensor]:
+    """Draws new weights for a network of linear layers and embeddings, such as a ``Chunked``.
+
+    They are distributed as those of a new module, which takes them from the global generator: all
+    threads share that one. Clients that start from weights of their own use this.
+
+    Args:
+        net: the network; it is not changed.
+        generator: a CPU generator.
+
+    Returns:
+        ``{parameter name: tensor}``, for ``functional_call``.
+    """
+    weights = trees.model_of(net)
+    for prefix, layer in net.named_modules():
+        if isinstance(layer, nn.Embedding):
+            weights[f"{prefix}.weight"].normal_(generator=generator)
+        elif isinstance(layer, nn.Linear):
+            bound = 1 / math.sqrt(layer.in_features)
+            for name, _ in layer.named_parameters():
+                weights[f"{prefix}.{name}"].uniform_(-bound, bound, generator=generator)
+    return weights
 
 
 def _trunk(inputs: int, hidden: int, hidden_layers: int) -> nn.Sequential:

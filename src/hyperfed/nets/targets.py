@@ -312,6 +312,44 @@ def head_names(model: nn.Module, layers: int = 1) -> tuple[str, ...]:
     return tuple(name for names in owners[len(owners) - layers :] for name in names)
 
 
+def layers_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Divides a model's entries into layers, as pFedLA weighs them.
+
+    A layer is a module with parameters of its own, in the order of definition: its weight, bias and
+    buffers belong together. Buffers of a module without parameters (a batch-norm without scale)
+    belong to the layer before it, or to the first.
+
+    Args:
+        model: any module with parameters.
+
+    Returns:
+        {module name: names of its parameters and buffers}; each entry of the model is in one layer.
+        The name of the model itself, where it has parameters of its own, is "".
+
+    Raises:
+        UserError: the model has no parameters.
+    """
+    parameters = {name for name, _ in model.named_parameters()}  # names a tied one only once
+    layers: dict[str, tuple[str, ...]] = {}
+    pending: tuple[str, ...] = ()
+    for prefix, module in model.named_modules():
+        own = [name for name, _ in module.named_parameters(prefix=prefix, recurse=False)]
+        buffers = tuple(name for name, _ in module.named_buffers(prefix=prefix, recurse=False))
+        if named := tuple(name for name in own if name in parameters):
+            layers[prefix] = pending + named + buffers
+            pending = ()
+        elif layers:
+            layers[next(reversed(layers))] += buffers
+        else:
+            pending += buffers
+    if not layers:
+        raise UserError(
+            f"a target must have parameters to divide into layers, a {type(model).__name__} has "
+            "none; choose another target"
+        )
+    return layers
+
+
 def _image_shape(input_shape: Sequence[int], least: int) -> tuple[int, int, int]:
     """Returns ``input_shape`` as (C, H, W), or raises ``UserError`` if it cannot be one."""
     if len(input_shape) != 3 or input_shape[0] < 1 or min(input_shape[1:]) < least:

@@ -1,0 +1,69 @@
+"""Contrastive losses between the outputs of models (pFedKT, equation 2 and appendix F.3).
+
+A model, the anchor, is to come near a positive model and stay away from a negative one. Those two
+are constants: no gradient flows into them.
+"""
+
+from typing import Literal
+
+from torch import Tensor
+from torch.linalg import vector_norm
+from torch.nn import functional as F
+
+Contrast = Literal["triplet", "moon", "regularization"]
+Distance = Literal["kl", "cosine", "l2", "mse"]
+
+
+def distances(anchor: Tensor, other: Tensor, distance: Distance) -> Tensor:
+    """Compares two models' outputs example by example.
+
+    Args:
+        anchor: (B, classes) logits of the model that learns.
+        other: (B, classes) logits of the model it is compared with, a constant.
+        distance: ``kl``, KL(other || anchor) of the two softmax (equation 2); ``cosine``, 1 minus
+            the cosine similarity; ``l2``, the Euclidean norm of the difference; ``mse``, its square
+            (so defined in appendix F.3: not divided by the number of classes).
+
+    Returns:
+        (B,) distances.
+    """
+    other = other.detach()
+    match distance:
+        case "kl":
+            ours, theirs = anchor.log_softmax(dim=-1), other.log_softmax(dim=-1)
+            return (theirs.exp() * (theirs - ours)).sum(dim=-1)
+        case "cosine":
+            return 1 - F.cosine_similarity(anchor, other, dim=-1)
+        case "l2":
+            norm: Tensor = vector_norm(anchor - other, dim=-1)
+            return norm
+        case "mse":
+            return (anchor - other).square().sum(dim=-1)
+
+
+def contrastive_loss(
+    near: Tensor, far: Tensor, contrast: Contrast, margin: float, temperature: float
+) -> Tensor:
+    """Returns a scalar that rises with the distances ``near`` and falls with ``far``.
+
+    - ``triplet``: max(mean near - mean far + margin, 0). The distances are between models, so the
+      hinge is on their means over the batch (algorithm 1);
+    - ``moon``: the mean of -log(e^(s/t) / (e^(s/t) + e^(s'/t))), with t the temperature and the
+      similarities s to the positive, s' to the negative model: a constant, which cancels, minus the
+      distances (Li et al., CVPR 2021, equation 3);
+    - ``regularization``: mean near.
+
+    Args:
+        near: (B,) distances of the anchor to the positive model.
+        far: (B,) distances of the anchor to the negative model.
+        contrast: which loss.
+        margin: alpha, by which ``far`` should exceed ``near``; of ``triplet`` alone.
+        temperature: of ``moon`` alone.
+    """
+    match contrast:
+        case "triplet":
+            return (near.mean() - far.mean() + margin).clamp(min=0)
+        case "moon":
+            return F.softplus((near - far) / temperature).mean()
+        case "regularization":
+            return near.mean()

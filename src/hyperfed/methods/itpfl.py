@@ -1,0 +1,239 @@
+"""IT-PFL-HN (anonymous, 2021, sections 4 and 7, appendix B): models for clients without labels.
+
+Phase 1 is pFedHN, and at the same time the clients train an encoder g to tell a client's embedding
+e_i from a batch of its inputs (equation 8), averaged as in FedAvg. Phase 2 freezes g and fine-tunes
+a copy of the hypernetwork on what g makes of each client (equation 9).
+
+Sent: generated parameters, for their delta; in phase 1 also the encoder and the client's embedding,
+for the trained encoder; in phase 2 the encoder, for a descriptor. (The paper's one message of phase
+1 is two here; their bytes are the same.) Kept by the client: the ledger of its privacy alone.
+Evaluated: for known clients, what the hypernetwork as phase 1 left it makes of their embeddings;
+for a novel client, what the fine-tuned one makes of its descriptor, in one forward pass over
+its unlabelled inputs. Batch-norm statistics never travel: each client measures them on its inputs.
+
+Private (section 7): the encoder is bounded, and a novel client adds Gaussian noise to its
+descriptor before it sends it. Training is without noise, as in the paper. Of what the paper leaves
+open, optimisers and the cohort's mean are pFedHN's, the lengths of the phases are ours, and private
+embeddings are put on the unit sphere, beyond which a bounded encoder cannot follow them.
+"""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any
+
+import torch
+import torch.nn.functional as F
+from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
+from torch import Tensor, nn
+
+from hyperfed import federation
+from hyperfed.federation import EVALUATION_BATCH, Cohort, Each, Outline, step
+from hyperfed.nets.deepsets import DeepSet
+from hyperfed.nets.hypernets import MultiHead, shapes_of
+from hyperfed.privacy import PrivacyConfig, sensitivity
+from hyperfed.training import LocalConfig, apply, batch_statistics, regression, sgd
+from hyperfed.trees import (
+    Model,
+    Tree,
+    detach,
+    fill_gradients,
+    model_of,
+    pull_back,
+    subtract,
+    weighted_mean,
+)
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class Config(PrivacyConfig, LocalConfig):
+    """Settings of IT-PFL-HN.
+
+    Attributes:
+        local_clip: bound of a local gradient's norm.
+        phase_one_rounds: rounds of phase 1; all further rounds are phase 2.
+        lr: learning rate of the server's SGD.
+        momentum: its momentum.
+        weight_decay: its weight decay.
+        clip: bound of the norm of the server's gradient.
+        embedding_size: length l of embeddings and descriptors; 1 + n // 4 where not given.
+        hidden: width of the hypernetwork's hidden layers.
+        hidden_layers: their number.
+        encoder_lr: learning rate of the encoder; the rest of its SGD is that of local training.
+        encoder_units: outputs of the encoder's layer before pooling.
+        private: whether the encoder is bounded, as noise (``epsilon``) needs it.
+    """
+
+    local_clip: PositiveFloat | None = 50.0
+    phase_one_rounds: PositiveInt = 400
+    lr: PositiveFloat = 1e-2
+    momentum: NonNegativeFloat = 0.9
+    weight_decay: NonNegativeFloat = 1e-3
+    clip: PositiveFloat = 50.0
+    embedding_size: PositiveInt | None = None
+    hidden: PositiveInt = 100
+    hidden_layers: NonNegativeInt = 3
+    encoder_lr: PositiveFloat = 5e-3
+    encoder_units: Annotated[int, Field(gt=0, multiple_of=2)] = 200
+    private: bool = False
+
+    @property
+    def bounded(self) -> bool:
+        """Whether the encoder's outputs, and with them the embeddings, are bounded."""
+        return self.private or self.epsilon is not None
+
+    def length(self, clients: int) -> int:
+        """Returns the length l of embeddings and descriptors for ``clients`` known clients."""
+        return self.embedding_size or 1 + clients // 4
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "default": {"rounds": 500, "cohort": 0.1, "evaluate_every": 25},
+    "paper": {"rounds": 500, "cohort": 0.1, "evaluate_every": 10},
+}
+
+
+class Client(federation.Client):
+    """Trains its model with labels and the encoder without; describes itself by its inputs."""
+
+    @staticmethod
+    def networks(outline: Outline, config: Config) -> dict[str, nn.Module]:
+        """Returns the encoder; with several target sizes, on the trunk of the first."""
+        target, length = next(iter(outline.models.values())), config.length(outline.clients)
+        return {"encoder": DeepSet(target, length, config.encoder_units, config.bounded)}
+
+    @step(like="model")
+    def train_model(self, model: Model) -> Model:
+        """Returns delta after local SGD."""
+        trained = sgd(
+            self.objective,
+            self.initial | model,
+            self.batches,
+            self.config.local,
+            trainable=self.parameters,
+        ).model
+        return subtract(model, trained)
+
+    @step(like="encoder")
+    def train_encoder(self, encoder: Model, target: Tree) -> Model:
+        """Returns the encoder after SGD on |g(x) - e|^2, e = ``target["embedding"]`` of (l,).
+
+        No label is read.
+        """
+        network = self.network("encoder")
+        return sgd(
+            regression(network, target["embedding"]),
+            encoder,
+            self.batches,
+            replace(self.config.local, lr=self.config.encoder_lr),
+            trainable=[name for name, _ in network.named_parameters()],
+        ).model
+
+    @step
+    def describe(self, encoder: Model) -> Tree:
+        """Returns {"descriptor": (l,)}, the mean over batches of all inputs; no label is read.
+
+        A novel client adds its noise here. It does so by its own settings: no server can ask it for
+        less.
+        """
+        network = self.network("encoder")
+        samples, size = len(self.train), self.config.batch_size
+        order = torch.randperm(samples, generator=self.generator)
+        total = torch.zeros((), dtype=next(network.parameters()).dtype)
+        with torch.no_grad():
+            for start in range(0, samples, size):
+                x = self.train.batch(order[start : start + size]).x
+                total = total + len(x) * apply(network, encoder, x)
+        descriptor = total / samples  # (l,)
+        if self.novel:
+            moved = sensitivity(bound=1, lipschitz=1, samples=samples)
+            descriptor = self.config.release(descriptor, moved, self.memory, self.generator)
+        return {"descriptor": descriptor}
+
+    def personal_model(self, received: Model) -> Model:
+        """Returns the received parameters with batch-norm statistics of this client's inputs."""
+        inputs = (batch.x for batch in self.train.chunks(EVALUATION_BATCH))
+        return received | batch_statistics(self.module, self.initial | received, inputs)
+
+
+class Server(federation.Server):
+    """Holds embeddings, encoder, and a hypernetwork each for known and for novel clients."""
+
+    def __init__(self, outline: Outline, config: Config) -> None:
+        super().__init__(outline, config)
+        length = config.length(outline.clients)
+        self.encoder = model_of(Client.networks(outline, config)["encoder"])
+        self.embeddings = nn.Embedding(outline.clients, length).to(outline.dtype)
+        self.hyper_net = MultiHead(
+            {size: shapes_of(net) for size, net in outline.models.items()},
+            length,
+            hidden=config.hidden,
+            hidden_layers=config.hidden_layers,
+        ).to(outline.dtype)
+        self.novel_net = copy.deepcopy(self.hyper_net)
+        learned = [*self.embeddings.parameters(), *self.hyper_net.parameters()]
+        tuned = [*self.novel_net.parameters()]
+        self.optimizer, self.novel_optimizer = (
+            torch.optim.SGD(each, config.lr, config.momentum, weight_decay=config.weight_decay)
+            for each in (learned, tuned)
+        )
+
+    def round(self, clients: Cohort) -> None:
+        """Phase 1: a step on L_HN (equation 7), and FedAvg of the encoder (8). Phase 2: (9)."""
+        groups, batches = clients.sizes, self.config.batches
+        learning = clients.round < self.config.phase_one_rounds
+        net, optimizer = self.hyper_net, self.optimizer
+        if not learning:
+            net, optimizer = self.novel_net, self.novel_optimizer
+        model = {
+            size: net(self.embed(group) if learning else self.describe(group), size)
+            for size, group in groups.items()
+        }
+        delta = {
+            size: group.ask(Client.train_model, Each(detach(model[size])), batches=batches)
+            for size, group in groups.items()
+        }
+        if learning:
+            target = Each({"embedding": self.embed(clients).detach()})
+            encoder = clients.ask(Client.train_encoder, self.encoder, target, batches=batches)
+            self.encoder = weighted_mean(encoder, clients.weight)
+
+        optimizer.zero_grad()
+        there = clients.weight.sign().sum()
+        for size, group in groups.items():
+            pull_back(model[size], delta[size], group.weight.sign() / there)
+        parameters = optimizer.param_groups[0]["params"]
+        fill_gradients(parameters)
+        nn.utils.clip_grad_norm_(parameters, self.config.clip)
+        optimizer.step()
+        if learning:
+            self.novel_net.load_state_dict(self.hyper_net.state_dict())
+
+    def personalize(self, clients: Cohort) -> Each:
+        """Sends what phase 1 made for known clients, and what phase 2 makes for novel ones."""
+        if clients.novel:
+            return self.rehearse(clients)
+        with torch.no_grad():
+            return Each(self.hyper_net(self.embed(clients), clients.size))
+
+    def rehearse(self, clients: Cohort) -> Each:
+        """Serves clients as novel ones; on known clients it tells which round is the best."""
+        descriptor = self.describe(clients)
+        with torch.no_grad():
+            return Each(self.novel_net(descriptor, clients.size))
+
+    def embed(self, clients: Cohort) -> Tensor:
+        """Returns (C, l) embeddings of known clients, on the unit sphere for a bounded encoder."""
+        rows: Tensor = self.embeddings(clients.ids)
+        return F.normalize(rows, dim=-1) if self.config.bounded else rows
+
+    def describe(self, clients: Cohort) -> Tensor:
+        """Returns (C, l) descriptors, computed at the clients."""
+        descriptor: Tensor = clients.ask(Client.describe, self.encoder)["descriptor"]
+        return descriptor
+
+    def privacy(self) -> dict[str, Any] | None:
+        """Returns what a novel client's descriptor reveals at most."""
+        found: dict[str, Any] | None = self.config.privacy()
+        return found

@@ -1,0 +1,200 @@
+"""PeFLL (Scott et al., ICLR 2024): a hypernetwork writes each model from a look at the data.
+
+A descriptor network embeds a batch of a client's labelled examples; their mean is the client's
+descriptor, from which a hypernetwork on the server makes its model. Sent: the descriptor network
+down, the descriptor up; the model down, delta up; the descriptor's gradient down, that of the
+descriptor network up. Kept by the client: nothing; batch-norm buffers, where the target has any,
+travel with the model and are averaged over the cohort. Evaluated: the model made from one batch or
+from all training data. A novel client does the same: one forward pass, which needs its labels.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
+from torch import Tensor, nn
+from torch.func import grad
+
+from hyperfed import federation, trees
+from hyperfed.federation import EVALUATION_BATCH, Cohort, Each, Outline, step
+from hyperfed.nets.descriptors import LabelledTarget, LabelMap, Standard
+from hyperfed.nets.hypernets import MultiHead, SingleOutput, shapes_of
+from hyperfed.training import Batch, Epochs, LocalConfig, Steps, apply, sgd
+from hyperfed.trees import Model, Tree
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class Config(LocalConfig):
+    """Settings of PeFLL; the defaults are those of the authors' code.
+
+    Attributes:
+        local_weight_decay: 2 lambda_theta, the gradient's factor of lambda_theta |theta|^2.
+        optimizer: of the server.
+        lr: its learning rate.
+        momentum: that of ``sgd``.
+        weight_decay: 2 lambda_h = 2 lambda_v, of the hypernetwork and the descriptor network.
+        clip: bound of the norm of the server's gradient, of both networks together.
+        descriptor_net: a copy of the target that sees labels, or a linear map of the label alone.
+        descriptor_size: length l of a descriptor, or a rule for n known clients (2 at least).
+        prediction: whether one batch or all training data describe a client to be served.
+        standardize: descriptors by mean and deviation of the entries of the very first one.
+        hyper_net: with one output layer (table 4), or pFedHN's with one for each tensor.
+        hidden: width of its hidden layers, of which ``hidden_layers`` follow the first.
+    """
+
+    batch_size: PositiveInt = 32
+    local_lr: PositiveFloat = 2e-3
+    local_clip: PositiveFloat | None = 50.0
+    optimizer: Literal["sgd", "adam"] = "adam"
+    lr: PositiveFloat = 2e-4
+    momentum: NonNegativeFloat = 0.9
+    weight_decay: NonNegativeFloat = 0.0
+    clip: PositiveFloat | None = 50.0
+    descriptor_net: Literal["target", "linear"] = "target"
+    descriptor_size: Annotated[int, Field(ge=2)] | Literal["n/4", "1+n/4"] = "1+n/4"
+    prediction: Literal["batch", "all"] = "all"
+    standardize: bool = True
+    hyper_net: Literal["single", "heads"] = "heads"
+    hidden: PositiveInt = 100
+    hidden_layers: NonNegativeInt = 3
+
+    def length(self, clients: int) -> int:
+        """Returns the length l of a descriptor for a number of known clients."""
+        by_rule = max(2, clients // 4 + (self.descriptor_size == "1+n/4"))
+        return self.descriptor_size if isinstance(self.descriptor_size, int) else by_rule
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "default": {"rounds": 100, "cohort": 5, "evaluate_every": 10},
+    "official": {"rounds": 5000, "cohort": 5, "evaluate_every": 30},
+    # Section 5, tables 2-4, appendix C.2. Like the paper, the server's SGD follows pFedHN; the
+    # paper searched the local learning rate on a grid it does not give, so the code's is taken.
+    "paper": {
+        "rounds": 5000,
+        "cohort": 0.05,
+        "evaluate_every": 30,
+        "method.local_weight_decay": 1e-4,
+        "method.local_clip": None,
+        "method.optimizer": "sgd",
+        "method.lr": 1e-2,
+        "method.weight_decay": 2e-3,
+        "method.clip": None,
+        "method.descriptor_size": "n/4",
+        "method.prediction": "batch",
+        "method.standardize": False,
+        "method.hyper_net": "single",
+        "method.hidden_layers": 1,
+    },
+}
+
+
+class Client(federation.Client):
+    """Describes itself, trains the model made from that, and passes the gradient back."""
+
+    @staticmethod
+    def networks(outline: Outline, config: Config) -> dict[str, nn.Module]:
+        """Builds the descriptor network; of several target sizes it copies the first."""
+        length, target = config.length(outline.clients), next(iter(outline.models.values()))
+        net: nn.Module = LabelMap(outline.classes, length)
+        if config.descriptor_net == "target":
+            net = LabelledTarget(target, outline.classes, length)
+        return {"descriptor_net": net.to(outline.dtype)}
+
+    @step
+    def describe(self, descriptor_net: Model) -> Tree:
+        """Returns {"descriptor": (l,)}, a mean over examples; in a round there is one batch."""
+        total, count = torch.zeros(()), 0
+        for batch in self.batches:
+            total = total + self.embed(descriptor_net, batch).sum(dim=0)
+            count += len(batch.y)
+            self.scratch |= {"descriptor_net": descriptor_net, "x": batch.x, "y": batch.y}
+        return {"descriptor": total / count}
+
+    @step(like="model")
+    def train_model(self, model: Model) -> Model:
+        """Returns delta after local SGD."""
+        local, parameters = self.config.local, self.parameters
+        trained = sgd(self.objective, model, self.batches, local, trainable=parameters).model
+        return trees.subtract(model, trained)
+
+    @step
+    def descriptor_net_gradient(self, gradient: Tree) -> Model:
+        """Back-propagates a descriptor's gradient through the batch and network that made it."""
+        batch, by = Batch(self.scratch["x"], self.scratch["y"]), gradient["descriptor"]
+        pulled = grad(lambda net: self.embed(net, batch).mean(dim=0) @ by)
+        return dict(pulled(self.scratch["descriptor_net"]))
+
+    def embed(self, descriptor_net: Model, batch: Batch) -> Tensor:
+        """Returns (B, l), one embedding for each example."""
+        return apply(self.network("descriptor_net"), descriptor_net, batch.x, batch.y)
+
+
+class Server(federation.Server):
+    """Holds the hypernetwork h(v; eta_h) and the descriptor network v(S; eta_v)."""
+
+    def __init__(self, outline: Outline, config: Config) -> None:
+        super().__init__(outline, config)
+        self.descriptor_net = Client.networks(outline, config)["descriptor_net"]
+        self.hyper_net = {"single": SingleOutput, "heads": MultiHead}[config.hyper_net](
+            {size: shapes_of(net) for size, net in outline.models.items()},
+            config.length(outline.clients),
+            hidden=config.hidden,
+            hidden_layers=config.hidden_layers,
+        ).to(outline.dtype)
+        self.standard = Standard(fit=config.standardize).to(outline.dtype)
+        self.buffers: Tree = {
+            size: trees.partition(outline.initial(size), shapes_of(net))[1]
+            for size, net in outline.models.items()
+        }
+        parameters = [*self.hyper_net.parameters(), *self.descriptor_net.parameters()]
+        lr, decay = config.lr, config.weight_decay
+        self.optimizer: torch.optim.Optimizer
+        if config.optimizer == "adam":
+            self.optimizer = torch.optim.Adam(parameters, lr, weight_decay=decay)
+        else:
+            self.optimizer = torch.optim.SGD(parameters, lr, config.momentum, weight_decay=decay)
+
+    def round(self, clients: Cohort) -> None:
+        """Algorithm 2: three exchanges, then the mean over the clients that were there for all."""
+        config, groups, net = self.config, clients.sizes, trees.model_of(self.descriptor_net)
+        batch = Steps(1, config.batch_size)
+        descriptor = clients.ask(Client.describe, net, batches=batch)["descriptor"]  # (C, l)
+        standard = self.standard.fitted(descriptor[clients.weight > 0])
+        descriptor.requires_grad_()
+        model, delta = {}, {}
+        for size, group in groups.items():
+            own = standard(descriptor[torch.isin(clients.ids, group.ids)])
+            model[size] = self.hyper_net(own, size)
+            sent = trees.detach(model[size]) | trees.repeat(self.buffers[size], len(own))
+            delta[size] = group.ask(Client.train_model, Each(sent), batches=config.batches)
+            # At first onto the descriptors alone, unscaled: who is left for the mean shows later.
+            here = group.weight.sign()
+            trees.pull_back(model[size], delta[size], here, onto=[descriptor], retain=True)
+        reply = clients.ask(Client.descriptor_net_gradient, Each({"descriptor": descriptor.grad}))
+
+        self.standard, there = standard, clients.weight.sign()
+        self.optimizer.zero_grad()
+        for size, group in groups.items():
+            if group.weight.any():
+                here = group.weight.sign()
+                trees.pull_back(model[size], delta[size], here / there.sum())
+                moved, _ = trees.partition(delta[size], self.buffers[size])
+                moved = trees.weighted_mean(moved, here)
+                self.buffers[size] = trees.subtract(self.buffers[size], moved)
+        trees.set_gradients(self.descriptor_net, trees.weighted_mean(reply, there))
+        trees.fill_gradients(parameters := self.optimizer.param_groups[0]["params"])
+        if config.clip is not None:
+            nn.utils.clip_grad_norm_(parameters, config.clip)
+        self.optimizer.step()
+
+    def personalize(self, clients: Cohort) -> Each:
+        """Algorithm 1, for known and novel clients alike."""
+        config, net = self.config, trees.model_of(self.descriptor_net)
+        one, everything = Steps(1, config.batch_size), Epochs(1, EVALUATION_BATCH)
+        batches = one if config.prediction == "batch" else everything
+        descriptor = clients.ask(Client.describe, net, batches=batches)["descriptor"]  # (C, l)
+        with torch.no_grad():
+            model = self.hyper_net(self.standard.fitted(descriptor)(descriptor), clients.size)
+        return Each(model | trees.repeat(self.buffers[clients.size], len(clients.ids)))

@@ -1,0 +1,196 @@
+"""pFedLA (Ma et al., CVPR 2022, algorithm 1): each client's model is mixed layer by layer.
+
+The server keeps the last trained model theta_j of every client j, at first the initial weights, and
+one small hypernetwork per client. That of client i makes weights alpha_i[l, j] >= 0 with sum 1 over
+j, and layer l of client i's model is sum_j alpha_i[l, j] theta_j[l] (eq. 5). A layer is a module
+with parameters: its weight, its bias and its batch-norm buffers are mixed with the same weights;
+integer buffers (step counters) are rounded back. Delta, sent minus trained, is pulled back into the
+client's own hypernetwork and embedding, into no other (eq. 10 and 11); that of buffers is not, for
+the loss in training mode does not depend on them.
+
+Sent: that mixture, buffers included. Returned: the whole trained model, which becomes theta_i. Kept
+by the client: nothing. With ``retain=k`` (HeurpFedLA, section 3.3) the k layers on which its own
+weight alpha_i[l, i] is largest are not sent: it goes on with its own, from its last trained model,
+which it then keeps. The paper does not say what becomes of the weights of such a layer. They had no
+part in the model that was trained, so its gradient there is zero and nothing is pulled back.
+
+Evaluated: the mixture (with the retained layers). The paper's objective (eq. 7) is the loss of the
+mixture; whether its section 4 tests that or the model trained from it is left open:
+``evaluated="trained"`` tests the latter, theta_i. A novel client, of which the paper has none, is
+sent the mean of all theta_j, and may train it for ``novel_steps`` steps. In a task with several
+target sizes a client is mixed from the clients of its own size.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from hyperfed import federation, trees
+from hyperfed.errors import UserError
+from hyperfed.federation import BASE, Cohort, Each, Outline, step
+from hyperfed.nets.hypernets import shapes_of
+from hyperfed.nets.layer_weights import LayerWeights
+from hyperfed.nets.targets import layers_of
+from hyperfed.training import LocalConfig, Steps, sgd
+from hyperfed.trees import Model, Tree
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class Config(LocalConfig):
+    """Settings of pFedLA. Local training is plain SGD, at the learning rate of CIFAR.
+
+    Attributes:
+        lr: learning rate of the hypernetworks' SGD; the paper names one rate for everything.
+        embedding_size: length of a client's embedding.
+        hidden: width of the hypernetworks' hidden layers.
+        hidden_layers: number of hidden layers after the first.
+        retain: k, layers that a client keeps instead of receiving them (HeurpFedLA).
+        evaluated: the mixture a client receives, or the model it last trained from one.
+        novel_steps: fine-tuning steps of a novel client.
+    """
+
+    batch_size: PositiveInt = 32
+    local_lr: PositiveFloat = 1e-2
+    local_momentum: NonNegativeFloat = 0.0
+    local_weight_decay: NonNegativeFloat = 0.0
+    lr: PositiveFloat = 1e-2
+    embedding_size: PositiveInt = 100
+    hidden: PositiveInt = 100
+    hidden_layers: NonNegativeInt = 1
+    retain: NonNegativeInt = 0
+    evaluated: Literal["mixture", "trained"] = "mixture"
+    novel_steps: NonNegativeInt = 0
+
+
+_SPLIT = {"task.partition": "equal_classes", "task.classes_per_client": 4, "task.novel": 0.0}
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "default": {"rounds": 100, "cohort": 5, "evaluate_every": 10},
+    # Section 4.1: 10 clients at 100 % or 100 clients at 10 %, four classes each.
+    "paper": {"rounds": 600, "cohort": 1.0, "task.clients": 10, "method.local_epochs": 10} | _SPLIT,
+    "paper_100": {"rounds": 2500, "cohort": 0.1, "task.clients": 100, "method.local_epochs": 20}
+    | _SPLIT,
+}
+
+
+class Client(federation.Client):
+    """Trains the mixture it is sent."""
+
+    @step
+    def train_model(self, mixture: Model) -> Model:
+        """Returns the trained model, retained layers included, and keeps it where any may be."""
+        model = sgd(
+            self.objective,
+            self.personal_model(mixture),
+            self.batches,
+            self.config.local,
+            trainable=self.parameters,
+        ).model
+        if self.config.retain:
+            self.memory["model"] = model
+        return model
+
+    def personal_model(self, received: Model) -> Model:
+        """Returns the received layers, and the client's own in the place of those not received."""
+        return self.recall("model", self.initial) | received
+
+
+class Server(federation.Server):
+    """Holds the clients' hypernetworks and, in ``self.trained[size]``, their models (n, ...)."""
+
+    def __init__(self, outline: Outline, config: Config) -> None:
+        super().__init__(outline, config)
+        self.layers = {size: layers_of(net) for size, net in outline.models.items()}
+        counts = {size: len(layers) for size, layers in self.layers.items()}
+        if config.retain > min(counts.values()):
+            raise UserError(
+                f"retain must be 0 to {min(counts.values())}, the target's number of layers "
+                f"(modules with parameters), got {config.retain}; lower it"
+            )
+        self.hyper_nets = LayerWeights(
+            outline.clients, counts, config.embedding_size, config.hidden, config.hidden_layers
+        ).to(outline.dtype)
+        # Plain SGD: momentum or decay would move the hypernetworks of clients that were not asked.
+        self.optimizer = torch.optim.SGD(self.hyper_nets.parameters(), lr=config.lr)
+        n, sizes = outline.clients, outline.models
+        self.trained: Tree = trees.clone({s: trees.repeat(outline.initial(s), n) for s in sizes})
+        # Who may be of a size: what size a client has shows when it takes part for the first time.
+        self.members: Tree = {s: torch.ones(n, dtype=torch.bool) for s in sizes}
+
+    def round(self, clients: Cohort) -> None:
+        """Algorithm 1, for every client of the cohort on its own."""
+        mixture, trained = {}, {}
+        for size, group in clients.sizes.items():
+            mixture[size], sent = self.mix(group)
+            trained[size] = group.ask(
+                Client.train_model,
+                Each(trees.detach(mixture[size]), sent),
+                batches=self.config.batches,
+            )
+        self.optimizer.zero_grad()
+        for size, group in clients.sizes.items():
+            parameters, _ = trees.partition(mixture[size], shapes_of(self.outline.models[size]))
+            delta = trees.subtract(trees.detach(parameters), trained[size])
+            trees.pull_back(parameters, delta, group.weight.sign())
+            self.keep(trained[size], group)
+        self.optimizer.step()
+
+    def mix(self, clients: Cohort) -> tuple[Model, list[set[str]]]:
+        """Mixes the models of a cohort of one target size.
+
+        Returns:
+            the models before training, (C, ...), part of the hypernetworks' graph, and for each
+            client the names of the entries that it must be sent.
+        """
+        ids, size = clients.ids, clients.size
+        weights = self.hyper_nets(ids, size, self.members[size])  # (C, L, n)
+        own = F.one_hot(ids, self.outline.clients).to(weights.dtype)[:, None]  # (C, 1, n)
+        rank = (weights.detach() * own).sum(-1).argsort(dim=1, descending=True, stable=True)
+        retained = torch.zeros_like(rank, dtype=torch.bool)
+        retained.scatter_(1, rank[:, : self.config.retain], True)  # (C, L)
+        weights = torch.where(retained[..., None], own, weights)
+        layer = {name: at for at, names in enumerate(self.layers[size].values()) for name in names}
+        model = {name: _mix(weights[:, at], self.trained[size][name]) for name, at in layer.items()}
+        sent = [{name for name, at in layer.items() if not row[at]} for row in retained.tolist()]
+        return model, sent
+
+    def keep(self, trained: Model, clients: Cohort) -> None:
+        """Puts what the clients of one size trained, (C, ...), in the place of their old models."""
+        there = clients.weight > 0
+        ids = clients.ids[there]
+        for name, value in trained.items():
+            self.trained[clients.size][name][ids] = value[there]
+        for size in self.members:
+            self.members[size][ids] = size == clients.size
+
+    def personalize(self, clients: Cohort) -> Tree | Each:
+        """Sends the mixtures, or the mean of all models to a novel client."""
+        size = clients.size
+        if clients.novel:
+            mean = trees.weighted_mean(self.trained[size], self.members[size])
+            if not self.config.novel_steps:
+                return mean
+            batches = Steps(self.config.novel_steps, self.config.batch_size)
+            return Each(clients.ask(Client.train_model, mean, batches=batches))
+        if self.config.evaluated == "trained":
+            return Each(trees.take(self.trained[size], clients.ids))
+        mixture, sent = self.mix(clients)
+        return Each(trees.detach(mixture), sent)
+
+    def weights(self, ids: Tensor, size: str = BASE) -> dict[str, Tensor]:
+        """Returns alpha for some clients: {layer: (C, n)}, retained or not, without a graph."""
+        with torch.no_grad():
+            weights = self.hyper_nets(ids, size, self.members[size])
+        return dict(zip(self.layers[size], weights.unbind(dim=1), strict=True))
+
+
+def _mix(weight: Tensor, models: Tensor) -> Tensor:
+    """Mixes models (n, ...) with weights (C, n) to (C, ...); integers are rounded back."""
+    if models.is_floating_point():
+        return torch.einsum("cn,n...->c...", weight, models)
+    return torch.einsum("cn,n...->c...", weight.double(), models.double()).round().to(models.dtype)

@@ -1,0 +1,92 @@
+"""Deep sets (Zaheer et al., 2017): networks that read a set of samples as one descriptor."""
+
+import copy
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hyperfed.errors import UserError
+
+
+class DeepSet(nn.Module):
+    """IT-PFL-HN's encoder g (section 6.3, appendix C): a batch of inputs to one descriptor.
+
+    The target's trunk, a linear layer of ``units`` outputs, pooling over the batch (the mean of the
+    first half, the maximum of the other), then linear layers of the target's widths up to l. On
+    LeNet: conv1, conv2, Linear(200), pooling, Linear(120), Linear(84), Linear(l), with ReLU after
+    each but the last.
+
+    Bounded (section 7): every sample goes through all layers by itself, onto the unit sphere, and
+    the descriptor is the plain mean. Replacing one of n samples moves it by at most 2 / n. A
+    maximum could move by as much as its whole range, whatever n.
+
+    Attributes:
+        features: the target with ``units`` outputs in its first linear layer, and without what is
+            defined after it: (B, ...) -> (B, ``units``).
+        layers: (``units``) -> (l).
+
+    Args:
+        target: the target network. Its layers must be used in the order of their definition. It is
+            copied, with the weights of its trunk.
+        descriptor_size: l.
+        units: outputs of the layer before pooling; an even number.
+        bounded: whether samples are mapped onto the unit sphere and averaged.
+
+    Raises:
+        UserError: the target has no linear layer, or a size is out of range.
+    """
+
+    def __init__(
+        self, target: nn.Module, descriptor_size: int, units: int = 200, bounded: bool = False
+    ) -> None:
+        super().__init__()
+        if descriptor_size < 1 or units < 2 or units % 2:
+            raise UserError(
+                "a deep set must have at least 1 output and an even number of units, "
+                f"got {descriptor_size} and {units}; choose others"
+            )
+        dtype = next(target.parameters()).dtype
+        widths = [part.out_features for part in target.modules() if isinstance(part, nn.Linear)]
+        self.bounded = bounded
+        self.features = _features(target, units).to(dtype)
+        self.layers = _layers([units, *widths[:-1], descriptor_size]).to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the descriptor (l,) of a batch (B, ...) of inputs as the target takes them."""
+        features: Tensor = self.features(x)  # (B, units)
+        if self.bounded:
+            return F.normalize(self.layers(features), dim=-1).mean(dim=0)
+        first, other = features.chunk(2, dim=-1)
+        pooled = torch.cat([first.mean(dim=0), other.amax(dim=0)])  # (units,)
+        descriptor: Tensor = self.layers(pooled)
+        return descriptor
+
+
+def _features(target: nn.Module, units: int) -> nn.Module:
+    """Returns a copy of ``target`` that ends with its first linear layer, of ``units`` outputs."""
+    network = nn.Sequential(copy.deepcopy(target))  # a parent, also for a target that is one layer
+    owners = [
+        (name, module)
+        for name, module in network.named_modules()
+        if next(module.parameters(recurse=False), None) is not None
+    ]
+    for place, (name, module) in enumerate(owners):
+        if isinstance(module, nn.Linear):
+            network.set_submodule(name, nn.Linear(module.in_features, units))
+            for later, _ in owners[place + 1 :]:
+                network.set_submodule(later, nn.Identity())
+            return network
+    raise UserError(
+        f"a deep set needs a target with a linear layer, got a {type(target).__name__} without "
+        "one; choose another target"
+    )
+
+
+def _layers(widths: list[int]) -> nn.Sequential:
+    """Returns linear layers from each width to the next, with ReLU between them."""
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise(widths):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])

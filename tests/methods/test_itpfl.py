@@ -1,0 +1,504 @@
+"""IT-PFL-HN: each phase's update by one-piece autograd, what a novel client is served, privacy."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import hyperfed
+from hyperfed import evaluation, trees
+from hyperfed.engines import loop
+from hyperfed.errors import UserError
+from hyperfed.federation import Cohort
+from hyperfed.methods import itpfl
+from hyperfed.privacy import GaussianMechanism, PrivacyConfig, analytic_multiplier
+from hyperfed.randomness import generator, seeded
+from hyperfed.training import UnlabelledError
+from toys import CLASSES, FEATURES, ONE_STEP, Federation, Normed, TwoLayers, client_loss, make_task
+
+CLOSE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-12}
+UNITS, LENGTH = 6, 3
+SETTINGS: dict[str, Any] = ONE_STEP | {
+    "hidden": 7,
+    "hidden_layers": 1,
+    "lr": 0.5,
+    "momentum": 0.0,
+    "weight_decay": 0.0,
+    "embedding_size": LENGTH,
+    "encoder_units": UNITS,
+    "encoder_lr": 0.2,
+    "phase_one_rounds": 1,
+}
+
+
+def federation(**options: Any) -> Federation:
+    settings = SETTINGS | options.pop("settings", {})
+    return Federation("itpfl", make_task(**({"novel": 1} | options)), **settings)
+
+
+def encode(weights: Mapping[str, Tensor], x: Tensor, *, bounded: bool = False) -> Tensor:
+    """The encoder on the trunk of ``TwoLayers``: (B, features) -> (l,)."""
+    h = torch.tanh(x @ weights["features.0.body.weight"].T + weights["features.0.body.bias"])
+    if not bounded:
+        h = torch.cat([h[:, : UNITS // 2].mean(0), h[:, UNITS // 2 :].max(0).values])
+    h = torch.relu(h @ weights["layers.0.weight"].T + weights["layers.0.bias"])
+    h = h @ weights["layers.2.weight"].T + weights["layers.2.bias"]
+    return (h / h.norm(dim=1, keepdim=True)).mean(0) if bounded else h
+
+
+def inputs(ours: Federation, client: int) -> Tensor:
+    return ours.task.x[ours.task.train[client]]
+
+
+def state(ours: Federation) -> dict[str, Any]:
+    return trees.clone(ours.server.state(optimizers=False))
+
+
+def check_descent(
+    ours: Federation, net: str, clients: list[int], describe: Callable[[int], Tensor], number: int
+) -> None:
+    """One round is one step on the mean of L_i(h(v_i)), which autograd sees in one piece.
+
+    With one plain local step of rate eta, delta = eta times the gradient, so descending the
+    pull-back is gradient descent with rate lr * eta.
+    """
+    server = ours.server
+    objective = torch.zeros((), dtype=torch.float64)
+    for client in clients:
+        generated = getattr(server, net)(describe(client)[None])
+        model = {name: value[0] for name, value in generated.items()}
+        objective = objective + client_loss(ours.task, client, model) / len(clients)
+    named = dict(getattr(server, net).named_parameters())
+    if net == "hyper_net":
+        named["v"] = server.embeddings.weight
+    gradients = torch.autograd.grad(objective, list(named.values()))
+    rate = ours.config.lr * ours.config.local_lr
+    expected = {
+        name: (value - rate * gradient).detach()
+        for (name, value), gradient in zip(named.items(), gradients, strict=True)
+    }
+    ours.round(clients, number)
+    after = {name: value.detach() for name, value in named.items()}
+    torch.testing.assert_close(after, expected, **CLOSE)
+
+
+# Phase 1
+
+
+def check_phase_one(clients: list[int], **settings: Any) -> None:
+    ours = federation(settings=settings)
+
+    def describe(client: int) -> Tensor:
+        e: Tensor = ours.server.embeddings.weight[client]
+        return e / e.norm() if ours.config.bounded else e
+
+    check_descent(ours, "hyper_net", clients, describe, 0)
+    # Until phase 2 begins, novel clients use the same hypernetwork.
+    torch.testing.assert_close(
+        ours.server.novel_net.state_dict(), ours.server.hyper_net.state_dict(), rtol=0, atol=0
+    )
+
+
+@pytest.mark.parametrize("private", [False, True])
+@pytest.mark.parametrize("clients", [[2], [0, 1, 2]])
+def test_phase_one_is_pfedhns_gradient_in_one_piece(clients: list[int], private: bool) -> None:
+    check_phase_one(clients, private=private)
+
+
+def test_phase_one_is_pfedhn() -> None:
+    """From the same start, over several rounds, with momentum, weight decay and local steps."""
+    theirs = {"local_steps": 4, "batch_size": 6, "local_lr": 0.05, "hidden": 7}
+    ours = Federation("itpfl", make_task(), **theirs, encoder_units=UNITS)
+    pfedhn = Federation("pfedhn", make_task(), **theirs)
+    ours.server.hyper_net.load_state_dict(pfedhn.server.hyper_net.state_dict())
+    ours.server.embeddings.load_state_dict(pfedhn.server.embeddings.state_dict())
+    for number, clients in enumerate([[0], [1, 2], [0, 3]]):
+        ours.round(clients, number)
+        pfedhn.round(clients, number)
+    for name in ("hyper_net", "embeddings"):
+        torch.testing.assert_close(state(ours)[name], state(pfedhn)[name], **CLOSE)
+
+
+def check_encoder(clients: list[int], **settings: Any) -> None:
+    """FedAvg, by training examples, of one step each on |g(x) - e_i|^2."""
+    ours = federation(settings=settings)
+    bounded = ours.config.bounded
+    before = trees.clone(ours.server.encoder)
+    count = torch.tensor([len(inputs(ours, i)) for i in clients], dtype=torch.float64)
+    assert len(count.unique()) == len(clients)  # unequal, so that a wrong weight shows
+    expected = {name: torch.zeros_like(value) for name, value in before.items()}
+    for client, share in zip(clients, count / count.sum(), strict=True):
+        leaves = {name: value.clone().requires_grad_() for name, value in before.items()}
+        e = ours.server.embeddings.weight[client].detach().clone()
+        e = e / e.norm() if bounded else e
+        distance = (encode(leaves, inputs(ours, client), bounded=bounded) - e).square().sum()
+        gradients = torch.autograd.grad(distance, list(leaves.values()))
+        for name, gradient in zip(leaves, gradients, strict=True):
+            expected[name] += share * (before[name] - ours.config.encoder_lr * gradient)
+    ours.round(clients, 0)
+    torch.testing.assert_close(ours.server.encoder, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_the_encoder_is_fedavg_of_steps_towards_the_embeddings(private: bool) -> None:
+    check_encoder([0, 1, 2], private=private)
+
+
+def test_training_brings_descriptors_to_the_embeddings() -> None:
+    ours = federation(settings={"phase_one_rounds": 100, "local_steps": 5, "encoder_lr": 0.02})
+    for client in range(3):  # clients that can be told apart
+        ours.task.x[ours.task.train[client]] += 3 * torch.eye(FEATURES, dtype=torch.float64)[client]
+
+    def distance() -> float:
+        pairs = [(encode(ours.server.encoder, inputs(ours, i)), i) for i in range(3)]
+        return sum(
+            float((g - ours.server.embeddings.weight[i]).detach().square().sum()) for g, i in pairs
+        )
+
+    before = distance()
+    for number in range(25):
+        ours.round([0, 1, 2], number)
+    assert distance() < 0.3 * before
+
+
+# Phase 2
+
+
+def check_phase_two(clients: list[int], **settings: Any) -> None:
+    ours = federation(settings=settings)
+    ours.round([0, 1, 2], 0)
+    before = state(ours)
+    bounded = ours.config.bounded
+
+    def describe(client: int) -> Tensor:
+        descriptor = encode(ours.server.encoder, inputs(ours, client), bounded=bounded)
+        assert not descriptor.requires_grad
+        return descriptor
+
+    check_descent(ours, "novel_net", clients, describe, 1)
+    for frozen in ("encoder", "embeddings", "hyper_net"):
+        torch.testing.assert_close(state(ours)[frozen], before[frozen], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("settings", [{}, {"private": True}, {"epsilon": 0.3}])
+@pytest.mark.parametrize("clients", [[2], [0, 1, 2]])
+def test_phase_two_is_the_one_piece_gradient_through_the_frozen_encoder(
+    clients: list[int], settings: dict[str, Any]
+) -> None:
+    """Without noise even where novel clients add some: training is not private (section 7)."""
+    check_phase_two(clients, **settings)
+
+
+def test_momentum_and_weight_decay_of_the_two_phases_are_apart() -> None:
+    ours = federation(settings={"momentum": 0.9})
+    ours.round([0, 1], 0)
+    before = state(ours)["hyper_net"]
+    ours.round([0, 1], 1)
+    torch.testing.assert_close(state(ours)["hyper_net"], before, rtol=0, atol=0)
+    other = federation(settings={"momentum": 0.9})
+    other.server.load(trees.clone(ours.server.state()))
+    for each in (ours, other):  # resumed within phase 2, it goes on with the same momentum
+        each.round([0, 2], 2)
+    torch.testing.assert_close(state(ours), state(other), rtol=0, atol=0)
+
+
+def test_a_client_lost_in_phase_two_equals_one_never_sampled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lossy, smaller = federation(), federation()
+    for ours in (lossy, smaller):
+        ours.round([0, 1, 2], 0)
+    after_the_descriptor = {"count": 0}
+
+    def second_is_lost(engine: Any, probability: float, kind: str, *keys: Any) -> bool:
+        if kind == "drop" and keys[0] == 1:
+            after_the_descriptor["count"] += 1
+            return after_the_descriptor["count"] == 2
+        return False
+
+    monkeypatch.setattr(loop, "_chance", second_is_lost)
+    cohort = lossy.round([0, 1, 2], 1)
+    assert list(cohort.state.lost) == [1]
+    smaller.round([0, 2], 1)
+    torch.testing.assert_close(state(lossy), state(smaller), rtol=1e-12, atol=1e-14)
+
+
+# What a client is served
+
+
+def generated(net: Any, descriptor: Tensor) -> dict[str, Tensor]:
+    return {name: value[0].detach() for name, value in net(descriptor[None]).items()}
+
+
+def check_serving() -> None:
+    ours = federation(unlabelled=True)
+    ours.round([0, 1, 2], 0)
+    known = ours.personal(1)
+    ours.round([0, 1, 2], 1)
+    server = ours.server
+    torch.testing.assert_close(ours.personal(1), known, rtol=0, atol=0)
+    expected = generated(server.hyper_net, server.embeddings.weight[1])
+    torch.testing.assert_close(known, expected, **CLOSE)
+    descriptor = encode(server.encoder, inputs(ours, 3))
+    expected = generated(server.novel_net, descriptor)
+    torch.testing.assert_close(ours.personal(3, fresh=True), expected, **CLOSE)
+
+
+def test_old_clients_keep_phase_one_and_an_unlabelled_novel_one_uses_phase_two() -> None:
+    check_serving()
+
+
+def test_only_training_a_model_reads_labels() -> None:
+    ours = federation(unlabelled=True)
+    cohort = ours.engine.cohort([3], 0, training=False)
+    target = {"embedding": torch.zeros(LENGTH, dtype=torch.float64)}
+    batches = ours.config.batches
+    cohort.ask(itpfl.Client.train_encoder, ours.server.encoder, target, batches=batches)
+    cohort.ask(itpfl.Client.describe, ours.server.encoder)
+    model = ours.task.outline().initial()
+    with pytest.raises(UnlabelledError):
+        cohort.ask(itpfl.Client.train_model, model, batches=batches)
+
+
+def test_a_descriptor_is_the_mean_over_batches_of_all_inputs() -> None:
+    ours = federation(settings={"batch_size": 4})
+    cohort = ours.engine.cohort([3], 5, training=False, fresh=True)
+    x = inputs(ours, 3)  # 9 examples: batches of 4, 4 and 1, in an order of the client's own
+    order = torch.randperm(9, generator=generator(0, "client", 3, 5, "describe", 0))
+    parts = [(encode(ours.server.encoder, x[b]), len(b)) for b in order.split(4)]
+    expected = sum(row * size for row, size in parts) / 9
+    torch.testing.assert_close(ours.server.describe(cohort)[0], expected, **CLOSE)
+
+
+def test_a_bounded_descriptor_is_the_plain_mean_whatever_the_batches() -> None:
+    for size in (4, 100):
+        ours = federation(settings={"batch_size": size, "private": True})
+        cohort = ours.engine.cohort([3], 0, training=False, fresh=True)
+        expected = encode(ours.server.encoder, inputs(ours, 3), bounded=True)
+        torch.testing.assert_close(ours.server.describe(cohort)[0], expected, **CLOSE)
+        assert expected.norm() <= 1
+
+
+def test_what_travels() -> None:
+    ours = federation()
+    parameters = (FEATURES * 4 + 4 + 4 * CLASSES + CLASSES) * 8
+    encoder = (FEATURES * UNITS + UNITS + UNITS * 4 + 4 + 4 * LENGTH + LENGTH) * 8
+
+    def exchanges(cohort: Any) -> list[tuple[str, int, int]]:
+        return [(e.step, e.down, e.up) for e in cohort.state.exchanges]
+
+    model, descriptor = ("train_model", parameters, parameters), ("describe", encoder, LENGTH * 8)
+    learning = [model, ("train_encoder", encoder + LENGTH * 8, encoder)]
+    assert exchanges(ours.round([1], 0)) == learning
+    assert exchanges(ours.round([1], 1)) == [descriptor, model]
+    cohort = ours.engine.cohort([3], 2, training=False, fresh=True)
+    ours.server.personalize(cohort)
+    assert exchanges(cohort) == [descriptor]
+
+
+def test_batch_norm_statistics_are_those_of_the_clients_inputs() -> None:
+    for client in (1, 3):  # known and novel
+        ours = federation(net=Normed, unlabelled=True)
+        ours.round([0, 1], 0)
+        model = ours.personal(client, fresh=client == 3)
+        hidden = inputs(ours, client) @ model["body.weight"].T + model["body.bias"]
+        torch.testing.assert_close(model["norm.running_mean"], hidden.mean(0), **CLOSE)
+        torch.testing.assert_close(model["norm.running_var"], hidden.var(0), **CLOSE)
+        assert ours.engine.memory.get(client, {}) == {}
+
+
+def test_one_encoder_serves_several_target_sizes() -> None:
+    with seeded(0, "sizes"):
+        models = {"S": TwoLayers().double(), "L": Normed().double()}
+    ours = federation(models=models, sizes=("S", "L", "S", "L"))
+    for number in range(2):
+        ours.round([0, 1, 2], number)
+    server = ours.server
+    expected = server.novel_net(encode(server.encoder, inputs(ours, 3))[None], "L")
+    model = ours.personal(3, fresh=True)
+    assert "norm.weight" in expected
+    for name, value in expected.items():
+        torch.testing.assert_close(model[name], value[0].detach(), **CLOSE)
+
+
+def test_the_best_round_is_chosen_by_known_clients_served_as_novel_ones() -> None:
+    """By what they use, phase 2 would never look better than phase 1."""
+    run = hyperfed.train(
+        "itpfl",
+        make_task(novel=1, examples=(12, 7, 20, 9)),
+        progress=False,
+        rounds=6,
+        cohort=3,
+        evaluate_every=1,
+        method=SETTINGS | {"phase_one_rounds": 3, "local_steps": 5},
+    )
+    val = {e.round: e.accuracy for e in run.evaluations if e.split == "val"}
+    assert val[3] == val[4] == val[5] == val[6]
+    engine, server = run._at_best(run.engine)
+    counts = evaluation.evaluate(server, engine, [0, 1, 2], 6, serve=server.rehearse)["val"]
+    assert run.best.accuracy == pytest.approx(float(counts.correct.sum() / counts.count.sum()))
+
+
+# Privacy
+
+
+def reply_of(ours: Federation, client: int, round: int = 7) -> Tensor:
+    """The descriptor that leaves a client."""
+    fresh = client in ours.task.novel_ids
+    cohort = ours.engine.cohort([client], round, training=False, fresh=fresh)
+    reply: Tensor = cohort.ask(itpfl.Client.describe, ours.server.encoder)["descriptor"][0]
+    return reply
+
+
+def check_noise() -> None:
+    """What leaves a novel client has noise of the calibrated size; nothing is added later."""
+    settings = {"epsilon": 0.3, "embedding_size": 20}
+    ours = federation(settings=settings)
+    clean = encode(ours.server.encoder, inputs(ours, 3), bounded=True)
+    noise = torch.cat([reply_of(ours, 3, number) - clean for number in range(100)])
+    sigma = 2 / 9 * analytic_multiplier(0.3, 0.01)
+    assert noise.std().item() == pytest.approx(sigma, rel=0.06)  # four standard errors
+    assert abs(noise.mean().item()) < 4 * sigma / len(noise) ** 0.5
+    cohort = ours.engine.cohort([3], 7, training=False, fresh=True)
+    received = ours.server.describe(cohort)[0]
+    torch.testing.assert_close(received, reply_of(ours, 3), rtol=0, atol=0)
+    expected = generated(ours.server.novel_net, received)
+    cohort = ours.engine.cohort([3], 7, training=False, fresh=True)
+    sent = trees.take(ours.server.personalize(cohort).tree, 0)
+    torch.testing.assert_close(sent, expected, **CLOSE)
+    known = encode(ours.server.encoder, inputs(ours, 1), bounded=True)
+    torch.testing.assert_close(reply_of(ours, 1), known, **CLOSE)
+
+
+def test_a_novel_client_adds_the_noise_before_it_sends() -> None:
+    check_noise()
+
+
+def test_without_sigma_there_is_no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    noiseless = federation(settings={"private": True})
+    expected = noiseless.personal(3, fresh=True)
+    noisy = federation(settings={"epsilon": 0.3})
+    assert not torch.allclose(noisy.personal(3, fresh=True)["head.bias"], expected["head.bias"])
+    monkeypatch.setattr(GaussianMechanism, "sigma", lambda self, sensitivity: 0.0)
+    torch.testing.assert_close(noisy.personal(3, fresh=True), expected, rtol=0, atol=0)
+
+
+def test_more_data_needs_less_noise() -> None:
+    errors = []
+    for count in (10, 100, 1000):
+        ours = federation(examples=(5, 5, 5, count), settings={"epsilon": 0.3})
+        clean = encode(ours.server.encoder, inputs(ours, 3), bounded=True)
+        errors.append((reply_of(ours, 3) - clean).norm().item())
+    # The draw is another, as the order of the samples is drawn first; the scale is 1 / n.
+    assert errors[0] > 3 * errors[1] > 9 * errors[2]
+
+
+def test_replacing_a_sample_moves_what_is_sent_by_at_most_2_over_n() -> None:
+    ours = federation(settings={"private": True})
+    before = reply_of(ours, 3)
+    for which in range(9):
+        changed = federation(settings={"private": True})
+        changed.task.x[changed.task.train[3][which]] = 1e3 * (-1) ** which
+        assert (reply_of(changed, 3) - before).norm() <= 2 / 9
+
+
+def test_a_client_that_remembers_refuses_to_exceed_its_budget() -> None:
+    ours = federation(settings={"epsilon": 0.3, "budget": 0.5})
+    for number in range(2):
+        cohort = ours.engine.cohort([3], number, training=False)
+        ours.server.personalize(cohort)
+        ours.engine.commit(cohort)
+    assert len(ours.engine.memory[3]["ledger"]["multipliers"]) == 2
+    with pytest.raises(UserError, match=r"within epsilon 0\.5 .* after 2 of them"):
+        ours.server.personalize(ours.engine.cohort([3], 2, training=False))
+    ours.round([0, 1, 2], 1)  # nobody else is concerned
+    assert "ledger" not in ours.engine.memory[0]
+
+
+def test_the_server_says_how_private_it_is() -> None:
+    assert federation().server.privacy() is None
+    assert Federation("pfedhn", make_task()).server.privacy() is None
+    record = federation(settings={"epsilon": 0.3}).server.privacy()
+    assert record is not None
+    assert (record["epsilon"], record["delta"]) == (0.3, 0.01)
+    assert record["mechanism"] == "gaussian, analytic calibration"
+
+
+# Mutants: the checks above fail on them, so much they are worth
+
+
+def flipped(sent: trees.Tree, trained: trees.Tree) -> trees.Tree:
+    return trees.tree_map(torch.neg, trees.subtract(sent, trained))
+
+
+def unweighted(tree: trees.Tree, weight: Tensor) -> trees.Tree:
+    return trees.weighted_mean(tree, weight.sign())
+
+
+def halved(model: Any, delta: Any, weight: Tensor) -> None:
+    trees.pull_back(model, delta, weight / 2)
+
+
+def half_regression(module: Any, target: Tensor) -> Any:
+    return lambda model, batch: ((module(batch.x) - target).square().mean(), {})
+
+
+@pytest.mark.parametrize(
+    ("name", "mutant", "check"),
+    [
+        ("subtract", flipped, lambda: check_phase_one([2])),
+        ("subtract", flipped, lambda: check_phase_two([2])),
+        ("pull_back", halved, lambda: check_phase_one([2])),
+        ("pull_back", halved, lambda: check_phase_two([2])),
+        ("weighted_mean", unweighted, lambda: check_encoder([0, 1, 2])),
+        ("regression", half_regression, lambda: check_encoder([0, 1, 2])),
+    ],
+)
+def test_a_wrong_update_is_caught(
+    name: str, mutant: Any, check: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(itpfl, name, mutant)
+    with pytest.raises(AssertionError):
+        check()
+
+
+def test_an_encoder_that_trains_in_phase_two_is_caught() -> None:
+    with pytest.raises(AssertionError):
+        check_phase_two([2], phase_one_rounds=2)
+
+
+def test_old_clients_with_weights_of_phase_two_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def personalize(self: Any, clients: Cohort) -> Any:
+        net = self.novel_net
+        vector = self.describe(clients) if clients.novel else self.embed(clients).detach()
+        return itpfl.Each(trees.detach(net(vector, clients.size)))
+
+    monkeypatch.setattr(itpfl.Server, "personalize", personalize)
+    with pytest.raises(AssertionError):
+        check_serving()
+
+
+def no_noise(self: Any, value: Tensor, *others: Any) -> Tensor:
+    return value
+
+
+def test_no_noise_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PrivacyConfig, "release", no_noise)
+    with pytest.raises(AssertionError):
+        check_noise()
+
+
+def test_noise_of_the_server_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    describe = itpfl.Server.describe
+
+    def noisy(self: Any, clients: Cohort) -> Tensor:
+        row = describe(self, clients)
+        sigma = 2 / 9 * analytic_multiplier(0.3, 0.01)
+        return row + sigma * torch.randn(row.shape, generator=generator(0), dtype=row.dtype)
+
+    monkeypatch.setattr(PrivacyConfig, "release", no_noise)
+    monkeypatch.setattr(itpfl.Server, "describe", noisy)
+    with pytest.raises(AssertionError):
+        check_noise()

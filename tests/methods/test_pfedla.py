@@ -1,0 +1,373 @@
+"""pFedLA and HeurpFedLA: the update by one-piece autograd, the limits, the weights, the bytes."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hyperfed import trees
+from hyperfed.engines import loop
+from hyperfed.errors import UserError
+from hyperfed.federation import Task
+from hyperfed.methods import pfedla
+from hyperfed.randomness import seeded
+from toys import FEATURES, ONE_STEP, PLAIN, Federation, Normed, TwoLayers, client_loss, make_task
+
+CLOSE: dict[str, Any] = {"rtol": 1e-8, "atol": 1e-12}
+SERVER: dict[str, Any] = {"embedding_size": 6, "hidden": 7, "lr": 0.5}
+LAYERS: dict[str, list[str]] = {
+    "body": ["body.weight", "body.bias"],
+    "norm": [
+        "norm.weight",
+        "norm.bias",
+        "norm.running_mean",
+        "norm.running_var",
+        "norm.num_batches_tracked",
+    ],
+    "head": ["head.weight", "head.bias"],
+}
+"""The layers of Normed, in the order of its modules."""
+
+
+def trained_federation(retain: int = 0, **settings: Any) -> Federation:
+    """Three rounds, after which no two clients have the same model; client 3 has its first one."""
+    settings = ONE_STEP | SERVER | settings
+    federation = Federation("pfedla", make_task(Normed), retain=retain, **settings)
+    for number, cohort in enumerate([[0, 1, 2], [1, 2], [0, 2]]):
+        federation.round(cohort, number)
+    return federation
+
+
+def mixture_of(federation: Federation, client: int, retain: int = 0) -> dict[str, Tensor]:
+    """sum_j alpha[l, j] theta_j entry by entry, but for the retained layers: the client's own."""
+    server = federation.server
+    alpha = server.hyper_nets(torch.tensor([client]))[0]  # (layers, n)
+    model, own = server.trained["base"], alpha[:, client].tolist()
+    retained = sorted(range(len(LAYERS)), key=lambda at: -own[at])[:retain]
+    mixture = {}
+    for at, names in enumerate(LAYERS.values()):
+        for name in names:
+            weighed = [a * theta for a, theta in zip(alpha[at], model[name].double(), strict=True)]
+            mixed = model[name][client].double() if at in retained else torch.stack(weighed).sum(0)
+            mixture[name] = mixed.round().long() if "num_batches" in name else mixed
+    return mixture
+
+
+def loss_of(federation: Federation, client: int, mixture: dict[str, Tensor]) -> Tensor:
+    """The client's loss; batch-norm writes its statistics into copies."""
+    kept = {n: value.detach().clone() for n, value in mixture.items() if n not in PARAMETERS}
+    return client_loss(federation.task, client, mixture | kept)
+
+
+PARAMETERS = dict(Normed().named_parameters()).keys()
+
+
+def check_one_round(clients: list[int], retain: int = 0) -> None:
+    """One round against gradient descent on the one-piece objective, and what is kept and used.
+
+    With one plain local step of rate eta, delta = eta times the gradient in the mixture, so
+    descending the pull-back is gradient descent with rate lr * eta on sum_i L_i(mixture_i).
+    """
+    federation = trained_federation(retain)
+    server = federation.server
+    assert list(server.weights(torch.tensor(clients))) == list(LAYERS)
+    rate = ONE_STEP["local_lr"]
+    stored = trees.clone(server.trained["base"])
+    objective = torch.zeros((), dtype=torch.float64)
+    for client in clients:
+        mixture = mixture_of(federation, client, retain)
+        loss = loss_of(federation, client, mixture)
+        objective = objective + loss
+        leaves = {name: mixture[name].detach().requires_grad_() for name in PARAMETERS}
+        loss_of(federation, client, mixture | leaves).backward()
+        for name, leaf in leaves.items():
+            stored[name][client] = (leaf - rate * leaf.grad).detach()
+    named = dict(server.hyper_nets.named_parameters())
+    gradients = torch.autograd.grad(objective, list(named.values()))
+    expected = {
+        name: (value - federation.config.lr * rate * gradient).detach()
+        for (name, value), gradient in zip(named.items(), gradients, strict=True)
+    }
+
+    federation.round(clients, 3)
+
+    ours = {name: value.detach() for name, value in server.hyper_nets.named_parameters()}
+    torch.testing.assert_close(ours, expected, **CLOSE)
+    for name in PARAMETERS:
+        torch.testing.assert_close(server.trained["base"][name], stored[name], **CLOSE)
+    for client in range(4):
+        mixture = trees.detach(mixture_of(federation, client, retain))
+        torch.testing.assert_close(federation.personal(client), mixture, **CLOSE)
+
+
+@pytest.mark.parametrize("retain", [0, 1, 2])
+@pytest.mark.parametrize("clients", [[1], [3], [0, 1, 3]])
+def test_the_update_is_the_gradient_of_the_one_piece_objective(
+    clients: list[int], retain: int
+) -> None:
+    check_one_round(clients, retain)
+
+
+def test_the_update_moves_the_participants_hypernetworks_and_no_other() -> None:
+    federation = trained_federation()
+    before = trees.clone(federation.server.state()["hyper_nets"])
+    federation.round([1], 3)
+    after = federation.server.state()["hyper_nets"]
+    for name, old in before.items():
+        moved = (after[name] - old).abs().flatten(1).amax(dim=1)
+        assert [bool(rows > 0) for rows in moved] == [False, True, False, False], name
+
+
+# Mutants: what the checks above are worth.
+
+
+def flipped(sent: trees.Tree, trained: trees.Tree) -> trees.Tree:
+    return {name: trained[name] - value for name, value in sent.items()}
+
+
+def own_over_mixture(self: pfedla.Client, received: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The public error: the mixture is loaded, then overwritten by the client's own model."""
+    return received | self.recall("model", self.initial)
+
+
+def to_a_neighbour(model: Any, delta: Any, weight: Tensor) -> None:
+    PULL_BACK(model, trees.tree_map(lambda leaf: leaf.roll(1, 0), delta), weight)
+
+
+PULL_BACK = trees.pull_back
+
+
+def each_entry_a_layer(net: Any) -> dict[str, list[str]]:
+    return {name: [name] for names in LAYERS.values() for name in names}
+
+
+def biases_elsewhere(net: Any) -> dict[str, list[str]]:
+    other = {"body.bias": "head.bias", "head.bias": "body.bias"}
+    return {layer: [other.get(n, n) for n in names] for layer, names in LAYERS.items()}
+
+
+def without_buffers(net: Any) -> dict[str, list[str]]:
+    return {layer: [n for n in names if n in PARAMETERS] for layer, names in LAYERS.items()}
+
+
+def buffers_too(net: Any) -> list[str]:
+    return [name for name, value in trees.model_of(net).items() if value.is_floating_point()]
+
+
+@pytest.mark.parametrize("retain", [0, 1])
+@pytest.mark.parametrize(
+    ("place", "name", "mutant"),
+    [
+        (trees, "subtract", flipped),
+        (pfedla.Client, "personal_model", own_over_mixture),
+        (trees, "pull_back", to_a_neighbour),
+        (torch.optim, "SGD", partial(torch.optim.SGD, momentum=0.9)),
+        (torch.optim, "SGD", partial(torch.optim.SGD, weight_decay=0.1)),
+        (pfedla, "layers_of", each_entry_a_layer),
+        (pfedla, "layers_of", biases_elsewhere),
+        (pfedla, "layers_of", without_buffers),
+        (pfedla, "shapes_of", buffers_too),
+    ],
+)
+def test_a_mutant_is_caught(
+    place: Any, name: str, mutant: Callable[..., Any], retain: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(place, name, mutant)
+    with pytest.raises(AssertionError):
+        check_one_round([0, 1, 3], retain)
+
+
+# The limits.
+
+
+def with_weights(federation: Federation, logits: Tensor) -> Federation:
+    """Makes all layers' weights the softmax of the rows of ``logits`` (n, n), for good."""
+    head = federation.server.hyper_nets.heads["base"]
+    with torch.no_grad():
+        head.weight.zero_()
+        head.bias.copy_(logits.repeat(1, head.bias.shape[1] // len(logits)))
+    return federation
+
+
+STILL: dict[str, Any] = PLAIN | SERVER | {"lr": 1e-30}
+"""Hypernetworks that do not move."""
+ROUNDS = ([0, 1, 2, 3], [1, 3], [0, 1, 2])
+
+
+@pytest.mark.parametrize("retain", [0, 3])
+def test_identity_weights_are_local_training(retain: int) -> None:
+    settings = {"local_steps": 3, "batch_size": 5, "local_lr": 0.1}
+    task = make_task(Normed)
+    ours = Federation("pfedla", task, retain=retain, **(STILL | settings))
+    if retain == 0:  # identity: exp(-1000) is 0; retaining all layers is the same
+        ours = with_weights(ours, 1000 * torch.eye(4))
+    local = Federation("local", task, **(PLAIN | settings))
+    for number, cohort in enumerate(ROUNDS):
+        for federation in (ours, local):
+            federation.round(cohort, number)
+    for client in range(4):
+        torch.testing.assert_close(ours.personal(client), local.personal(client), **CLOSE)
+
+
+def test_uniform_weights_are_fedavg_with_equal_weights() -> None:
+    settings = {"local_steps": 3, "batch_size": 5, "local_lr": 0.1}
+    task = make_task(Normed, examples=(9,) * 4)
+    ours = with_weights(Federation("pfedla", task, **(STILL | settings)), torch.zeros(4, 4))
+    fedavg = Federation("fedavg", task, **(PLAIN | settings))
+    for number in range(3):
+        for federation in (ours, fedavg):
+            federation.round([0, 1, 2, 3], number)
+    for client in range(4):
+        torch.testing.assert_close(ours.personal(client), fedavg.personal(client), **CLOSE)
+
+
+# The weights.
+
+
+def chain(clients: int = 7, classes_of_one: int = 4) -> Task:
+    """Client i has the classes i to i + 3, as in figure 6: close clients share most classes."""
+    draw = torch.Generator().manual_seed(3)
+    classes = clients + classes_of_one - 1
+    centres = 1.5 * torch.randn(classes, FEATURES, dtype=torch.float64, generator=draw)
+    y = torch.cat([torch.arange(24) % classes_of_one + client for client in range(clients)])
+    noise = torch.randn(len(y), FEATURES, dtype=torch.float64, generator=draw)
+    parts = list(torch.arange(len(y)).split(24))
+
+    class Net(TwoLayers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = torch.nn.Linear(4, classes)
+
+    with seeded(0, "chain"):
+        models = {"base": Net().double()}
+    return Task("chain", centres[y] + noise, y, parts, parts, parts, models, classes)
+
+
+def test_clients_with_common_classes_weigh_more_than_strangers() -> None:
+    settings = {"local_steps": 5, "batch_size": 24, "local_lr": 0.2}
+    federation = Federation("pfedla", chain(), **(PLAIN | settings), hidden=20, lr=0.5)
+    everyone = torch.arange(7)
+    for number in range(12):
+        federation.round(everyone.tolist(), number)
+    apart = (everyone[:, None] - everyone).abs()
+    for layer, weights in federation.server.weights(everyone).items():
+        own, neighbours = weights[apart == 0].mean(), weights[apart == 1].mean()
+        strangers = weights[apart >= 4].mean()  # no class in common
+        assert own > neighbours > 1.2 * strangers, layer
+
+
+def test_weights_are_a_function_of_the_state() -> None:
+    federation = trained_federation()
+    before = trees.clone(federation.server.state())
+    ids = torch.tensor([2, 0])
+    weights = federation.server.weights(ids)
+    assert {layer: alpha.shape for layer, alpha in weights.items()} == dict.fromkeys(LAYERS, (2, 4))
+    for alpha in weights.values():
+        assert not alpha.requires_grad
+        assert bool((alpha >= 0).all())
+        torch.testing.assert_close(alpha.sum(1), torch.ones(2, dtype=torch.float64))
+    torch.testing.assert_close(federation.server.weights(ids), weights, rtol=0, atol=0)
+    torch.testing.assert_close(federation.server.state(), before, rtol=0, atol=0)
+
+
+# HeurpFedLA.
+
+
+@pytest.mark.parametrize("retain", [0, 1, 2, 3])
+def test_bytes_fall_as_the_retained_layers_sizes_say(retain: int) -> None:
+    federation = trained_federation(retain)
+    model = trees.model_of(federation.task.models["base"])
+    size = {
+        layer: sum(model[name].numel() * 8 for name in names) for layer, names in LAYERS.items()
+    }
+    total = sum(size.values())
+    weights = federation.server.weights(torch.arange(4))
+    expected = {}
+    for client in range(4):
+        own = {layer: float(alpha[client, client]) for layer, alpha in weights.items()}
+        retained = sorted(own, key=lambda layer: -own[layer])[:retain]
+        expected[client] = (total - sum(size[layer] for layer in retained), total)
+    cohort = federation.round([0, 1, 2, 3], 3)
+    assert {e.client: (e.down, e.up) for e in cohort.state.exchanges} == expected
+    assert retain in (0, 3) or len(set(expected.values())) > 1  # the clients do differ
+
+
+def test_heurpfedla_retains_one_layer() -> None:
+    federation = Federation("heurpfedla", make_task(), **ONE_STEP, **SERVER)
+    cohort = federation.round([0, 1])
+    body, head = (FEATURES * 4 + 4) * 8, (4 * 3 + 3) * 8
+    assert {exchange.down for exchange in cohort.state.exchanges} <= {body, head}
+    assert {exchange.up for exchange in cohort.state.exchanges} == {body + head}
+
+
+def test_the_server_keeps_what_the_clients_keep_though_some_are_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def lost(engine: Any, probability: float, kind: str, *keys: Any) -> bool:
+        return kind == "drop" and (keys[0] + keys[1]) % 3 == 0
+
+    monkeypatch.setattr(loop, "_chance", lost)
+    federation = Federation("heurpfedla", make_task(Normed), **ONE_STEP, **SERVER)
+    for number in range(4):
+        assert federation.round([0, 1, 2], number).state.lost
+    for client, memory in federation.engine.memory.items():
+        stored = trees.take(federation.server.trained["base"], client)
+        torch.testing.assert_close(stored, memory["model"], rtol=0, atol=0)
+    initial = trees.take(federation.server.trained["base"], 3)  # never sampled
+    torch.testing.assert_close(initial, federation.task.outline().initial(), rtol=0, atol=0)
+
+
+def test_more_layers_than_there_are_cannot_be_retained() -> None:
+    with pytest.raises(UserError, match=r"retain must be 0 to 2, .* got 3; lower it"):
+        Federation("pfedla", make_task(), retain=3)
+
+
+# Which model is used.
+
+
+def test_the_trained_model_can_be_evaluated() -> None:
+    federation = trained_federation(evaluated="trained")
+    stored = federation.server.trained["base"]
+    for client in (0, 3):
+        ours = federation.personal(client)
+        torch.testing.assert_close(ours, trees.take(stored, client), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("retain", [0, 1])
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_novel_client_starts_from_the_mean_of_all_models(steps: int, retain: int) -> None:
+    task = make_task(novel=1)
+    settings = ONE_STEP | SERVER | {"novel_steps": steps, "retain": retain}
+    federation = Federation("pfedla", task, **settings)
+    for number, cohort in enumerate([[0, 1, 2], [0, 2]]):
+        federation.round(cohort, number)
+    expected = {name: value.mean(0) for name, value in federation.server.trained["base"].items()}
+    if steps:
+        leaves = {name: value.clone().requires_grad_() for name, value in expected.items()}
+        client_loss(task, 3, leaves).backward()
+        expected = {name: (leaf - 0.1 * leaf.grad).detach() for name, leaf in leaves.items()}
+    torch.testing.assert_close(federation.personal(3, fresh=True), expected, **CLOSE)
+    assert 3 not in federation.engine.memory
+
+
+def test_a_client_is_mixed_from_the_clients_of_its_own_size() -> None:
+    with seeded(0, "sizes"):
+        models = {"S": TwoLayers().double(), "L": Normed().double()}
+    task = make_task(models=models, sizes=("S", "L", "S", "L"))
+    federation = Federation("pfedla", task, **ONE_STEP, **SERVER)
+    unseen = federation.server.weights(torch.tensor([0]), "S")["body"]
+    assert bool((unseen > 0).all())  # the server has not yet met anyone
+    for number in range(2):
+        federation.round([0, 1, 2, 3], number)
+    alpha = federation.server.weights(torch.tensor([0]), "S")
+    assert list(alpha) == ["body", "head"]
+    stored = federation.server.trained["S"]
+    ours = federation.personal(0)
+    for name, value in ours.items():
+        (weight,) = alpha[name.split(".")[0]]
+        assert weight[[1, 3]].tolist() == [0, 0]
+        expected = weight[0] * stored[name][0] + weight[2] * stored[name][2]
+        torch.testing.assert_close(value, expected, **CLOSE)

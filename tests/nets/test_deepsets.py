@@ -1,0 +1,128 @@
+"""The deep-set encoder against matrix products written out here, in float64."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hyperfed.errors import UserError
+from hyperfed.nets.deepsets import DeepSet
+from hyperfed.nets.targets import MLP, TARGETS, CharLSTM, LeNet, build_target
+from hyperfed.privacy import sensitivity
+from hyperfed.training import apply
+from hyperfed.trees import model_of
+from toys import Normed, TwoLayers
+
+CLOSE: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-13}
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def test_mean_of_one_half_and_maximum_of_the_other() -> None:
+    torch.manual_seed(0)
+    encoder, x = DeepSet(MLP((5,), 3, (7, 4)).double(), 2, units=6), draw(9, 5)
+    w = dict(encoder.named_parameters())
+    h = F.relu(x @ w["features.0.layers.0.weight"].T + w["features.0.layers.0.bias"])
+    pooled = torch.cat([h[:, :3].sum(0) / 9, h[:, 3:].sort(dim=0).values[-1]])
+    # The widths after pooling are the target's: 7, 4, then l in the place of 3 classes.
+    inner = F.relu(pooled @ w["layers.0.weight"].T + w["layers.0.bias"])
+    inner = F.relu(inner @ w["layers.2.weight"].T + w["layers.2.bias"])
+    expected = inner @ w["layers.4.weight"].T + w["layers.4.bias"]
+    torch.testing.assert_close(encoder(x), expected, **CLOSE)
+    assert [len(w["layers.0.bias"]), len(w["layers.2.bias"]), len(expected)] == [7, 4, 2]
+
+
+def test_on_lenet_it_is_the_papers() -> None:
+    """Two convolutions, Linear(200), pooling, Linear(120), Linear(84), Linear(l)."""
+    target = LeNet((3, 32, 32), 10)
+    encoder = DeepSet(target, 25)
+    shapes = [tuple(p.shape) for p in encoder.parameters() if p.ndim > 1]
+    assert shapes == [(16, 3, 5, 5), (32, 16, 5, 5), (200, 800), (120, 200), (84, 120), (25, 84)]
+    x = torch.rand(4, 3, 32, 32)
+    images = F.max_pool2d(F.relu(target.conv1(x)), 2)  # its trunk has the target's weights
+    images = F.max_pool2d(F.relu(target.conv2(images)), 2).flatten(1)
+    h = F.relu(images @ encoder.features[0].fc1.weight.T + encoder.features[0].fc1.bias)
+    pooled = torch.cat([h[:, :100].mean(0), h[:, 100:].max(0).values])
+    torch.testing.assert_close(encoder(x), encoder.layers(pooled))
+
+
+def test_the_order_of_a_set_does_not_matter_and_the_target_is_left_alone() -> None:
+    target = TwoLayers().double()
+    before, x = model_of(target), draw(8, 5)
+    for bounded in (False, True):
+        encoder = DeepSet(target, 3, units=4, bounded=bounded)
+        torch.testing.assert_close(encoder(x), encoder(x.flip(0)), **CLOSE)
+        encoder(x).sum().backward()
+    assert all(torch.equal(value, before[name]) for name, value in target.state_dict().items())
+    assert all(parameter.grad is None for parameter in target.parameters())
+
+
+def test_bounded_is_the_mean_of_points_on_the_unit_sphere() -> None:
+    encoder = DeepSet(TwoLayers().double(), 3, units=4, bounded=True)
+    x = 10 * draw(8, 5)
+    alone = torch.stack([encoder(row[None]) for row in x])
+    torch.testing.assert_close(alone.norm(dim=1), torch.ones(8, dtype=torch.float64), **CLOSE)
+    torch.testing.assert_close(encoder(x), alone.mean(0), **CLOSE)
+
+
+@pytest.mark.parametrize("samples", [1, 5, 40])
+def test_replacing_a_sample_moves_a_bounded_descriptor_by_at_most_its_sensitivity(
+    samples: int,
+) -> None:
+    """And an adversary comes close to that: the bound is no larger than it must be."""
+    torch.manual_seed(1)
+    linear = nn.Linear(5, 2, bias=False).double()
+    encoder, x = DeepSet(linear, 3, units=4, bounded=True), draw(samples, 5)
+    bound = sensitivity(bound=1, lipschitz=1, samples=samples)
+    moved = []
+    for seed in range(50):
+        extreme = 1e6 * draw(5, seed=seed)
+        both = []
+        for sign in (1, -1):
+            changed = x.clone()
+            changed[samples // 2] = sign * extreme
+            both.append(encoder(changed))
+        moved.append(float((both[0] - both[1]).norm().detach()))
+        assert moved[-1] <= bound * (1 + 1e-12)
+    assert max(moved) > 0.99 * bound
+
+
+def test_a_maximum_has_no_such_sensitivity() -> None:
+    """Even with features between -1 and 1, one of 400 samples moves it by far more than 2 / 400."""
+    torch.manual_seed(0)
+    encoder, x = DeepSet(TwoLayers().double(), 3, units=40), 0.01 * draw(400, 5)
+    changed = x.clone()
+    changed[0] = 1e3
+    assert (encoder(changed) - encoder(x)).norm() > 10 * sensitivity(1, 1, 400)
+
+
+@pytest.mark.parametrize("name", ["lenet", "omniglot_net", "mlp", "pfedla_cnn", "pfedkt_cnn"])
+@pytest.mark.parametrize("bounded", [False, True])
+def test_it_encodes_for_every_target(name: str, bounded: bool) -> None:
+    assert name in TARGETS
+    target = build_target(name, input_shape=(1, 28, 28), classes=10)
+    encoder = DeepSet(target, 4, units=6, bounded=bounded)
+    x = torch.rand(3, 1, 28, 28)
+    assert apply(encoder, model_of(encoder), x).shape == (4,)
+
+
+@pytest.mark.parametrize("target", [Normed(), nn.Linear(5, 3), MLP((5,), 3, ())])
+def test_other_targets(target: nn.Module) -> None:
+    assert DeepSet(target.double(), 4, units=6)(draw(3, 5)).shape == (4,)
+
+
+def test_texts() -> None:
+    encoder = DeepSet(CharLSTM(30, 4, 8, 1), 4, units=6)
+    assert encoder(torch.randint(30, (3, 7))).shape == (4,)
+
+
+def test_errors() -> None:
+    with pytest.raises(UserError, match=r"a linear layer, got a Conv2d without one; choose"):
+        DeepSet(nn.Conv2d(1, 1, 3), 4)
+    for size, units in ((0, 4), (3, 5), (3, 0)):
+        with pytest.raises(UserError, match=f"even number of units, got {size} and {units}"):
+            DeepSet(TwoLayers(), size, units)
