@@ -351,7 +351,7 @@ class TestStopping:
             outcome = Outcome(0, *process.communicate(timeout=DEADLINE))
         told = failure(outcome._replace(code=process.returncode))
         assert "make room" in told
-        (folder,) = (tmp_path / "pfedhn").iterdir()
+        (folder,) = (tmp_path / "config").iterdir()
         assert not list((folder / "checkpoint").iterdir())
         assert not RunFolder(folder).summary.exists()
         assert cli("resume", folder, "--quiet").code == 0  # there is room again

@@ -23,7 +23,9 @@ runpy.run_path(sys.argv[1])["main"](visits=18, local_steps=2)
 
 def run(folder: Path, *arguments: str) -> str:
     """Runs Python in ``folder`` and returns what it printed."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(hyperfed.__file__).parents[1])}
+    # What pytest-xdist tells its workers would disable the benchmarks of a pytest below one.
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")}
+    environment = {**inherited, "PYTHONPATH": str(Path(hyperfed.__file__).parents[1])}
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,
