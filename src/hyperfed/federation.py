@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hyperfed import training, trees
+from hyperfed import state, training, trees
 from hyperfed.training import Batch, Batches
 from hyperfed.trees import Model, Tree
 
@@ -419,6 +419,30 @@ class Cohort(Protocol):
         """
 
 
+def average(
+    clients: Cohort, step: Callable[..., Tree], model: Tree, batches: Batches | None = None
+) -> Tree:
+    """Has clients train a model and averages what comes back (FedAvg, algorithm 1).
+
+    Args:
+        clients: of any target sizes.
+        step: takes the model of its client's size and returns it trained.
+        model: {size: model}.
+        batches: what to train on.
+
+    Returns:
+        {size: mean over its clients, weighted by training examples}; a size without any stays.
+
+    Raises:
+        AllLostError: no client of some size is left to answer.
+    """
+    groups = clients.sizes
+    trained = {
+        size: group.ask(step, model[size], batches=batches) for size, group in groups.items()
+    }
+    return model | {s: trees.weighted_mean(trained[s], groups[s].weight) for s in groups}
+
+
 class AllLostError(Exception):
     """Every client of a round was lost: the round changes nothing and is reported."""
 
@@ -462,47 +486,12 @@ class Server:
         Args:
             optimizers: with those of the optimisers, which only training needs.
         """
-        return {
-            name: _state(value)
-            for name, value in vars(self).items()
-            if _is_state(value) and (optimizers or not isinstance(value, torch.optim.Optimizer))
-        }
+        return state.of(vars(self), optimizers=optimizers)
 
-    def load(self, state: Tree) -> None:
+    def load(self, saved: Tree) -> None:
         """Puts back what :meth:`state` gave."""
-        for name, value in state.items():
-            setattr(self, name, _loaded(getattr(self, name), value))
-
-
-def _is_state(value: object) -> bool:
-    if isinstance(value, dict):
-        return all(isinstance(leaf, Tensor) for _, leaf in trees.leaves(value))
-    return isinstance(value, nn.Module | torch.optim.Optimizer | Tensor)
-
-
-def _state(value: Any) -> Tree | Tensor:
-    if isinstance(value, nn.Module):
-        return {name: entry.detach() for name, entry in value.state_dict().items()}
-    if isinstance(value, torch.optim.Optimizer):
-        state = value.state_dict()["state"]
-        return {
-            str(key): {name: leaf for name, leaf in entry.items() if isinstance(leaf, Tensor)}
-            for key, entry in state.items()
-        }
-    return value if isinstance(value, Tensor) else dict(value)
-
-
-def _loaded(target: Any, state: Any) -> Any:
-    """Loads modules and optimisers in place; returns tensors and trees as they are."""
-    if isinstance(target, nn.Module):
-        target.load_state_dict(state)
-        return target
-    if isinstance(target, torch.optim.Optimizer):
-        groups = target.state_dict()["param_groups"]
-        entries = {int(key): entry for key, entry in state.items()}
-        target.load_state_dict({"state": entries, "param_groups": groups})
-        return target
-    return state
+        for name, value in saved.items():
+            setattr(self, name, state.loaded(getattr(self, name), value))
 
 
 class Method(Protocol):

@@ -13,9 +13,9 @@ from pydantic import ConfigDict, NonNegativeInt
 from pydantic.dataclasses import dataclass
 
 from hyperfed import federation
-from hyperfed.federation import Cohort, Each, Outline, step
+from hyperfed.federation import Cohort, Each, Outline, average, step
 from hyperfed.training import LocalConfig, Steps, sgd
-from hyperfed.trees import Model, Tree, weighted_mean
+from hyperfed.trees import Model, Tree
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -57,12 +57,8 @@ class Server(federation.Server):
 
     def round(self, clients: Cohort) -> None:
         """Replaces the global model by the weighted mean of the trained ones."""
-        trained = {
-            size: group.ask(Client.train_model, self.model[size], batches=self.config.batches)
-            for size, group in clients.sizes.items()
-        }
-        for size, group in clients.sizes.items():
-            self.model[size] = weighted_mean(trained[size], group.weight)
+        batches = self.config.batches
+        self.model = average(clients, Client.train_model, self.model, batches)
 
     def personalize(self, clients: Cohort) -> Tree | Each:
         """Sends the global model."""

@@ -13,10 +13,10 @@ from pydantic import ConfigDict, NonNegativeInt
 from pydantic.dataclasses import dataclass
 
 from hyperfed import federation
-from hyperfed.federation import Cohort, Outline, step
+from hyperfed.federation import Cohort, Outline, average, step
 from hyperfed.nets.targets import head_names
 from hyperfed.training import LocalConfig, Steps, sgd
-from hyperfed.trees import Model, Tree, partition, weighted_mean
+from hyperfed.trees import Model, Tree, partition
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -91,12 +91,8 @@ class Server(federation.Server):
 
     def round(self, clients: Cohort) -> None:
         """Replaces the global body by the weighted mean of the trained ones."""
-        trained = {
-            size: group.ask(Client.train_model, self.body[size], batches=self.config.batches)
-            for size, group in clients.sizes.items()
-        }
-        for size, group in clients.sizes.items():
-            self.body[size] = weighted_mean(trained[size], group.weight)
+        batches = self.config.batches
+        self.body = average(clients, Client.train_model, self.body, batches)
 
     def personalize(self, clients: Cohort) -> Model:
         """Sends the global body."""

@@ -25,10 +25,10 @@ from torch.func import functional_call, grad
 from hyperfed import federation
 from hyperfed.complexity import count_parameters
 from hyperfed.contrast import Contrast, Distance, contrastive_loss, distances
-from hyperfed.federation import Cohort, Outline, step
+from hyperfed.federation import Cohort, Outline, average, step
 from hyperfed.nets.hypernets import Chunked, draw_weights, shapes_of
 from hyperfed.training import Batch, LocalConfig, Objective, apply, sgd, supervised
-from hyperfed.trees import Model, Tree, subtract, tree_map, weighted_mean
+from hyperfed.trees import Model, Tree, subtract, tree_map
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -182,12 +182,8 @@ class Server(federation.Server):
 
     def round(self, clients: Cohort) -> None:
         """Replaces the global model by the weighted mean of the trained private ones."""
-        trained = {
-            size: group.ask(Client.train_model, self.model[size], batches=self.config.batches)
-            for size, group in clients.sizes.items()
-        }
-        for size, group in clients.sizes.items():
-            self.model[size] = weighted_mean(trained[size], group.weight)
+        batches = self.config.batches
+        self.model = average(clients, Client.train_model, self.model, batches)
 
     def personalize(self, clients: Cohort) -> Model:
         """Sends the global model; each client uses its private one."""
