@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from hyperfed import federation, training, trees
 from hyperfed.engines.loop import Faults, LoopEngine
 from hyperfed.federation import AllLostError, Each, Task, step
+from hyperfed.nets.targets import LeNet
+from hyperfed.randomness import seeded
 from hyperfed.training import Epochs, Steps
 from hyperfed.trees import Tree
-from toys import CLASSES, EXAMPLES, TwoLayers, logits, make_task
+from toys import CLASSES, EXAMPLES, Federation, TwoLayers, logits, make_task
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -392,3 +394,20 @@ def test_injected_faults_shrink_a_cohort_reproducibly() -> None:
     assert dropped == lost(Faults(drop=0.3))
     assert set(lost(Faults(nan=0.3)).values()) == {"the reply is not finite"}
     assert lost(Faults(drop=0.3), training=False) == {}
+
+
+def test_other_cores_per_client_agree_to_1e_6_on_a_network_that_uses_them() -> None:
+    """The arithmetic of the tiny tasks is too small for PyTorch to share among threads."""
+    draw = torch.Generator().manual_seed(0)
+    with seeded(0, "net"):
+        net = LeNet((3, 32, 32), CLASSES, width=16).double()
+    x = torch.randn(96, 3, 32, 32, dtype=torch.float64, generator=draw)
+    y = torch.randint(CLASSES, (96,), generator=draw)
+    rows = [torch.arange(96)]
+    task = Task("images", x, y, rows, rows, rows, {"base": net}, CLASSES)
+    states = []
+    for cores in (1, 2):
+        federation_ = Federation("pfedhn", task, {"cores_per_client": cores}, local_steps=5)
+        federation_.round([0])
+        states.append(federation_.server.state())
+    torch.testing.assert_close(*states, rtol=0, atol=1e-6)
