@@ -92,6 +92,20 @@ def test_personalisation_cannot_read_test_data_however_it_tries(cheat: Any) -> N
         evaluate(server, engine, [NOVEL], 0, novel=True)
 
 
+@pytest.mark.parametrize("part", ["personal_model", "predict"])
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_no_method_opens_its_test_data_to_what_makes_a_model(method: str, part: str) -> None:
+    """A method that has its own ``evaluate`` must not mark it as free to read them."""
+    ours = trained(method, make_task(novel=1))
+
+    def cheats(client: federation.Client, *arguments: Any) -> Any:
+        return client.test.batch()
+
+    ours.engine.client = type("Cheat", (ours.engine.client,), {part: cheats})
+    with pytest.raises(PermissionError, match="only a step marked"):
+        evaluate(ours.server, ours.engine, [NOVEL], 7, novel=True)
+
+
 class ReadsLabels(federation.Client):
     def personal_model(self, received: Tree) -> Model:
         return received | {"head.bias": received["head.bias"] + self.train.batch().y.sum()}
@@ -168,6 +182,9 @@ def test_novel_clients_images_are_corrupted_after_training_too(tmp_path: Path) -
     keys = {"rounds": 1, "method": {"local_steps": 1}, "task": {"name": "digits", "clients": 10}}
     run = hyperfed.train("fedavg", out=tmp_path, **keys)
     blurred = run.served_otherwise(["task.novel_corruption=blur"])
+    given = hyperfed.train("fedavg", run.task, **keys)
+    with pytest.raises(UserError, match="only where settings made the task"):
+        given.served_otherwise(["task.novel_corruption=blur"])
     novel, known = run.task.train[9], run.task.train[0]
     assert not torch.equal(blurred.task.x[novel], run.task.x[novel])
     assert torch.equal(blurred.task.x[known], run.task.x[known])

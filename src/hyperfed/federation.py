@@ -153,6 +153,15 @@ class Split:
     def __len__(self) -> int:
         return len(self._index)
 
+    @property
+    def labels(self) -> Tensor:
+        """(m,) labels of all examples; no input is gathered.
+
+        Raises:
+            UnlabelledError: the client has none.
+        """
+        return Batch(self._index, self._task.y[self._index] if self._labelled else None).y
+
     def batch(self, which: Tensor | slice = slice(None)) -> Batch:
         """Returns some examples of this split, all of them by default."""
         index = self._index[which]

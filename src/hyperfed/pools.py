@@ -80,7 +80,7 @@ def check_single(received: Tree, novel_models: str) -> None:
         )
 
 
-def mean_counts(evaluate: Callable[[Tree], Tree], received: Tree) -> Tree:
+def counts_of(evaluate: Callable[[Tree], Tree], received: Tree) -> Tree:
     """Evaluates a model; of a pool, returns the mean of its models' counts."""
     if POOL not in received:
         return evaluate(received)
@@ -88,7 +88,7 @@ def mean_counts(evaluate: Callable[[Tree], Tree], received: Tree) -> Tree:
     return tree_map(lambda leaf: leaf.double().mean(dim=0).to(leaf.dtype), counts)
 
 
-def mean_output(predict: Callable[[Model, Tensor], Tensor], model: Tree, x: Tensor) -> Tensor:
+def output_of(predict: Callable[[Model, Tensor], Tensor], model: Tree, x: Tensor) -> Tensor:
     """Returns (B, classes) outputs of a model; of a pool, the mean over its models."""
     if POOL not in model:
         return predict(model, x)

@@ -81,6 +81,7 @@ class Run:
     ) -> None:
         self.config, self.folder = config, folder
         self.task = tasks.build(config.task, config.seed) if task is None else task
+        self._built = task is None
         self.method: ModuleType = METHODS[config.method]
         self.server = self._new_server()
         self.engine = engines.build(
@@ -267,12 +268,18 @@ class Run:
             samples: training examples that each novel client has; all of its own where None.
 
         Raises:
-            UserError: another key, a setting that changes what was trained, too few examples; or
-                the run has not come to its first evaluation.
+            UserError: another key, a setting that changes what was trained, too few examples,
+                images to corrupt of a task that no settings made; or the run has not come to its
+                first evaluation.
         """
         config = configuration.override(self.config, overrides, allowed=SERVING)
         task = self.task
         if config.task.novel_corruption != self.config.task.novel_corruption:
+            if not self._built:
+                raise UserError(
+                    "task.novel_corruption can change only where settings made the task, but this "
+                    "run was given one; corrupt its images with hyperfed.data.corruptions"
+                )
             task = tasks.build(config.task, config.seed)
         elif config.task.unlabelled != self.config.task.unlabelled:
             task = replace(task, unlabelled=config.task.unlabelled)

@@ -205,6 +205,7 @@ def forward(module: nn.Module, model: Model, x: Tensor) -> tuple[Tensor, Model]:
     Returns:
         the output and the buffers after the pass, {} where there are none.
     """
+    # Batch-norm writes its statistics in place: into copies.
     buffers = {name: model[name].clone() for name, _ in module.named_buffers()}
     return apply(module, model | buffers, x, train=True), buffers
 
@@ -228,12 +229,10 @@ def batch_statistics(module: nn.Module, model: Model, inputs: Iterable[Tensor]) 
 
 def supervised(module: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]) -> Objective:
     """Returns the objective loss(module(x), y) in training mode."""
-    buffers = [name for name, _ in module.named_buffers()]
 
     def objective(model: Model, batch: Batch) -> tuple[Tensor, Model]:
-        # Batch-norm writes its statistics in place: into copies, so that the step stays a function.
-        updated = {name: model[name].clone() for name in buffers}
-        return loss(apply(module, model | updated, batch.x, train=True), batch.y), updated
+        output, buffers = forward(module, model, batch.x)
+        return loss(output, batch.y), buffers
 
     return objective
 

@@ -152,7 +152,7 @@ class Client(federation.Client):
     @cached_property
     def class_counts(self) -> Tensor:
         """Returns n, (classes,) float64 training examples of each class."""
-        return torch.bincount(self.train.batch().y, minlength=self.classes).double()
+        return torch.bincount(self.train.labels, minlength=self.classes).double()
 
     def personal_model(self, received: Model) -> Model:
         """Returns the target whose last layer is the sum of the generic and the personal head."""

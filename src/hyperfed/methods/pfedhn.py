@@ -88,7 +88,7 @@ class Client(federation.Client):
     @step
     def class_proportions(self) -> Tree:
         """Returns {"descriptor": (classes,)}, the share of each class in the training data."""
-        count = torch.bincount(self.train.batch().y, minlength=self.classes)
+        count = torch.bincount(self.train.labels, minlength=self.classes)
         return {"descriptor": count.to(torch.get_default_dtype()) / len(self.train)}
 
     def personal_model(self, received: Model) -> Model:
@@ -102,16 +102,16 @@ class Client(federation.Client):
         pools.check_single(received, self.config.novel_models)
         return super().export(received)
 
-    @step(evaluates=True)
+    @step
     def evaluate(self, received: Tree) -> Tree:
         """Counts as usual; of a sampled model, what is to be expected."""
         if self.config.novel_models == "sampled":
-            return pools.mean_counts(super().evaluate, received)
+            return pools.counts_of(super().evaluate, received)
         return super().evaluate(received)
 
     def predict(self, model: Model, x: Tensor) -> Tensor:
         """Returns (B, classes) outputs; of an ensemble, their mean over its models."""
-        return pools.mean_output(super().predict, model, x)
+        return pools.output_of(super().predict, model, x)
 
     @property
     def head(self) -> tuple[str, ...]:
