@@ -1,5 +1,6 @@
 """Hypernetworks against plain matrix products of their weights, in float64."""
 
+import math
 from collections.abc import Mapping
 
 import pytest
@@ -9,7 +10,7 @@ from torch.func import functional_call, grad, vmap
 
 from hyperfed.errors import UserError
 from hyperfed.nets import Chunked, LeNet, MultiHead, PFedKTCNN, SingleOutput, shapes_of
-from hyperfed.nets.hypernets import draw_weights
+from hyperfed.nets.hypernets import draw_weights, spread_of
 from hyperfed.randomness import generator, seeded
 
 SMALL = {"conv.weight": torch.Size([2, 1, 3]), "conv.bias": torch.Size([2]), "scale": torch.Size()}
@@ -219,6 +220,30 @@ class TestChunked:
         # The paper counts 102,600 operations a call: a multiplication and an addition a weight.
         assert 2 * sum(layer.weight.numel() for layer in linear) == 102_600
         assert net.state_dict()["ids.base.weight"].shape == (4267, 13)  # 1,706,458 / 400
+
+    @pytest.mark.parametrize("hidden_layers", [0, 1, 2])
+    def test_a_new_one_makes_tensors_of_the_spread_asked_for(self, hidden_layers):
+        with seeded(11):
+            target = LeNet((3, 32, 32), 5)
+        nn.init.zeros_(target.fc3.bias)
+        wanted = spread_of(target)
+        assert wanted["conv1.weight"] == pytest.approx(1 / math.sqrt(3 * 75), rel=0.05)
+        net = Chunked(
+            {"base": shapes_of(target)}, hidden_layers=hidden_layers, spread={"base": wanted}
+        )
+        plain = Chunked({"base": shapes_of(target)}, hidden_layers=hidden_layers)
+
+        def square(net: Chunked, name: str) -> float:
+            """Mean over 200 draws of a new hypernetwork."""
+            noise = generator(11, "draws")
+            models = [functional_call(net, draw_weights(net, noise)) for _ in range(200)]
+            return torch.stack([model[name].square().mean() for model in models]).mean().item()
+
+        for name in ("conv1.weight", "fc1.weight", "fc2.bias"):
+            assert square(net, name) ** 0.5 == pytest.approx(wanted[name], rel=0.1)
+        unscaled = square(plain, "fc1.weight") ** 0.5
+        assert unscaled > 2 * wanted["fc1.weight"]
+        assert square(net, "fc3.bias") == square(plain, "fc3.bias")  # zero: left as it is
 
     def test_only_the_size_asked_for_is_computed(self):
         net = Chunked(SIZES, chunk=4, embedding=3, hidden=5)

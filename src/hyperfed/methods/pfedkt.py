@@ -26,7 +26,7 @@ from hyperfed import federation
 from hyperfed.complexity import count_parameters
 from hyperfed.contrast import Contrast, Distance, contrastive_loss, distances
 from hyperfed.federation import Cohort, Outline, average, step
-from hyperfed.nets.hypernets import Chunked, draw_weights, shapes_of
+from hyperfed.nets.hypernets import Chunked, draw_weights, shapes_of, spread_of
 from hyperfed.presets import DEFAULT, PFEDKT
 from hyperfed.training import Batch, LocalConfig, Objective, apply, sgd, supervised
 from hyperfed.trees import Model, Tree, subtract, tree_map
@@ -91,7 +91,7 @@ class Client(federation.Client):
 
     @staticmethod
     def networks(outline: Outline, config: Config) -> dict[str, nn.Module]:
-        """Builds a hypernetwork for each target size."""
+        """Builds a hypernetwork for each target size, to start with the target's own spread."""
         return {
             size: Chunked(
                 {size: shapes_of(target)},
@@ -99,6 +99,7 @@ class Client(federation.Client):
                 embedding=config.embedding_size,
                 hidden=config.hidden,
                 hidden_layers=config.hidden_layers,
+                spread={size: spread_of(target)},
             ).to(outline.dtype)
             for size, target in outline.models.items()
         }

@@ -29,6 +29,14 @@ def shapes_of(module: nn.Module) -> dict[str, torch.Size]:
     return {name: parameter.shape for name, parameter in module.named_parameters()}
 
 
+def spread_of(module: nn.Module) -> dict[str, float]:
+    """Returns ``{name: root mean square}`` of the module's parameters, as they are now."""
+    return {
+        name: parameter.detach().double().square().mean().sqrt().item()
+        for name, parameter in module.named_parameters()
+    }
+
+
 class MultiHead(nn.Module):
     """A trunk and one linear head per target tensor (pFedHN).
 
@@ -145,6 +153,12 @@ class Chunked(nn.Module):
     for CIFAR-100) but neither the activations nor the initial embeddings; ReLU and N(0, 1) are
     pFedHN's.
 
+    A new network of this kind makes every number with the same variance, whatever layer it is for:
+    six times the usual spread for a wide linear layer, which then diverges. ``spread`` therefore
+    multiplies each tensor by a constant, so that over the draws of a new hypernetwork its root mean
+    square is the given one (the aim of Chang et al., "Principled weight initialization for
+    hypernetworks", ICLR 2020, for a hypernetwork whose output layer all tensors share).
+
     Attributes:
         ids: ``nn.ModuleDict`` with the (chunks, e) embedding table of each target size.
         network: ``nn.Sequential``, from an embedding to a chunk.
@@ -155,6 +169,8 @@ class Chunked(nn.Module):
         embedding: e, length of a chunk's embedding.
         hidden: H, units of each hidden layer.
         hidden_layers: number of (ReLU, Linear(H, H)) blocks, 0 or more.
+        spread: ``{target size: {parameter name: root mean square}}`` (``spread_of``) to start with;
+            what it leaves out, and what is zero in it, is not scaled.
 
     Raises:
         UserError: nothing to generate, a malformed size name, or a number out of range.
@@ -168,6 +184,7 @@ class Chunked(nn.Module):
         embedding: int = 13,
         hidden: int = 100,
         hidden_layers: int = 1,
+        spread: Mapping[str, Mapping[str, float]] | None = None,
     ) -> None:
         super().__init__()
         _check_at_least(1, chunk=chunk, embedding=embedding)
@@ -180,6 +197,11 @@ class Chunked(nn.Module):
                 for size, tensors in self.shapes.items()
             }
         )
+        raw = _expected_spread(self.network)
+        self._factors = {
+            size: {name: value / raw for name, value in tensors.items() if value}
+            for size, tensors in (spread or {}).items()
+        }
 
     def forward(self, size: str = "base") -> dict[str, Tensor]:
         """Generates one model of the given target size.
@@ -192,7 +214,10 @@ class Chunked(nn.Module):
         """
         tensors = _of_size(self.shapes, size)
         chunks = self.network(self.ids[size].weight)  # (chunks, chunk): every id, in order
-        return _unflatten(chunks.flatten()[: _count(tensors)], tensors)
+        model = _unflatten(chunks.flatten()[: _count(tensors)], tensors)
+        for name, factor in self._factors.get(size, {}).items():
+            model[name] = factor * model[name]
+        return model
 
 
 def draw_weights(net: nn.Module, generator: torch.Generator) -> dict[str, Tensor]:
@@ -217,6 +242,21 @@ def draw_weights(net: nn.Module, generator: torch.Generator) -> dict[str, Tensor
             for name, _ in layer.named_parameters():
                 weights[f"{prefix}.{name}"].uniform_(-bound, bound, generator=generator)
     return weights
+
+
+def _expected_spread(network: nn.Sequential) -> float:
+    """Returns the root mean square of a new network's outputs for N(0, 1) inputs, over its draws.
+
+    Exact for linear layers with PyTorch's uniform draws, of variance 1 / (3 fan-in), and ReLU
+    between them: what a layer returns is distributed symmetrically, so ReLU halves its square.
+    """
+    square = 1.0
+    for layer in network:
+        if isinstance(layer, nn.Linear):
+            square = square / 3 + 1 / (3 * layer.in_features)
+        else:
+            square /= 2
+    return math.sqrt(square)
 
 
 def _trunk(inputs: int, hidden: int, hidden_layers: int) -> nn.Sequential:
