@@ -5,14 +5,14 @@ network is only a description of the computation (:func:`apply` runs it with the
 """
 
 from collections.abc import Callable, Collection, Iterable
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from pydantic import ConfigDict, NonNegativeFloat, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.optim.swa_utils import update_bn
 
 from hyperfed.trees import Model, fill
@@ -127,8 +127,37 @@ def apply(module: nn.Module, model: Model, x: Tensor, *more: Tensor, train: bool
     """
     if module.training != train:
         module.train(train)
-    output: Tensor = functional_call(module, model, (x, *more))
+    places = _PLACES.get(module) or _PLACES.setdefault(module, _places(module))
+    own = [entries[key] for _, entries, key in places]
+    try:
+        for name, entries, key in places:
+            entries[key] = model[name]
+        output: Tensor = module(x, *more)
+    finally:
+        for (_, entries, key), tensor in zip(places, own, strict=True):
+            entries[key] = tensor
     return output
+
+
+Places: TypeAlias = list[tuple[str, dict[str, Any], str]]
+_PLACES: WeakKeyDictionary[nn.Module, Places] = WeakKeyDictionary()
+
+
+def _places(module: nn.Module) -> Places:
+    """Lists where a network keeps each entry of its model: (name, dictionary, key there).
+
+    ``torch.func.functional_call`` finds them anew at every call, which takes as long as the forward
+    pass of a small network. A tensor that has two places has the name of the first.
+    """
+    names: dict[int, str] = {}
+    places: Places = []
+    for prefix, part in module.named_modules(remove_duplicate=True):
+        for entries in (part._parameters, part._buffers):
+            for key, tensor in entries.items():
+                if tensor is not None:
+                    name = names.setdefault(id(tensor), f"{prefix}.{key}".lstrip("."))
+                    places.append((name, entries, key))
+    return places
 
 
 def outputs_and_features(
