@@ -77,7 +77,7 @@ class Config(LocalConfig):
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     # Half of FedAvg's rounds: each has twice the steps.
-    "default": {**DEFAULT, "rounds": 50},
+    "default": {**DEFAULT, "rounds": 25},
     # Appendix C.2: "5 and 1 epochs"; 20 for the head of a novel client.
     "pefll": {
         **PEFLL,

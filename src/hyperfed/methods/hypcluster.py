@@ -45,7 +45,7 @@ class Config(LocalConfig):
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     # With all clients: what a small first cohort has trained would be the best of the models, the
     # others being new, to nearly everyone who is asked later.
-    "default": {"rounds": 25, "cohort": 1.0, "evaluate_every": 5},
+    "default": {"rounds": 15, "cohort": 1.0, "evaluate_every": 5},
 }
 
 

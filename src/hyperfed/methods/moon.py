@@ -50,7 +50,7 @@ class Config(LocalConfig):
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "default": {**DEFAULT, "rounds": 60},
+    "default": {**DEFAULT, "rounds": 40},
     # Section 4.1 and the authors' code for CIFAR-10: ten clients, all of them in every round.
     "paper": {
         "rounds": 100,

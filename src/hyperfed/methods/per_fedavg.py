@@ -53,7 +53,7 @@ class Config(LocalConfig):
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "default": {**DEFAULT, "rounds": 50, "method.local_steps": 20},
+    "default": {**DEFAULT, "method.local_steps": 20},
     "pfedhn": PFEDHN,
     # Appendix C.2: the first-order variant, one local epoch.
     "pefll": {**PEFLL, "method.local_epochs": 1},

@@ -64,7 +64,7 @@ class Config(LocalConfig):
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "default": {**DEFAULT, "rounds": 50, "method.local_steps": 20},
+    "default": {**DEFAULT, "method.local_steps": 20},
     # Appendix B: K = 3, "i.e., 60 local steps".
     "pfedhn": PFEDHN,
     # Appendix C.2: lambda, K and beta are the defaults; 20 epochs of a novel client.
