@@ -88,10 +88,11 @@ def targets(y: Any, classes: int | None, problems: list[str]) -> tuple[Tensor, i
 def numbered(client: Iterable[Hashable] | Any, problems: list[str]) -> Tensor:
     """Numbers client ids of any hashable type by first appearance, from 0: (N,) int64."""
     ids = client.tolist() if hasattr(client, "tolist") else list(client)
-    if not all(isinstance(identity, Hashable) for identity in ids):
+    try:
+        number = {identity: index for index, identity in enumerate(dict.fromkeys(ids))}
+    except TypeError:
         problems.append("client must be one hashable id per example, (N,), got rows; flatten it")
         return torch.zeros(len(ids), dtype=torch.int64)
-    number = {identity: index for index, identity in enumerate(dict.fromkeys(ids))}
     return torch.tensor([number[identity] for identity in ids], dtype=torch.int64)
 
 

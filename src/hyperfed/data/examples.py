@@ -136,8 +136,8 @@ def channel_statistics(x: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]
     for channel in range(x.shape[1]):
         counts = np.zeros(256)
         for begin in range(0, len(x), 8192):
-            chunk = x[begin : begin + 8192, channel].numpy()
-            counts += np.bincount(chunk.ravel(), minlength=256)
+            pixels = x[begin : begin + 8192, channel].flatten()
+            counts += torch.bincount(pixels, minlength=256).numpy()
         frequency = counts / counts.sum()
         mean = float(frequency @ values)
         deviation = float(np.sqrt(frequency @ (values - mean) ** 2))

@@ -79,7 +79,7 @@ def from_arrays(
     targets = targets.to(precision) if targets.is_floating_point() else targets
     if usable and aligned:
         outputs = None if loss or score else classes or 1
-        _try(models, Normalize(*channel_statistics(inputs))(inputs[:2]), outputs, problems)
+        _try(models, Normalize(*channel_statistics(inputs[:2]))(inputs[:2]), outputs, problems)
     arrays.raise_all(problems, "these arguments do not make a task")
     assert partition is not None, "its problem was raised"
 

@@ -7,7 +7,6 @@ on, in the same proportions.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -158,7 +157,7 @@ class Partition:
     def fingerprint(self) -> str:
         """A hash of who holds what."""
         splits = (self.train, self.val, self.test)
-        sizes = torch.tensor([[len(index) for index in split] for split in splits])
+        sizes = torch.tensor([[index.numel() for index in split] for split in splits])
         return hash_of(sizes, *(torch.cat(split) for split in splits))
 
 
@@ -217,7 +216,7 @@ def by_client(
 
 
 def _check_everyone_trains(train: Sequence[Tensor]) -> None:
-    empty = [str(client) for client, index in enumerate(train) if not len(index)]
+    empty = [str(client) for client, index in enumerate(train) if not index.numel()]
     if empty:
         listed = ", ".join(empty[:5]) + (", ..." if len(empty) > 5 else "")
         raise UserError(
@@ -246,6 +245,6 @@ def _grouped(owner: Integers, clients: int) -> tuple[Tensor, ...]:
     """Lists, for each client, where ``owner`` names it; ascending."""
     order = np.argsort(owner, kind="stable")
     edges = np.searchsorted(owner[order], np.arange(clients + 1))
-    return tuple(
-        torch.from_numpy(order[begin:end].astype(np.int64)) for begin, end in pairwise(edges)
-    )
+    held = torch.from_numpy(order[edges[0] : edges[-1]].astype(np.int64))
+    # Copies, since whoever sends a view to another process sends all that it is a view of.
+    return tuple(part.clone() for part in held.split_with_sizes(np.diff(edges).tolist()))
