@@ -5,31 +5,26 @@ same steps, in turns. What Ray adds is what messages cost: one to each actor, an
 and back. Nothing here is an assertion: a busy machine makes no test fail.
 """
 
-import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.util import find_spec
 from itertools import count
-from time import perf_counter
 from typing import Any
 
 import pytest
-import torch
 
 from hyperfed import training, trees
-from hyperfed.data.examples import Normalize
 from hyperfed.engines.cohort import Engine
 from hyperfed.engines.loop import LoopEngine
 from hyperfed.engines.ray import RayEngine
-from hyperfed.federation import Client, Each, Task, step
-from hyperfed.nets.targets import LeNet
-from hyperfed.randomness import generator, seeded
+from hyperfed.federation import Client, Each, step
 from hyperfed.training import Sgd, Steps
 from hyperfed.trees import Model, Tree
+from random_images import make_task
+from side_by_side import milliseconds, ratio, take_turns
 
 WORKERS = 2
-CLASSES = 10
-MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
 
 
 @dataclass(frozen=True)
@@ -61,28 +56,6 @@ class Trainer(Client):
         return dict(model)
 
 
-def make_task(sizes: Sizes) -> Task:
-    """Random images; every client holds equally many of them."""
-    total = sizes.cohort * sizes.examples
-    draw = generator(0, "images")
-    x = torch.randint(256, (total, 3, 32, 32), dtype=torch.uint8, generator=draw)
-    y = torch.randint(CLASSES, (total,), generator=draw)
-    rows = torch.arange(total).tensor_split(sizes.cohort)
-    with seeded(0, "target"):
-        net = LeNet((3, 32, 32), CLASSES, width=16)
-    return Task(
-        name="random images",
-        x=x.contiguous(memory_format=torch.channels_last),
-        y=y,
-        train=rows,
-        val=rows,
-        test=rows,
-        models={"base": net},
-        classes=CLASSES,
-        transform=Normalize(MEAN, STD),
-    )
-
-
 @pytest.fixture
 def sizes(tiny: bool) -> Sizes:
     return TINY if tiny else Sizes()
@@ -92,7 +65,8 @@ def sizes(tiny: bool) -> Sizes:
 def engines(sizes: Sizes) -> Iterator[dict[str, Engine]]:
     if find_spec("ray") is None:
         pytest.skip("NOT MEASURED: pip install 'hyperfed[ray]'")
-    task = make_task(sizes)
+    held_out = sizes.cohort  # nobody is evaluated here
+    task = make_task(sizes.cohort, train=sizes.cohort * sizes.examples, held_out=held_out)
     options: dict[str, Any] = {"seed": 0, "workers": WORKERS, "cores_per_client": 1}
     both: dict[str, Engine] = {
         "ray": RayEngine(task, Trainer, None, **options),
@@ -117,7 +91,10 @@ def test_exchange(
         cohort.ask(getattr(Trainer, what), Each(models), batches=batches)
         engine.commit(cohort)
 
-    seconds = in_turns(benchmark, sizes, exchange, engines)
+    competitors = {name: partial(exchange, engine) for name, engine in engines.items()}
+    seconds = take_turns(
+        benchmark, competitors, sizes.repetitions, sizes=asdict(sizes), workers=WORKERS
+    )
     megabytes = trees.count_bytes(initial) / 1e6
     title = f"{what}, {sizes.cohort} clients, {megabytes:.1f} MB each way"
     if batches is not None:
@@ -127,39 +104,3 @@ def test_exchange(
         (f"{title}: loop, {WORKERS} threads", milliseconds(seconds["loop"])),
         ("  ray / loop", ratio(seconds["ray"], seconds["loop"])),
     ]
-
-
-def in_turns(
-    benchmark: Any,
-    sizes: Sizes,
-    exchange: Callable[[Engine], None],
-    engines: dict[str, Engine],
-) -> dict[str, list[float]]:
-    """Lets the engines take turns, each time another one first, and returns their seconds."""
-    seconds: dict[str, list[float]] = {name: [] for name in engines}
-    turns = count()
-
-    def turn() -> None:
-        names = list(engines)
-        for name in names if next(turns) % 2 else reversed(names):
-            begin = perf_counter()
-            exchange(engines[name])
-            seconds[name].append(perf_counter() - begin)
-
-    turn()  # the first one starts the actors and allocates
-    for times in seconds.values():
-        times.clear()
-    benchmark.pedantic(turn, rounds=sizes.repetitions)
-    benchmark.extra_info.update(
-        sizes=asdict(sizes), workers=WORKERS, torch=torch.__version__, seconds=seconds
-    )
-    return seconds
-
-
-def ratio(ours: Sequence[float], theirs: Sequence[float]) -> str:
-    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-    return f"{statistics.median(ratios):.2f}  ({min(ratios):.2f} to {max(ratios):.2f})"
-
-
-def milliseconds(times: Sequence[float]) -> str:
-    return f"{1000 * statistics.median(times):.1f} ms"

@@ -1,0 +1,41 @@
+"""A task of random images of CIFAR-10's shape."""
+
+import torch
+
+from hyperfed.data.examples import Normalize
+from hyperfed.federation import Task
+from hyperfed.nets.targets import LeNet
+from hyperfed.randomness import generator, seeded
+
+CLASSES = 10
+SHAPE = (3, 32, 32)
+MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
+
+
+def make_task(clients: int, *, train: int, held_out: int) -> Task:
+    """Returns a task in which every client holds equally many images.
+
+    Args:
+        clients: how many.
+        train: images of all clients to learn from.
+        held_out: images of all clients for validation, and as many for testing.
+    """
+    total = train + 2 * held_out
+    draw = generator(0, "images")
+    x = torch.randint(256, (total, *SHAPE), dtype=torch.uint8, generator=draw)
+    y = torch.randint(CLASSES, (total,), generator=draw)
+    parts = torch.split(torch.arange(total), [train, held_out, held_out])
+    rows = [part.tensor_split(clients) for part in parts]
+    with seeded(0, "target"):
+        net = LeNet(SHAPE, CLASSES, width=16)
+    return Task(
+        name="random images",
+        x=x.contiguous(memory_format=torch.channels_last),
+        y=y,
+        train=rows[0],
+        val=rows[1],
+        test=rows[2],
+        models={"base": net},
+        classes=CLASSES,
+        transform=Normalize(MEAN, STD),
+    )

@@ -1,0 +1,63 @@
+"""Starts a run with many clients and prints what that took; see bench_scale.py.
+
+``python scale.py METHOD CLIENTS [KEY=VALUE ...]`` prints {"start": seconds from arrays to the end
+of the first round, "mebibytes": resident memory beyond that of the arrays, "round": seconds of a
+later round, the median of five}.
+"""
+
+import json
+import os
+import statistics
+import sys
+from pathlib import Path
+from time import perf_counter
+
+import torch
+
+from hyperfed import config
+from hyperfed.federation import Task
+from hyperfed.nets.targets import LeNet
+from hyperfed.run import Run
+from random_images import CLASSES
+
+SHAPE = (1, 28, 28)
+
+EXAMPLES = 6
+"""Of each client: enough for one of each split."""
+
+
+def resident() -> float:
+    """Returns the resident memory of this process in MiB (Linux)."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def main(method: str, clients: int, *keys: str) -> None:
+    draw = torch.Generator().manual_seed(0)
+    total = EXAMPLES * clients
+    x = torch.randint(256, (total, *SHAPE), dtype=torch.uint8, generator=draw)
+    y = torch.randint(CLASSES, (total,), generator=draw)
+    owner = torch.arange(clients).repeat_interleave(EXAMPLES)
+    short = ["rounds=6", "cohort=5", "method.local_steps=5", "method.batch_size=4"]
+    settings = config.load(method, [*short, *keys])
+    before, begin = resident(), perf_counter()
+    task = Task.from_arrays(x, y, client=owner.tolist(), model=LeNet(SHAPE, CLASSES))
+    del x, y  # the task may have copied them
+    rounds = Run(settings, task).train()
+    next(rounds)
+    start = perf_counter() - begin
+    seconds = []
+    for _ in range(4):
+        begin = perf_counter()
+        next(rounds)
+        seconds.append(perf_counter() - begin)
+    found = {
+        "start": start,
+        "mebibytes": resident() - before,
+        "round": statistics.median(seconds),
+    }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])
