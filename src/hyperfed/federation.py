@@ -192,11 +192,18 @@ def step(function: S, /) -> S: ...
 
 
 @overload
-def step(*, like: str | None = None, evaluates: bool = False) -> Callable[[S], S]: ...
+def step(
+    *, like: str | None = None, evaluates: bool = False, deferrable: bool = False
+) -> Callable[[S], S]: ...
 
 
 def step(
-    function: S | None = None, /, *, like: str | None = None, evaluates: bool = False
+    function: S | None = None,
+    /,
+    *,
+    like: str | None = None,
+    evaluates: bool = False,
+    deferrable: bool = False,
 ) -> S | Callable[[S], S]:
     """Marks a function of a :class:`Client` that the network may call. Takes and returns trees.
 
@@ -205,10 +212,11 @@ def step(
         like: the argument whose names, shapes and dtypes the reply must have. A reply that differs
             loses its client for the round.
         evaluates: the step may read test data. Training and personalisation cannot.
+        deferrable: the step may be posted (:meth:`Cohort.post`) and run later: it writes no memory.
     """
 
     def mark(function: S) -> S:
-        function.__dict__["step"] = StepInfo(function.__name__, like, evaluates)
+        function.__dict__["step"] = StepInfo(function.__name__, like, evaluates, deferrable)
         return function
 
     return mark if function is None else mark(function)
@@ -221,6 +229,7 @@ class StepInfo:
     name: str
     like: str | None
     evaluates: bool
+    deferrable: bool
 
 
 class Client:
@@ -375,9 +384,8 @@ class Client:
         training_labels_hidden = self._task.unlabelled and self.novel
         if not self.classes or training_labels_hidden:
             return None
-        present = torch.zeros(self.classes, dtype=torch.bool)
-        present[self._task.y[self._task.train[self.id]]] = True
-        return ~present
+        labels = self._task.y[self._task.train[self.id]]
+        return torch.ones(self.classes, dtype=torch.bool).scatter(0, labels, False)
 
     def _count(self, model: Model, split: Split, absent: Tensor | None) -> Tree:
         score = self._task.score
@@ -390,7 +398,7 @@ class Client:
                 if absent is not None:
                     masked = score(output.masked_fill(absent, -torch.inf), y).sum()
                 loss = self.loss(output, y).double() * len(y)
-                totals += torch.stack([correct, masked.double(), loss])
+                totals = totals + torch.stack([correct, masked.double(), loss])
         correct, masked, loss = totals
         return {
             "count": torch.tensor(len(split)),
@@ -445,6 +453,38 @@ class Cohort(Protocol):
         Raises:
             AllLostError: no client is left to answer. The round is over and changes nothing, so
                 a method changes its server's state only after its last ``ask``.
+        """
+
+    def post(
+        self, step: Callable[..., Tree], *payload: Tree | Each, batches: Batches | None = None
+    ) -> "Pending":
+        """Asks every client a last thing, whose replies can wait: it travels with a later message.
+
+        That is the next one to any client, in this round or after it, so it costs no exchange of
+        its own. When it travels changes no result: the payload is copied, the step goes on from
+        what its client was asked before in this round, writes no memory, and is the last that the
+        client is asked in it. Who is lost by it stays in the round.
+
+        Raises:
+            ValueError: not in training, a step that is not marked ``deferrable``, or a client that
+                was not asked before or was posted a step already.
+        """
+
+
+class Pending(Protocol):
+    """What was posted to C clients. Reading it has it travel at once, where it still waits.
+
+    It is no state: a server that goes on from a reply in a later round reads it in ``state()`` too.
+    """
+
+    @property
+    def weight(self) -> Tensor:
+        """(C,) float64 training examples; 0 for a client that did not answer."""
+
+    def reply(self) -> Tree:
+        """Returns the replies stacked, leaves (C, ...); {} where nobody answered.
+
+        The slice of a client that did not answer is zero.
         """
 
 

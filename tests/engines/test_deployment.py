@@ -88,7 +88,7 @@ def test_pefll_over_tls_with_authenticated_nodes(tmp_path: Path) -> None:
         write_node_key(tmp_path / "stranger")
         deployment.secure("stranger", node_config(0), "stranger")
         deployment.supernode("plain", node_config(0), "--insecure")
-        settings = ("rounds=3", "evaluate_every=3")
+        settings = ("rounds=3", "evaluate_every=3", "method.delayed_gradient=true")
         process = deployment.hyperfed("run", *command(deployment, "pefll", *settings))
 
         said = result(deployment, "run", process)

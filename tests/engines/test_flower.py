@@ -3,24 +3,29 @@
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from engines.sites import hello, remote, sites_of
-from hyperfed import trees
+from engines.sites import DirectLink, hello, remote, sites_of
+from hyperfed import federation, trees
+from hyperfed.config import from_keys
 from hyperfed.engines import wire
 from hyperfed.engines.flower import FlowerEngine
 from hyperfed.engines.grid import ERRORS, GridLink, bytes_of, record_of
+from hyperfed.engines.replies import NoAnswerError
 from hyperfed.engines.site import Site
 from hyperfed.engines.sites import HELLO, Sites
 from hyperfed.errors import UserError
 from hyperfed.evaluation import evaluate
-from hyperfed.federation import AllLostError, Task
+from hyperfed.federation import AllLostError, Task, step
 from hyperfed.methods import METHODS
 from hyperfed.randomness import seeded
+from hyperfed.run import Run
+from hyperfed.trees import Tree
 from test_every_method import NOVEL, SETTINGS
 from toys import Federation, Normed, TwoLayers, make_task
 
@@ -113,9 +118,11 @@ def settings_of(method: str) -> dict[str, Any]:
 class Remote:
     """A method on sites, round by round; clients 0 and 2 are at node 11, the others at node 7."""
 
-    def __init__(self, method: str, task: Task, state: Path, timeout: float = 5.0) -> None:
+    def __init__(
+        self, method: str, task: Task, state: Path, timeout: float = 5.0, **own: Any
+    ) -> None:
         module = METHODS[method]
-        self.config = module.Config(**settings_of(method))
+        self.config = module.Config(**settings_of(method), **own)
         shares: dict[int, list[int]] = {11: [], 7: []}
         for client in range(task.clients):
             shares[7 if client % 2 else 11].append(client)
@@ -197,6 +204,114 @@ def test_one_message_to_a_site_holds_all_that_its_clients_are_asked(tmp_path: Pa
     resources = ours.engine.resources(4)
     assert resources["sites"] == 2
     assert resources["message_bytes_down"] > resources["message_bytes_up"] > 0
+
+
+# What is posted travels with the next message.
+
+
+def messages(ours: Remote) -> list[int]:
+    """How many each of the two sites has had."""
+    delivered = [node for node, kind in ours.grid.delivered if kind != HELLO]
+    return [delivered.count(node) for node in (7, 11)]
+
+
+ROUNDS = [[0, 1, 2, 3], [1, 2], [0, 1, 3], [2, 3], [0, 1, 2, 3]]
+"""Cohorts with clients at both sites, some of them twice in a row."""
+
+
+@pytest.mark.parametrize(("delayed", "exchanges"), [(False, 3), (True, 2)])
+def test_a_delayed_gradient_saves_pefll_an_exchange_in_each_round(
+    delayed: bool, exchanges: int, tmp_path: Path
+) -> None:
+    task, own = make_task(Normed), {"delayed_gradient": delayed}
+    ours = Remote("pefll", task, tmp_path, **own)
+    loop = Federation("pefll", task, **settings_of("pefll"), **own)
+    travelled: list[list[Any]] = [[], []]
+    for number, clients in enumerate(ROUNDS):
+        for each, cohorts in zip((ours, loop), travelled, strict=True):
+            cohorts.append(each.round(clients, number).state.exchanges)
+        assert messages(ours) == [exchanges * (number + 1)] * 2
+    expected = loop.server.state()
+    torch.testing.assert_close(ours.server.state(), expected, rtol=1e-9, atol=1e-12)
+    assert travelled[0] == travelled[1]
+    assert messages(ours) == [exchanges * len(ROUNDS) + delayed] * 2  # the state's own
+    left = sorted(int(path.stem.partition("-")[2]) for path in tmp_path.rglob("*.safetensors"))
+    assert set(left) <= {len(ROUNDS) - 2, len(ROUNDS) - 1}  # what older rounds wrote is dropped
+
+
+def test_a_run_with_a_delayed_gradient_equals_that_of_the_reference_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At every evaluation, bytes and losses too; checkpoints fall between evaluations."""
+    late, count = list[Any](), Run._count
+
+    def watched(run: Run) -> None:
+        late.extend(run._late)
+        count(run)
+
+    monkeypatch.setattr(Run, "_count", watched)
+    faults = {"drop": 0.1, "nan": 0.3}
+    own = settings_of("pefll") | {"delayed_gradient": True}
+    keys = {"rounds": 10, "evaluate_every": 3, "checkpoint_every": 2, "cohort": 3, "faults": faults}
+    task, found = make_task(Normed, novel=1), []
+    ours = Remote("pefll", task, tmp_path / "sites", delayed_gradient=True)
+    for name, data in (("loop", task), ("flower", ours.task)):
+        settings = from_keys("pefll", keys | {"method": own, "engine": {"name": name}})
+        run = Run.start(settings, tmp_path / name, data)
+        said = [lost for progress in run.train() for lost in progress.lost]
+        recorded = [lost for each in run.evaluations if each.split == "val" for lost in each.lost]
+        assert said == recorded
+        found.append(run)
+    for here, there in zip(*(run.evaluations for run in found), strict=True):
+        assert here.client_loss == pytest.approx(there.client_loss, rel=1e-9)
+        for field in ("round", "split", "client_accuracy", "bytes_down", "bytes_up", "lost"):
+            assert getattr(here, field) == getattr(there, field)
+    assert late
+
+
+class Remembering(federation.Client):
+    """Counts its rounds."""
+
+    @step
+    def count(self) -> Tree:
+        self.memory["count"] = self.memory.get("count", torch.tensor(0)) + 1
+        self.scratch["count"] = self.memory["count"] * 10
+        return {"count": self.memory["count"]}
+
+    @step(deferrable=True)
+    def recall(self) -> Tree:
+        return {"memory": self.memory["count"], "scratch": self.scratch["count"]}
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_what_is_posted_finds_and_leaves_the_memory_of_its_round(
+    gone: bool, tmp_path: Path
+) -> None:
+    task, method = make_task(), SimpleNamespace(Client=Remembering)
+    sites = sites_of(task, method, None, tmp_path, {7: [0, 1], 11: [2, 3]})
+    link = DirectLink(sites)
+    engine = FlowerEngine(remote(task, link, sites), Remembering, None, seed=0)
+
+    def one_round(number: int, *clients: int) -> tuple[Any, list[int]]:
+        cohort = engine.cohort(clients, number, training=True)
+        counts = cohort.ask(Remembering.count)["count"].tolist()
+        pending = cohort.post(Remembering.recall)
+        engine.commit(cohort)
+        return pending, counts
+
+    pending, counts = one_round(0, 0, 1, 2)
+    assert counts == [1, 1, 1]
+    if gone:
+        link.broken[11] = lambda site, content: NoAnswerError("its site is gone")
+    _, counts = one_round(1, 0, 2, 3)
+    assert counts == ([2, 0, 0] if gone else [2, 2, 1])
+    there = 0 if gone else 1
+    assert pending.weight.sign().tolist() == [1, 1, there]
+    assert pending.reply()["memory"].tolist() == [1, 1, there]
+    assert pending.reply()["scratch"].tolist() == [10, 10, 10 * there]
+    link.broken.clear()
+    _, counts = one_round(2, 0, 1, 2)
+    assert counts == [3, 2, 2 if gone else 3]
 
 
 # Faults: what goes wrong at a site loses its clients, for this round, and nobody else's.

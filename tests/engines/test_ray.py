@@ -99,6 +99,10 @@ class Client(federation.Client):
             os._exit(1)
         return {"seen": self.scratch["seen"], "process": torch.tensor(os.getpid())}
 
+    @step(deferrable=True)
+    def recall_late(self) -> Tree:
+        return self.recall_seen()
+
     @step
     def labels(self) -> Tree:
         return {"y": self.train.batch().y}
@@ -107,11 +111,13 @@ class Client(federation.Client):
 # The same numbers as the loop.
 
 
-def both(method: str, reused: type[Reused], **task: Any) -> tuple[Federation, Federation]:
+def both(
+    method: str, reused: type[Reused], own: Any = None, **task: Any
+) -> tuple[Federation, Federation]:
     """The same federation on the loop engine and on two actors."""
     known = METHODS[method].Config.__dataclass_fields__
     small = {"local_steps": 3, "batch_size": 4, "local_lr": 0.1, "novel_steps": 2}
-    settings = {key: value for key, value in small.items() if key in known}
+    settings = {key: value for key, value in small.items() if key in known} | (own or {})
     loop, ray = (Federation(method, make_task(**task), **settings) for _ in range(2))
     ray.engine = reused(ray.task, ray.method.Client, ray.config, seed=0, workers=2)
     return loop, ray
@@ -137,6 +143,17 @@ def test_two_rounds_equal_the_loop_engine(method: str, reused: type[Reused]) -> 
             cohort = each.engine.cohort([client], 9, training=False, fresh=novel)
             counts.append(cohort.ask(evaluate, each.server.personalize(cohort)))
         torch.testing.assert_close(*counts, rtol=0, atol=1e-12)
+
+
+def test_a_delayed_gradient_equals_the_loop_engine(reused: type[Reused]) -> None:
+    loop, ray = both("pefll", reused, {"delayed_gradient": True}, net=Normed)
+    cohorts: list[list[Any]] = [[], []]
+    for number, clients in enumerate(([0, 1, 2], [1, 2], [1, 3])):
+        for each, met in zip((loop, ray), cohorts, strict=True):
+            met.append(each.round(clients, number))
+    torch.testing.assert_close(snapshot(ray), snapshot(loop), rtol=0, atol=1e-12)
+    mine, theirs = ([cohort.state.exchanges for cohort in met] for met in cohorts)
+    assert mine == theirs
 
 
 def keys_of(method: str, engine: str, **keys: Any) -> dict[str, Any]:
@@ -232,6 +249,24 @@ def test_memories_stay_in_the_store_until_a_client_writes(reused: type[Reused]) 
 
 
 # What goes wrong at a client.
+
+
+def test_a_dead_actor_loses_what_was_posted_and_is_asked_again_for_an_evaluation(
+    connection: cluster.Connection, tmp_path: Path
+) -> None:
+    marker = tmp_path / "die"
+    engine = RayEngine(make_task(), Client, Config(1, str(marker)), seed=0, workers=2)
+    cohort = engine.cohort([0, 1], 0, training=True)
+    cohort.ask(Client.count)
+    pending = cohort.post(Client.recall_late)
+    engine.commit(cohort)
+    marker.touch()
+    served = engine.cohort([0, 1, 3], 1, training=False)
+    assert served.ask(Client.count)["count"].tolist() == [2, 2, 1]
+    assert pending.weight.tolist() == [len(engine.task.train[0]), 0]
+    assert pending.reply()["seen"].tolist() == [10, 0]
+    assert cohort.state.late == [(1, "did not answer: its actor died")]
+    engine.close()
 
 
 def test_a_dead_actor_loses_its_shard_for_the_round_and_nothing_else(

@@ -37,6 +37,11 @@ class Client(federation.Client):
         drawn = torch.stack([batch.x.sum() for batch in self.batches])
         return {"memory": self.memory["count"], "scratch": self.scratch["count"], "drawn": drawn}
 
+    @step(deferrable=True)
+    def recount(self) -> Tree:
+        RAN.append(self.id)
+        return {"memory": self.memory["count"], "scratch": self.scratch["count"]}
+
 
 @pytest.fixture(autouse=True)
 def _nothing_ran() -> None:
@@ -83,6 +88,36 @@ def test_a_repeated_message_is_answered_and_not_run_again(tmp_path: Path) -> Non
     assert again.remembers == first.remembers == {0, 1}
     for client in (0, 1):
         torch.testing.assert_close(again.answers[client], first.answers[client], rtol=0, atol=0)
+
+
+def of_two_rounds(serial: int = 2) -> Request:
+    """What clients 0 and 1 were posted in one round travels with what 1 and 2 are asked next."""
+    calls = [Call(0, 0, client, "recount", (), None) for client in (0, 1)]
+    calls += [Call(1, 1, client, "count", (), Steps(2, 3)) for client in (1, 2)]
+    begin = {0: (10, 0), 1: (10, 0)}
+    return request(serial, 0, 1, 2, calls=calls, begin=begin, open=[0, 1])
+
+
+def test_a_message_may_hold_calls_of_one_client_in_two_rounds(tmp_path: Path) -> None:
+    site_in(tmp_path).answer(request(1))
+    site_in(tmp_path).answer(request(2))
+    response = site_in(tmp_path).answer(of_two_rounds(3))
+    assert counts(response.answers) == {0: 2, 1: 2, 2: 3, 3: 1}
+    assert counts(response.answers, "scratch") == {0: 2, 1: 2, 2: 1, 3: 1}
+    assert response.remembers == {0, 1, 2, 3}
+    named = site_in(tmp_path).answer(request(4, 1, cohort=2, begin={1: (10, 1)}))
+    assert counts(named.answers) == {0: 4}
+
+
+def test_a_repeated_message_of_two_rounds_runs_nothing_twice(tmp_path: Path) -> None:
+    site_in(tmp_path).answer(request(1))
+    RAN.clear()
+    first = site_in(tmp_path).answer(of_two_rounds())
+    again = site_in(tmp_path).answer(of_two_rounds())
+    assert RAN == [0, 1, 1, 2]
+    assert again.remembers == first.remembers == {0, 1, 2, 3}
+    for place in range(4):
+        torch.testing.assert_close(again.answers[place], first.answers[place], rtol=0, atol=0)
 
 
 def test_a_message_cut_short_runs_only_what_had_not_been_kept(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Requests and responses come over the wire as they were, or not at all."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -47,6 +48,19 @@ def test_a_request_comes_back() -> None:
     for ours, theirs in zip(sent.calls, came.calls, strict=True):
         assert vars(ours) | {"payload": 0} == vars(theirs) | {"payload": 0}
         torch.testing.assert_close(ours.payload, theirs.payload, rtol=0, atol=0)
+
+
+def test_calls_of_one_client_in_two_rounds_come_back_with_an_answer_each() -> None:
+    calls = [Call(4, 2, 0, "late", ({"w": torch.zeros(1)},)), Call(5, 3, 0, "train_model")]
+    came = wire.unpack_request(wire.pack_request(replace(request(), calls=calls)))
+    assert [(call.cohort, call.step, len(call.payload)) for call in came.calls] == [
+        (4, "late", 1),
+        (5, "train_model", 0),
+    ]
+    answers = {0: {"w": torch.ones(1)}, 1: {"w": torch.zeros(1)}}
+    replied = wire.unpack_response(wire.pack_response(Response(5, 6, answers, frozenset({1}))))
+    assert [replied.answers[place]["w"].item() for place in (0, 1)] == [1, 0]
+    assert replied.remembers == {1}
 
 
 def test_a_tree_for_all_travels_once() -> None:

@@ -1,7 +1,7 @@
 """PeFLL: three exchanges against one-piece autograd, the authors' trace, and what travels."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from hyperfed import checkpoints, config, trees
-from hyperfed.engines import Faults, loop
+from hyperfed import checkpoints, config, engines, trees
+from hyperfed.engines import EngineCohort, Faults, loop
 from hyperfed.engines.calls import Call
-from hyperfed.federation import AllLostError, Task
+from hyperfed.federation import AllLostError, Each, Task
 from hyperfed.methods import pefll
 from hyperfed.nets import LeNet
 from hyperfed.nets.descriptors import Standard
@@ -66,14 +66,10 @@ def drawn(task: Task, client: int, number: int, step: str) -> tuple[Tensor, Tens
     return task.x[rows], task.y[rows]
 
 
-def after_a_round(
+def gradients(
     federation: Federation, clients: list[int], number: int, standard: list[Tensor]
 ) -> dict[str, Tensor]:
-    """Both networks after one step on objective (1), which autograd sees in one piece.
-
-    With one plain local step of rate eta, delta is eta times the gradient of a client's objective,
-    so the server descends their mean with rate lr * eta.
-    """
+    """The gradient of objective (1), which autograd sees in one piece, for both networks."""
     server, task, settings = federation.server, federation.task, federation.config
     objective = torch.zeros((), dtype=torch.float64)
     for client in clients:
@@ -89,10 +85,19 @@ def after_a_round(
         squares = torch.stack([value.square().sum() for value in model.values()]).sum()
         objective = objective + (loss + THETA * squares) / len(clients)
     named = parameters(federation)
-    gradients = torch.autograd.grad(objective, list(named.values()))
+    found = torch.autograd.grad(objective, list(named.values()))
+    return dict(zip(named, found, strict=True))
+
+
+def after_a_step(federation: Federation, gradient: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Both networks after one step.
+
+    With one plain local step of rate eta, delta is eta times the gradient of a client's objective,
+    so the server descends their mean with rate lr * eta.
+    """
     return {
-        name: (value - 0.5 * (0.1 * gradient + 2 * ETA * value)).detach()
-        for (name, value), gradient in zip(named.items(), gradients, strict=True)
+        name: (value - 0.5 * (0.1 * gradient[name] + 2 * ETA * value)).detach()
+        for name, value in parameters(federation).items()
     }
 
 
@@ -106,7 +111,8 @@ def check_two_rounds(clients: list[int], **settings: Any) -> None:
     federation = Federation("pefll", make_task(), **SETTINGS | settings)
     standard: list[Tensor] = []
     for number in range(2):
-        expected = after_a_round(federation, clients, number, standard)
+        gradient = gradients(federation, clients, number, standard)
+        expected = after_a_step(federation, gradient)
         federation.round(clients, number)
         ours = {name: value.detach() for name, value in parameters(federation).items()}
         torch.testing.assert_close(ours, expected, **CLOSE)
@@ -187,6 +193,122 @@ def test_a_standard_fitted_in_every_round_is_caught(monkeypatch: pytest.MonkeyPa
         check_two_rounds([0, 1, 3], standardize=True)
 
 
+# The delayed update
+
+
+DELAYED = SETTINGS | {"delayed_gradient": True}
+COHORTS = [[0, 1, 3], [1, 2], [0, 2, 3]]
+"""Clients 1, then 2, are posted a gradient in one round and described in the next."""
+
+
+def check_delayed_rounds(**settings: Any) -> None:
+    """The descriptor network moves by the gradient at the networks and clients of a round ago."""
+    federation = Federation("pefll", make_task(), **DELAYED | settings)
+    standard: list[Tensor] = []
+    before = {name: torch.zeros_like(value) for name, value in parameters(federation).items()}
+    for number, clients in enumerate(COHORTS):
+        now = gradients(federation, clients, number, standard)
+        used = {name: (now if name.startswith("h.") else before)[name] for name in now}
+        expected, before = after_a_step(federation, used), now
+        federation.round(clients, number)
+        ours = {name: value.detach() for name, value in parameters(federation).items()}
+        torch.testing.assert_close(ours, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("standardize", [False, True])
+@pytest.mark.parametrize("descriptor_net", ["target", "linear"])
+def test_a_delayed_gradient_is_that_of_the_round_before(
+    descriptor_net: str, standardize: bool
+) -> None:
+    check_delayed_rounds(descriptor_net=descriptor_net, standardize=standardize)
+
+
+def posted_to_other_clients(post: Callable[..., Any]) -> Callable[..., Any]:
+    def mutant(cohort: Any, step: Any, each: Each) -> Any:
+        return post(cohort, step, Each({name: leaf.flip(0) for name, leaf in each.tree.items()}))
+
+    return mutant
+
+
+def not_copied(_: Any) -> Callable[..., Any]:
+    return lambda item: item
+
+
+def dropped(_: Any) -> Callable[..., Tree]:
+    return lambda self: {}
+
+
+def kept_from_the_first_round(latest: Callable[..., Tree]) -> Callable[..., Tree]:
+    return lambda self: self.late_gradient or latest(self)
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "mutant"),
+    [
+        (pefll.Client, "descriptor_net_gradient", from_another_batch),
+        (EngineCohort, "post", posted_to_other_clients),
+        (engines.cohort, "_copied", not_copied),
+        (trees, "weighted_mean", summed_over_clients),
+        (pefll.Server, "latest_gradient", dropped),
+        (pefll.Server, "latest_gradient", kept_from_the_first_round),
+    ],
+)
+def test_a_mutant_of_the_delayed_update_is_caught(
+    place: Any, name: str, mutant: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(place, name, mutant(getattr(place, name)))
+    with pytest.raises(AssertionError):
+        check_delayed_rounds()
+
+
+def test_a_mutant_that_does_not_delay_is_caught() -> None:
+    with pytest.raises(AssertionError):
+        check_delayed_rounds(delayed_gradient=False)
+
+
+def test_who_does_not_answer_late_is_left_out_of_the_descriptor_networks_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its delta counts: only the mean over those that answered differs."""
+    lossy = Federation("pefll", make_task(), **DELAYED)
+    gradient = gradients(lossy, [0, 3], 0, [])
+    lose(monkeypatch, "descriptor_net_gradient", 1)
+    first = lossy.round([0, 1, 3], 0)
+    mean = {f"v.{name}": leaf for name, leaf in lossy.server.state()["late_gradient"].items()}
+    assert [client for client, _ in first.state.late] == [1]
+    assert first.state.lost == {}
+    expected = {name: 0.1 * leaf for name, leaf in gradient.items() if name.startswith("v.")}
+    torch.testing.assert_close(mean, expected, **CLOSE)
+
+
+def test_a_gradient_waits_while_rounds_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    lossy, whole = (Federation("pefll", make_task(), **DELAYED) for _ in range(2))
+    for ours in (lossy, whole):
+        ours.round([0, 1, 3], 0)
+    with monkeypatch.context() as patched:
+        lose(patched, "describe", 2)
+        with pytest.raises(AllLostError):
+            lossy.round([2], 1)
+    for ours in (lossy, whole):
+        ours.round([1, 2], 2)
+    torch.testing.assert_close(lossy.server.state(), whole.server.state(), rtol=0, atol=0)
+
+
+def test_where_nobody_answers_late_the_descriptor_network_only_decays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours = Federation("pefll", make_task(), **DELAYED)
+    lose(monkeypatch, "descriptor_net_gradient", 0, 1, 3)
+    ours.round([0, 1, 3], 0)
+    before = trees.clone(trees.model_of(ours.server.descriptor_net))
+    ours.round([1, 2], 1)
+    decayed = {name: (1 - 0.5 * 2 * ETA) * value for name, value in before.items()}
+    torch.testing.assert_close(trees.model_of(ours.server.descriptor_net), decayed, **CLOSE)
+
+
+# Clipping, and learning at all
+
+
 def test_the_gradient_of_both_networks_is_clipped_together() -> None:
     settings = SETTINGS | {"weight_decay": 0.0, "clip": 1e-4, "lr": 1.0}
     federation = Federation("pefll", make_task(), **settings)
@@ -196,9 +318,10 @@ def test_the_gradient_of_both_networks_is_clipped_together() -> None:
     assert torch.cat(moved).norm().item() == pytest.approx(1e-4, rel=0.02)
 
 
-def test_training_lowers_the_loss_of_every_client() -> None:
+@pytest.mark.parametrize("delayed", [False, True])
+def test_training_lowers_the_loss_of_every_client(delayed: bool) -> None:
     settings = {"local_steps": 3, "batch_size": 20, "local_lr": 0.2, "lr": 1e-2}
-    federation = Federation("pefll", make_task(), **settings)
+    federation = Federation("pefll", make_task(), **settings, delayed_gradient=delayed)
     before = [client_loss(federation.task, i, federation.personal(i)).item() for i in range(4)]
     for number in range(20):
         federation.round(range(4), number)
@@ -331,6 +454,29 @@ def test_three_exchanges_travel_and_nothing_else(descriptor_net: str, network: i
     assert federation.engine.memory == {1: {}, 2: {}}
 
 
+def test_with_a_delayed_gradient_the_same_travels(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[list[str]] = []
+    answer = loop.LoopEngine.answer
+
+    def watched(engine: loop.LoopEngine, calls: Sequence[Call]) -> list[Tree | Exception]:
+        steps.append([call.step for call in calls])
+        return answer(engine, calls)
+
+    usual, ours = (Federation("pefll", make_task(), **each) for each in (SETTINGS, DELAYED))
+    expected = [usual.round([1, 2], number).state.exchanges for number in range(2)]
+    monkeypatch.setattr(loop.LoopEngine, "answer", watched)
+    cohorts = [ours.round([1, 2], number) for number in range(2)]
+    assert steps == [
+        ["describe"] * 2,
+        ["train_model"] * 2,
+        ["descriptor_net_gradient"] * 2 + ["describe"] * 2,
+        ["train_model"] * 2,
+    ]
+    ours.server.state()
+    assert [cohort.state.exchanges for cohort in cohorts] == expected
+    assert ours.engine.memory == {1: {}, 2: {}}
+
+
 def lose(monkeypatch: pytest.MonkeyPatch, step: str, *clients: int) -> None:
     def spoilt(faults: Faults, seed: int, call: Call) -> bool:
         return call.client in clients and call.step == step
@@ -383,8 +529,10 @@ def test_a_target_size_lost_at_the_end_leaves_the_others(
     torch.testing.assert_close(lossy.server.state(), smaller.server.state(), **CLOSE)
 
 
-def test_the_state_holds_what_a_killed_server_needs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("delayed", [False, True])
+def test_the_state_holds_what_a_killed_server_needs(delayed: bool, tmp_path: Path) -> None:
     settings = {"local_steps": 2, "batch_size": 4}  # Adam, standardised
+    settings |= {"delayed_gradient": delayed}
     ours, other = (Federation("pefll", make_task(Normed), **settings) for _ in range(2))
     ours.round([0, 1])
     checkpoints.save_state(tmp_path / "state", ours.server.state(), {})

@@ -92,7 +92,7 @@ class Worker:
         """Returns, once the actor is there."""
 
     def answer(self, calls: Sequence[Call], *known: Tree | None) -> tuple[Any, ...]:
-        """Runs calls of one cohort, each of another client.
+        """Runs calls of one or more cohorts, in each of them of different clients.
 
         Args:
             calls: payloads are packed.

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hyperfed import trees
 from hyperfed.engines.replies import check_tree
 from hyperfed.federation import Client, Split, StepInfo, Task
 from hyperfed.randomness import generator
-from hyperfed.training import Batch, Batches, Steps
+from hyperfed.training import Batches, Steps
 from hyperfed.trees import Tree
 
 
@@ -110,37 +110,70 @@ def execute(
         BadReplyError: the reply is no tree of tensors.
         Exception: whatever the step raises.
     """
+    labelled = is_labelled(task, call.client)
+    return perform(
+        call,
+        task=task,
+        client=client,
+        config=config,
+        module=module,
+        networks=networks,
+        memory=memory,
+        scratch=scratch,
+        batches=(Split(task, rows, labelled=labelled).batch() for rows in draw(call, task, seed)),
+        generator=generator(seed, "client", *call.keys),
+        labelled=labelled,
+    )
+
+
+def perform(
+    call: Call, *, client: type[Client], memory: Tree, scratch: Tree, **options: Any
+) -> Answer:
+    """Runs a call whose draws are made; raises what :func:`execute` does.
+
+    Args:
+        call: what is asked.
+        client: the method's Client.
+        memory: what the client remembers of earlier rounds; stays as it is.
+        scratch: what it remembers of earlier messages of this round; stays as it is.
+        options: what else its Client is built of.
+    """
     step, info = find_step(client, call.step)
-    labelled = not (task.unlabelled and call.client in task.novel_ids)
-    train = Split(task, task.train[call.client], labelled=labelled)
     built = client(
         id=call.client,
         round=call.round,
-        task=task,
-        module=module,
-        config=config,
-        batches=draw(train, call.batches, generator(seed, "batches", *call.keys)),
-        generator=generator(seed, "client", *call.keys),
         memory=dict(memory),
         scratch=dict(scratch),
-        networks=networks,
-        labelled=labelled,
         evaluates=info.evaluates,
+        **options,
     )
     reply = step(built, *call.payload)
     check_tree(reply)
+    if info.deferrable and not _same(built.memory, memory):
+        raise PermissionError(
+            f"a step marked @step(deferrable=True) must not write memory, but {call.step} did; "
+            "write it in a step that is asked, or write scratch"
+        )
     return Answer(trees.detach(reply), built.memory, built.scratch)
 
 
-def draw(split: Split, batches: Batches | None, source: torch.Generator) -> Iterator[Batch]:
-    """Yields the batches that a server asked for."""
-    if batches is None:
+def _same(memory: Tree, before: Tree) -> bool:
+    return memory.keys() == before.keys() and all(memory[key] is before[key] for key in memory)
+
+
+def is_labelled(task: Task, client: int) -> bool:
+    """Returns whether a client's batches have labels."""
+    return not (task.unlabelled and client in task.novel_ids)
+
+
+def draw(call: Call, task: Task, seed: int) -> Iterator[Tensor]:
+    """Yields the rows (B,) of the task's examples in each batch that a server asked for."""
+    plan, rows = call.batches, task.train[call.client]
+    if plan is None:
         return
-    if isinstance(batches, Steps):
-        for _ in range(batches.count):
-            yield split.batch(torch.randperm(len(split), generator=source)[: batches.size])
-        return
-    for _ in range(batches.count):
-        order = torch.randperm(len(split), generator=source)
-        for start in range(0, len(split), batches.size):
-            yield split.batch(order[start : start + batches.size])
+    source = generator(seed, "batches", *call.keys)
+    end = plan.size if isinstance(plan, Steps) else len(rows)
+    for _ in range(plan.count):
+        order = torch.randperm(len(rows), generator=source)
+        for start in range(0, end, plan.size):
+            yield rows[order[start : start + plan.size]]

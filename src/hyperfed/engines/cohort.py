@@ -1,12 +1,12 @@
 """What all engines share: the clients of a round, asked, counted, lost and stacked.
 
 An engine only has to answer calls. Everything that a server may rely on is decided here: what each
-client is sent, which replies count, what travelled, who is lost.
+client is sent and when, which replies count, what travelled, who is lost.
 """
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -70,6 +70,10 @@ class Engine(Protocol):
     @memory.setter
     def memory(self, memory: dict[int, Tree]) -> None: ...
 
+    @property
+    def waiting(self) -> "list[Question]":
+        """What was posted and travels with the next message; its cohorts fill and empty it."""
+
     def cohort(
         self, ids: Sequence[int], round: int, *, training: bool, fresh: bool = False
     ) -> "EngineCohort":
@@ -86,7 +90,11 @@ class Engine(Protocol):
         """Keeps the memories of a round's clients that were not lost."""
 
     def answer(self, calls: Sequence[Call]) -> list[Tree | Exception]:
-        """Runs calls of one cohort, each of another client; returns replies in their order.
+        """Runs calls in one exchange; returns replies in their order.
+
+        The calls of one cohort come one after another, each of another client. Where something was
+        posted there are two cohorts, and a client may be in both: what it replies to either must
+        not depend on the other being there.
 
         What goes wrong at a client is returned, as the exception it raised or, where none came
         in time, a ``NoAnswerError``: it may lose this client and no other.
@@ -128,6 +136,8 @@ class CohortState:
         turns: how often each (client, step) was asked.
         lost: {client: why}.
         causes: what lost clients raised.
+        posted: clients that were posted a step.
+        late: (client, why) of each that did not answer what it was posted.
         exchanges: every message so far, those with known clients too.
         known: the cohort of all known clients, once it was asked for.
     """
@@ -139,17 +149,67 @@ class CohortState:
     turns: Counter[tuple[int, str]] = field(default_factory=Counter)
     lost: dict[int, str] = field(default_factory=dict)
     causes: list[Exception] = field(default_factory=list)
+    posted: set[int] = field(default_factory=set)
+    late: list[tuple[int, str]] = field(default_factory=list)
     exchanges: list[Exchange] = field(default_factory=list)
     known: "EngineCohort | None" = None
 
 
+@dataclass
+class Question:
+    """A step asked of a cohort's clients; what was posted is read here, a ``Pending``.
+
+    Attributes:
+        cohort: whose clients.
+        step: the step's function.
+        info: what its mark says.
+        calls: {position in the cohort: call} of the clients that are there.
+        reached: those whose client no injected fault keeps from answering.
+        posted: whether the replies can wait.
+        accepted: {position: reply} of those that can be used; None before it has travelled.
+    """
+
+    cohort: "EngineCohort"
+    step: Callable[..., Tree]
+    info: StepInfo
+    calls: Mapping[int, Call]
+    reached: Mapping[int, Call]
+    posted: bool
+    accepted: Mapping[int, Tree] | None = None
+
+    @property
+    def weight(self) -> Tensor:
+        """(C,) float64 training examples; 0 for a client that did not answer."""
+        accepted = self._travelled()
+        there = [position in accepted for position in range(len(self.cohort.ids))]
+        return self.cohort.examples * torch.tensor(there, dtype=torch.float64)
+
+    def reply(self) -> Tree:
+        """Returns the replies stacked, leaves (C, ...); {} where nobody answered."""
+        accepted = self._travelled()
+        if not accepted:
+            return {}
+        nothing = trees.tree_map(torch.zeros_like, next(iter(accepted.values())))
+        return trees.stack([accepted.get(p, nothing) for p in range(len(self.cohort.ids))])
+
+    def _travelled(self) -> Mapping[int, Tree]:
+        if self.accepted is None:
+            self.cohort.exchange()
+        assert self.accepted is not None
+        return self.accepted
+
+
 class EngineCohort:
-    """The clients of one round; see :class:`hyperfed.federation.Cohort`."""
+    """The clients of one round; see :class:`hyperfed.federation.Cohort`.
+
+    Attributes:
+        examples: (C,) float64 training examples of each client, lost or not.
+    """
 
     def __init__(self, engine: Engine, clients: Sequence[int], state: CohortState) -> None:
         self._engine, self._clients, self.state = engine, tuple(clients), state
         self.ids = torch.tensor(self._clients, dtype=torch.int64)
-        self._examples = torch.tensor(
+        self.examples = torch.tensor(
             [len(engine.task.train[client]) for client in self._clients], dtype=torch.float64
         )
 
@@ -193,7 +253,7 @@ class EngineCohort:
     def weight(self) -> Tensor:
         """(C,) float64 training examples; 0 for a client lost this round."""
         there = [client not in self.state.lost for client in self._clients]
-        return self._examples * torch.tensor(there, dtype=torch.float64)
+        return self.examples * torch.tensor(there, dtype=torch.float64)
 
     @cached_property
     def sizes(self) -> Mapping[str, "EngineCohort"]:
@@ -218,27 +278,103 @@ class EngineCohort:
         self, step: Callable[..., Tree], *payload: Tree | Each, batches: Batches | None = None
     ) -> Tree:
         """Runs a step at every client that is still there and stacks the replies."""
+        question = self._question(step, payload, batches)
+        self.exchange(question)
+        if not question.accepted:
+            cause = next(iter(self.state.causes), None)
+            reasons = "; ".join(f"client {i}: {why}" for i, why in self.state.lost.items())
+            raise AllLostError(f"all clients were lost: {reasons}") from cause
+        return question.reply()
+
+    def post(
+        self, step: Callable[..., Tree], *payload: Tree | Each, batches: Batches | None = None
+    ) -> Question:
+        """Has a step travel with the next message to the clients that are still there."""
+        self._check_postable(step)
+        question = self._question(step, payload, batches, posted=True)
+        self.state.posted.update(call.client for call in question.calls.values())
+        self._engine.waiting.append(question)
+        return question
+
+    def exchange(self, *questions: Question) -> None:
+        """Sends questions, and with them what was posted before to any client of the engine."""
+        waiting = self._engine.waiting
+        asked = [*waiting, *questions]
+        calls = [call for question in asked for call in question.reached.values()]
+        answers = iter(self._engine.answer(calls) if calls else [])
+        waiting.clear()
+        for question in asked:
+            came = {position: next(answers) for position in question.reached}
+            question.cohort.hear(question, came)
+
+    def hear(self, question: Question, answers: Mapping[int, Tree | Exception]) -> None:
+        """Decides which answers to a question of this cohort can be used.
+
+        Args:
+            question: has travelled just now.
+            answers: what came from each position that was reached.
+        """
+        replies = self._replies(question, answers)
+        expected = expected_structure([r for r in replies.values() if isinstance(r, Reply)])
+        accepted: dict[int, Tree] = {}
+        for position, reply in replies.items():
+            call = question.calls[position]
+            reason = refusal(reply, expected)
+            if reason is None and isinstance(reply, Reply):
+                accepted[position] = reply.tree
+            elif reason is not None and question.posted:
+                self.state.late.append((call.client, reason))
+            elif reason is not None:
+                self._lose(call.client, reason, reply)
+            down = sum(trees.count_bytes(tree) for tree in call.payload)
+            up = trees.count_bytes(reply.tree) if isinstance(reply, Reply) else 0
+            self.state.exchanges.append(Exchange(question.info.name, call.client, down, up))
+        question.accepted = accepted
+
+    def _question(
+        self,
+        step: Callable[..., Tree],
+        payload: Sequence[Tree | Each],
+        batches: Batches | None,
+        *,
+        posted: bool = False,
+    ) -> Question:
         step, info = find_step(self._engine.client, step.__dict__["step"].name)
         _check_detached(payload)
+        if again := self.state.posted.intersection(self.there):
+            raise ValueError(
+                f"what a client is posted must be the last thing it is asked in a round, but "
+                f"{info.name} came after it for client {min(again)}; ask it before"
+            )
+        if posted:
+            payload = [_copied(item) for item in payload]
         calls = {
             position: self._call(info, position, payload, batches)
             for position, client in enumerate(self._clients)
             if client not in self.state.lost
         }
-        replies = self._replies(step, info, calls)
-        expected = expected_structure([r for r in replies.values() if isinstance(r, Reply)])
-        accepted: dict[int, Tree] = {}
-        for position, reply in replies.items():
-            call = calls[position]
-            reason = refusal(reply, expected)
-            if reason is not None:
-                self._lose(call.client, reason, reply)
-            elif isinstance(reply, Reply):
-                accepted[position] = reply.tree
-            down = sum(trees.count_bytes(tree) for tree in call.payload)
-            up = trees.count_bytes(reply.tree) if isinstance(reply, Reply) else 0
-            self.state.exchanges.append(Exchange(info.name, call.client, down, up))
-        return self._stacked(accepted)
+        seed, faults, training = self._engine.seed, self._engine.faults, self.state.training
+        reached = {p: c for p, c in calls.items() if not (training and faults.drops(seed, c))}
+        return Question(self, step, info, calls, reached, posted)
+
+    def _check_postable(self, step: Callable[..., Tree]) -> None:
+        _, info = find_step(self._engine.client, step.__dict__["step"].name)
+        if not info.deferrable:
+            raise ValueError(
+                f"what is posted must be a step that can run later, but {info.name} is not marked "
+                "@step(deferrable=True); mark it, or ask it"
+            )
+        if not self.state.training:
+            raise ValueError(
+                f"a step can be posted only in a training round, but {info.name} was while clients "
+                "are served; ask it"
+            )
+        asked = {client for client, _ in self.state.turns}
+        if new := set(self.there) - asked:
+            raise ValueError(
+                f"what is posted must go on from what its client was asked before in this round, "
+                f"but client {min(new)} was asked nothing before {info.name}; ask it"
+            )
 
     def _call(
         self,
@@ -254,26 +390,20 @@ class EngineCohort:
         return Call(state.number, state.round, client, info.name, own, batches, turn, state.fresh)
 
     def _replies(
-        self, step: Callable[..., Tree], info: StepInfo, calls: Mapping[int, Call]
+        self, question: Question, answers: Mapping[int, Tree | Exception]
     ) -> dict[int, Reply | Exception]:
-        """Returns what came from each position, faults included, in the order of ``calls``."""
+        """Returns what came from each position, faults included, in the order of the calls."""
         seed, faults, training = self._engine.seed, self._engine.faults, self.state.training
-        reached = {
-            position: call
-            for position, call in calls.items()
-            if not (training and faults.drops(seed, call))
-        }
-        answers = dict(zip(reached, self._engine.answer(list(reached.values())), strict=True))
         replies: dict[int, Reply | Exception] = {}
-        for position, call in calls.items():
-            if position not in reached:
+        for position, call in question.calls.items():
+            if position not in answers:
                 replies[position] = NoAnswerError("did not answer (injected by faults.drop)")
                 continue
             answer = answers[position]
             reply = (
                 answer
                 if isinstance(answer, Exception)
-                else checked(answer, _promised(step, info, call))
+                else checked(answer, _promised(question.step, question.info, call))
             )
             if training and isinstance(reply, Reply) and faults.spoils(seed, call):
                 reply = Reply(trees.tree_map(_spoil, reply.tree), reply.structure)
@@ -290,13 +420,12 @@ class EngineCohort:
         if isinstance(reply, Exception):
             self.state.causes.append(reply)
 
-    def _stacked(self, accepted: Mapping[int, Tree]) -> Tree:
-        if not accepted:
-            cause = next(iter(self.state.causes), None)
-            reasons = "; ".join(f"client {i}: {why}" for i, why in self.state.lost.items())
-            raise AllLostError(f"all clients were lost: {reasons}") from cause
-        nothing = trees.tree_map(torch.zeros_like, next(iter(accepted.values())))
-        return trees.stack([accepted.get(p, nothing) for p in range(len(self._clients))])
+
+def _copied(item: Tree | Each) -> Tree | Each:
+    """Returns what stays as it is, whatever becomes of the server's own tensors."""
+    if isinstance(item, Each):
+        return replace(item, tree=trees.clone(item.tree))
+    return trees.clone(item)
 
 
 def _check_detached(payload: Sequence[Tree | Each]) -> None:

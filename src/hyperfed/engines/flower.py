@@ -17,7 +17,7 @@ from torch import Tensor
 from hyperfed.data.roster import RemoteTask
 from hyperfed.engines import wire
 from hyperfed.engines.calls import Call
-from hyperfed.engines.cohort import CohortState, Engine, EngineCohort
+from hyperfed.engines.cohort import CohortState, Engine, EngineCohort, Question
 from hyperfed.engines.faults import Faults
 from hyperfed.engines.replies import BadReplyError, NoAnswerError
 from hyperfed.engines.sites import STEP, Sites
@@ -58,6 +58,7 @@ class FlowerEngine:
         self.task, self.client, self.config, self.seed = task, client, config, seed
         self.faults, self.timeout = faults or Faults(), timeout
         self.traffic = {"down": 0, "up": 0}
+        self.waiting: list[Question] = []
         self._sites = None if task.link is None else Sites(task.link, timeout)
         self._session, self._serials, self._cohorts = time.time_ns(), count(1), count()
         self._open: set[int] = set()
@@ -113,25 +114,24 @@ class FlowerEngine:
             )
         names = {call.client: self.task.roster.members[call.client].name for call in calls}
         node_of = self._sites.find(list(names.values()))
-        answers: dict[int, Tree | Exception] = {
-            client: NoAnswerError("its site is not connected")
-            for client, name in names.items()
-            if name not in node_of
-        }
-        by_node: dict[int, list[Call]] = {}
-        for call in calls:
+        answers: dict[int, Tree | Exception] = {}
+        by_node: dict[int, dict[int, Call]] = {}
+        for position, call in enumerate(calls):
             if names[call.client] in node_of:
-                by_node.setdefault(node_of[names[call.client]], []).append(call)
+                by_node.setdefault(node_of[names[call.client]], {})[position] = call
+            else:
+                answers[position] = NoAnswerError("its site is not connected")
         serial = next(self._serials)
         contents = {
-            node: wire.pack_request(self._request(serial, part, names))
+            node: wire.pack_request(self._request(serial, list(part.values()), names))
             for node, part in by_node.items()
         }
         self.traffic["down"] += sum(map(len, contents.values()))
         replies = self.task.link.exchange(STEP, contents, self.timeout)
         for node, part in by_node.items():
-            answers |= self._read(node, serial, part, replies.get(node))
-        return [answers[call.client] for call in calls]
+            read = self._read(node, serial, list(part.values()), replies.get(node))
+            answers |= zip(part, read, strict=True)
+        return [answers[position] for position in range(len(calls))]
 
     def resources(self, clients: int) -> dict[str, Any]:
         """Returns the number of sites and the bytes of all messages, with their framing."""
@@ -175,7 +175,7 @@ class FlowerEngine:
 
     def _read(
         self, node: int, serial: int, calls: Sequence[Call], reply: bytes | Exception | None
-    ) -> dict[int, Tree | Exception]:
+    ) -> list[Tree | Exception]:
         """Returns the answers in a site's reply; one that is none answers no call."""
         response: Response | Exception
         if isinstance(reply, bytes):
@@ -194,12 +194,14 @@ class FlowerEngine:
         if isinstance(response, Exception):
             assert self._sites is not None
             self._sites.forget(node)
-            return {call.client: response for call in calls}
-        for call in calls:
-            remembers = call.client in response.remembers
-            self._asked.setdefault(call.cohort, {})[call.client] = remembers
+            return [response] * len(calls)
         missing = NoAnswerError("its site did not answer for it")
-        return {call.client: response.answers.get(call.client, missing) for call in calls}
+        answers = [response.answers.get(place, missing) for place in range(len(calls))]
+        for place, (call, answer) in enumerate(zip(calls, answers, strict=True)):
+            if not isinstance(answer, Exception):
+                remembers = place in response.remembers
+                self._asked.setdefault(call.cohort, {})[call.client] = remembers
+        return answers
 
 
 def _version(tree: Tree) -> Version:

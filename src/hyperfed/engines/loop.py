@@ -8,17 +8,18 @@ one core to a client otherwise.
 import copy
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
-from itertools import count
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import count, groupby
 from typing import Any
 
 import torch
 from torch import nn
 
+from hyperfed.allocation import keep_freed_memory
 from hyperfed.engines.calls import Answer, Call, execute
-from hyperfed.engines.cohort import CohortState, Engine, EngineCohort
+from hyperfed.engines.cohort import CohortState, Engine, EngineCohort, Question
 from hyperfed.engines.faults import Faults
 from hyperfed.engines.memories import Memories
 from hyperfed.federation import Client, Task
@@ -63,6 +64,8 @@ class LoopEngine:
         self.workers, self.cores_per_client = workers, cores_per_client
         self.faults, self.home = faults or Faults(), home
         self.memories = Memories()
+        keep_freed_memory()
+        self.waiting: list[Question] = []
         self.cores = torch.get_num_threads()
         self._numbers = count()
         self._own = threading.local()
@@ -95,9 +98,12 @@ class LoopEngine:
         self.memories.keep(cohort.state.number, cohort.there)
 
     def answer(self, calls: Sequence[Call]) -> list[Tree | Exception]:
-        """Runs calls, as many at once as there are workers."""
-        if not calls:
-            return []
+        """Runs calls cohort by cohort, as if each came alone: its size decides on the cores."""
+        parts = groupby(calls, key=lambda call: call.cohort)
+        return [answer for _, part in parts for answer in self._answer(list(part))]
+
+    def _answer(self, calls: Sequence[Call]) -> list[Tree | Exception]:
+        """Runs calls of one cohort, as many at once as there are workers."""
         cores = self._cores_of_one(len(calls))
         workers = min(self.workers or max(1, self.cores // cores), len(calls))
         if self._stochastic:
@@ -107,14 +113,11 @@ class LoopEngine:
             torch.set_num_threads(cores)
             return self._run(call)
 
-        before = torch.get_num_threads()
-        try:
+        with on_cores(cores):
             if workers == 1:
                 answers = [run(call) for call in calls]
             else:
                 answers = list(self._pool(workers).map(run, calls))
-        finally:
-            torch.set_num_threads(before)
         for call, answer in zip(calls, answers, strict=True):
             if isinstance(answer, Answer):
                 self.memories.note(call, answer)
@@ -181,6 +184,17 @@ class LoopEngine:
     def _randomness(self, *keys: str | int) -> AbstractContextManager[None]:
         """Returns a block in which dropout draws as a function of ``keys``, where there is any."""
         return seeded(self.seed, *keys) if self._stochastic else nullcontext()
+
+
+@contextmanager
+def on_cores(count: int) -> Iterator[None]:
+    """Computes a block with so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _draws(module: nn.Module) -> bool:

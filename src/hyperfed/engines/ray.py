@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 from hyperfed.engines.actors import Outcome, Work, Worker
 from hyperfed.engines.calls import Call
 from hyperfed.engines.cluster import Connection, connect
-from hyperfed.engines.cohort import CohortState, Engine, EngineCohort
+from hyperfed.engines.cohort import CohortState, Engine, EngineCohort, Question
 from hyperfed.engines.faults import Faults
 from hyperfed.engines.packing import pack, unpack
 from hyperfed.engines.replies import NoAnswerError
@@ -111,6 +111,7 @@ class RayEngine:
         self.task, self.client, self.config, self.seed = task, client, config, seed
         self.faults = faults or Faults()
         self.cores_per_client, self.gpus_per_worker = cores_per_client or 1, gpus_per_worker
+        self.waiting: list[Question] = []
         self._numbers = count()
         self._cohorts: dict[int, _Drafts] = {}
         self._kept: dict[int, _Memory] = {}
@@ -169,15 +170,12 @@ class RayEngine:
         """
         answers = self._ask(calls)
         died = {i: answer for i, answer in enumerate(answers) if isinstance(answer, self._deaths)}
-        if not died:
-            return answers
-        if self._cohorts[calls[0].cohort].training:
-            instead: Sequence[Tree | Exception] = [_unanswered(death) for death in died.values()]
-        else:
-            instead = self._ask([calls[i] for i in died])
-        for i, answer in zip(died, instead, strict=True):
-            answers[i] = answer
-        return answers
+        again = [i for i in died if not self._cohorts[calls[i].cohort].training]
+        instead: dict[int, Tree | Exception] = {
+            i: _unanswered(death) for i, death in died.items() if i not in again
+        }
+        instead |= zip(again, self._ask([calls[i] for i in again]), strict=True)
+        return [instead.get(i, answer) for i, answer in enumerate(answers)]
 
     def saved(self, *memories: Mapping[int, Tree]) -> None:
         """Does nothing: an object of the store stays as long as somebody refers to it."""

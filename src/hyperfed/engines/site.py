@@ -137,7 +137,7 @@ class Site:
                 store.receive(request.session, request.serial)
                 return self._answer(request, task, store)
         except Exception as error:  # concerns all that this message called, and nobody else
-            everyone = {call.client: error for call in request.calls}
+            everyone = dict.fromkeys(range(len(request.calls)), error)
             return Response(request.session, request.serial, everyone)
 
     def _answer(self, request: Request, task: Task, store: Store) -> Response:
@@ -151,32 +151,32 @@ class Site:
         )
         answers: dict[int, Tree | Exception] = {}
         remembers: set[int] = set()
-        to_run: list[Call] = []
-        for call in request.calls:
+        to_run: dict[int, Call] = {}
+        for place, call in enumerate(request.calls):
             name, version = request.names[call.client], (request.session, call.cohort)
             try:
                 draft = store.draft(name, version)
                 if draft is not None and draft.serial == request.serial:
-                    answers[call.client] = draft.reply
-                    remembers |= {call.client} if draft.memory else set()
+                    answers[place] = draft.reply
+                    remembers |= {place} if draft.memory else set()
                     continue
                 begin = Answer({}, *_beginning(request, call, name, store, draft))
             except Exception as error:
-                answers[call.client] = error
+                answers[place] = error
                 continue
             engine.memories.note(call, begin)
-            to_run.append(call)
+            to_run[place] = call
         try:
-            replies = engine.answer(to_run)
+            replies = engine.answer(list(to_run.values()))
         finally:
             engine.close()
-        for call, reply in zip(to_run, replies, strict=True):
-            answers[call.client] = reply
+        for (place, call), reply in zip(to_run.items(), replies, strict=True):
+            answers[place] = reply
             memory, scratch = engine.memories.of(call)
             if not isinstance(reply, Exception):
                 name, version = request.names[call.client], (request.session, call.cohort)
                 store.write(name, version, Draft(request.serial, memory, scratch, reply))
-            remembers |= {call.client} if memory else set()
+            remembers |= {place} if memory else set()
         for client, name in request.names.items():
             opened = [(request.session, cohort) for cohort in request.open]
             store.prune(name, _needed(request, client, opened))

@@ -52,7 +52,7 @@ class Request:
         serial: number of the message in its session; one that is repeated keeps it.
         frame: what the site must know of the whole.
         names: number -> name of each client that is called.
-        calls: one for each client.
+        calls: one for each client of a cohort.
         begin: client -> the version of its memory that its cohort begins with; absent for none.
         keep: client -> versions that may be asked for again. A site may drop all others.
         open: numbers of the cohorts that may still be asked.
@@ -71,13 +71,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Response:
-    """What a site answers: for each client a reply or what it raised.
+    """What a site answers: to each call a reply or what it raised.
 
     Attributes:
         session: that of the request.
         serial: that of the request.
-        answers: client -> reply or exception.
-        remembers: clients that have a memory now.
+        answers: place of the call in the request -> reply or exception.
+        remembers: places of the calls after which their client has a memory.
     """
 
     session: int
@@ -187,13 +187,13 @@ def unpack_request(content: bytes) -> Request:
 def pack_response(response: Response) -> bytes:
     """Returns a response as bytes."""
     replies = {
-        str(client): answer
-        for client, answer in response.answers.items()
+        str(place): answer
+        for place, answer in response.answers.items()
         if not isinstance(answer, Exception)
     }
     errors = {
-        str(client): [type(answer).__name__, str(answer)[:LONGEST]]
-        for client, answer in response.answers.items()
+        str(place): [type(answer).__name__, str(answer)[:LONGEST]]
+        for place, answer in response.answers.items()
         if isinstance(answer, Exception)
     }
     meta = {
@@ -213,9 +213,9 @@ def unpack_response(content: bytes) -> Response:
     """
     tree, found = _read(_RESPONSE, content, "a reply")
     if not all(name.isdecimal() and isinstance(reply, dict) for name, reply in tree.items()):
-        raise UserError("a reply must hold one tree for each client; ask for it again")
+        raise UserError("a reply must hold one tree for each call; ask for it again")
     answers: dict[int, Tree | Exception] = {int(name): reply for name, reply in tree.items()}
-    answers |= {client: _raised(*error) for client, error in found.errors.items()}
+    answers |= {place: _raised(*error) for place, error in found.errors.items()}
     return Response(found.session, found.serial, answers, frozenset(found.remembers))
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import grad
 
 from hyperfed import federation, trees
-from hyperfed.federation import EVALUATION_BATCH, Cohort, Each, Outline, step
+from hyperfed.federation import EVALUATION_BATCH, Cohort, Each, Outline, Pending, step
 from hyperfed.nets.descriptors import LabelledTarget, LabelMap, Standard
 from hyperfed.nets.hypernets import MultiHead, SingleOutput, shapes_of
 from hyperfed.presets import DEFAULT
@@ -39,6 +39,8 @@ class Config(LocalConfig):
         clip: bound of the norm of the server's gradient, of both networks together.
         descriptor_net: a copy of the target that sees labels, or a linear map of the label alone.
         descriptor_size: length l of a descriptor, or a rule for n known clients (2 at least).
+        delayed_gradient: the third exchange travels with the first of the next round: two in each,
+            but the descriptor network steps one round late and not by the last round's gradient.
         prediction: whether one batch or all training data describe a client to be served.
         standardize: descriptors by mean and deviation of the entries of the very first one.
         hyper_net: with one output layer (table 4), or pFedHN's with one for each tensor.
@@ -55,6 +57,7 @@ class Config(LocalConfig):
     clip: PositiveFloat | None = 50.0
     descriptor_net: Literal["target", "linear"] = "target"
     descriptor_size: Annotated[int, Field(ge=2)] | Literal["n/4", "1+n/4"] = "1+n/4"
+    delayed_gradient: bool = False
     prediction: Literal["batch", "all"] = "all"
     standardize: bool = True
     hyper_net: Literal["single", "heads"] = "heads"
@@ -120,7 +123,7 @@ class Client(federation.Client):
         trained = sgd(self.objective, model, self.batches, local, trainable=parameters).model
         return trees.subtract(model, trained)
 
-    @step
+    @step(deferrable=True)
     def descriptor_net_gradient(self, gradient: Tree) -> Model:
         """Back-propagates a descriptor's gradient through the batch and network that made it."""
         batch, by = Batch(self.scratch["x"], self.scratch["y"]), gradient["descriptor"]
@@ -138,27 +141,28 @@ class Server(federation.Server):
     def __init__(self, outline: Outline, config: Config) -> None:
         super().__init__(outline, config)
         self.descriptor_net = Client.networks(outline, config)["descriptor_net"]
-        self.hyper_net = {"single": SingleOutput, "heads": MultiHead}[config.hyper_net](
-            {size: shapes_of(net) for size, net in outline.models.items()},
-            config.length(outline.clients),
-            hidden=config.hidden,
-            hidden_layers=config.hidden_layers,
-        ).to(outline.dtype)
+        shapes = {size: shapes_of(net) for size, net in outline.models.items()}
+        build = {"single": SingleOutput, "heads": MultiHead}[config.hyper_net]
+        width, layers, length = config.hidden, config.hidden_layers, config.length(outline.clients)
+        self.hyper_net = build(shapes, length, hidden=width, hidden_layers=layers).to(outline.dtype)
         self.standard = Standard(fit=config.standardize).to(outline.dtype)
         self.buffers: Tree = {
-            size: trees.partition(outline.initial(size), shapes_of(net))[1]
-            for size, net in outline.models.items()
+            size: trees.partition(outline.initial(size), shapes[size])[1] for size in shapes
         }
+        self.late_gradient: Tree = {}
+        self._posted: Pending | None = None
         parameters = [*self.hyper_net.parameters(), *self.descriptor_net.parameters()]
         lr, decay = config.lr, config.weight_decay
-        self.optimizer: torch.optim.Optimizer
-        if config.optimizer == "adam":
-            self.optimizer = torch.optim.Adam(parameters, lr, weight_decay=decay)
-        else:
+        self.optimizer: torch.optim.Optimizer = torch.optim.Adam(parameters, lr, weight_decay=decay)
+        if config.optimizer == "sgd":
             self.optimizer = torch.optim.SGD(parameters, lr, config.momentum, weight_decay=decay)
 
     def round(self, clients: Cohort) -> None:
-        """Algorithm 2: three exchanges, then the mean over the clients that were there for all."""
+        """Algorithm 2: three exchanges, then the mean over the clients that were there for all.
+
+        With a delayed gradient the third is posted: the step is by the hypernetwork's gradient of
+        this round and the descriptor network's of the round before, zero in the first.
+        """
         config, groups, net = self.config, clients.sizes, trees.model_of(self.descriptor_net)
         batch = Steps(1, config.batch_size)
         descriptor = clients.ask(Client.describe, net, batches=batch)["descriptor"]  # (C, l)
@@ -173,7 +177,12 @@ class Server(federation.Server):
             # At first onto the descriptors alone, unscaled: who is left for the mean shows later.
             here = group.weight.sign()
             trees.pull_back(model[size], delta[size], here, onto=[descriptor], retain=True)
-        reply = clients.ask(Client.descriptor_net_gradient, Each({"descriptor": descriptor.grad}))
+        last = Client.descriptor_net_gradient, Each({"descriptor": descriptor.grad})
+        if config.delayed_gradient:
+            gradient, self._posted = self.latest_gradient(), clients.post(*last)
+        else:
+            reply = clients.ask(*last)
+            gradient = trees.weighted_mean(reply, clients.weight.sign())
 
         self.standard, there = standard, clients.weight.sign()
         self.optimizer.zero_grad()
@@ -184,17 +193,30 @@ class Server(federation.Server):
                 moved, _ = trees.partition(delta[size], self.buffers[size])
                 moved = trees.weighted_mean(moved, here)
                 self.buffers[size] = trees.subtract(self.buffers[size], moved)
-        trees.set_gradients(self.descriptor_net, trees.weighted_mean(reply, there))
+        if gradient:
+            trees.set_gradients(self.descriptor_net, gradient)
         trees.fill_gradients(parameters := self.optimizer.param_groups[0]["params"])
         if config.clip is not None:
             nn.utils.clip_grad_norm_(parameters, config.clip)
         self.optimizer.step()
 
+    def latest_gradient(self) -> Tree:
+        """Returns the descriptor network's gradient that was posted, {} where there is none."""
+        if self._posted is not None:
+            reply, there = self._posted.reply(), self._posted.weight.sign()
+            self.late_gradient, self._posted = trees.weighted_mean(reply, there), None
+        return self.late_gradient
+
+    def state(self, *, optimizers: bool = True) -> Tree:
+        """Returns the server's tensors, with the gradient that was posted."""
+        self.latest_gradient()
+        return super().state(optimizers=optimizers)
+
     def personalize(self, clients: Cohort) -> Each:
         """Algorithm 1, for known and novel clients alike."""
         config, net = self.config, trees.model_of(self.descriptor_net)
-        one, everything = Steps(1, config.batch_size), Epochs(1, EVALUATION_BATCH)
-        batches = one if config.prediction == "batch" else everything
+        everything = Epochs(1, EVALUATION_BATCH)
+        batches = Steps(1, config.batch_size) if config.prediction == "batch" else everything
         descriptor = clients.ask(Client.describe, net, batches=batches)["descriptor"]  # (C, l)
         with torch.no_grad():
             model = self.hyper_net(self.standard.fitted(descriptor)(descriptor), clients.size)

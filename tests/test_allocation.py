@@ -1,0 +1,36 @@
+"""The allocator keeps what a step frees, for the next one."""
+
+import subprocess
+import sys
+
+import pytest
+
+FAULTS = """
+import resource, sys
+from hyperfed.allocation import keep_freed_memory
+
+if sys.argv[1] == "keep":
+    assert keep_freed_memory()
+
+def step():
+    return [bytearray(b"1") * 2**23 for _ in range(10)]
+
+for _ in range(3):
+    step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(5):
+    step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+"""Prints how many pages the kernel had to give in five steps of ten blocks of 8 MiB."""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="NOT TESTED: glibc")
+def test_pages_are_asked_for_once() -> None:
+    def faults(how: str) -> int:
+        command = [sys.executable, "-c", FAULTS, how]
+        return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+    kept, usual = faults("keep"), faults("leave")
+    assert kept < 1000, "a step still asks the kernel for memory"
+    assert usual > 10 * kept, "the allocator does so by itself: hyperfed.allocation is not needed"
