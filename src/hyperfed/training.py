@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from pydantic import ConfigDict, NonNegativeFloat, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
+from torch.func import grad_and_value
+from torch.linalg import vector_norm
 from torch.optim.swa_utils import update_bn
 
 from hyperfed.trees import Model, fill
@@ -200,7 +202,7 @@ def mean_loss(
     total, count = torch.zeros((), dtype=torch.float64), 0
     with torch.no_grad():
         for batch in batches:
-            total += loss(apply(module, model, batch.x), batch.y).double() * len(batch.x)
+            total = total + loss(apply(module, model, batch.x), batch.y).double() * len(batch.x)
             count += len(batch.x)
     return total / count
 
@@ -306,14 +308,15 @@ def proximal(
     return near
 
 
-def clip_norm(gradients: list[Tensor], bound: float) -> None:
-    """Scales gradients in place so that their joint Euclidean norm is at most ``bound``.
+def clip_norm(gradients: list[Tensor], bound: float) -> list[Tensor]:
+    """Scales gradients, which are overwritten, to a joint Euclidean norm of at most ``bound``.
 
     The arithmetic of ``torch.nn.utils.clip_grad_norm_``: the factor is bound / (norm + 1e-6), at
     most 1.
     """
-    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-    torch._foreach_mul_(gradients, (bound / (norm + 1e-6)).clamp(max=1.0))
+    norms = [vector_norm(g) for g in gradients] if _mapped() else torch._foreach_norm(gradients)
+    norm = vector_norm(torch.stack(norms))
+    return _scaled(gradients, (bound / (norm + 1e-6)).clamp(max=1.0))
 
 
 def sgd(
@@ -361,14 +364,14 @@ def sgd(
         if not names:  # the forward pass was all there is to do
             continue
         if settings.clip is not None and clipped:
-            clip_norm([gradients[index] for index in clipped], settings.clip)
+            scaled = clip_norm([gradients[index] for index in clipped], settings.clip)
+            for index, gradient in zip(clipped, scaled, strict=True):
+                gradients[index] = gradient
         if settings.weight_decay:
-            torch._foreach_add_(gradients, weights, alpha=settings.weight_decay)
+            gradients = _added(gradients, weights, settings.weight_decay)
         if settings.momentum:
-            torch._foreach_mul_(speed, settings.momentum)
-            torch._foreach_add_(speed, gradients)
-            gradients = speed
-        torch._foreach_add_(weights, gradients, alpha=-settings.lr)
+            gradients = speed = _added(_scaled(speed, settings.momentum), gradients)
+        weights = _added(weights, gradients, -settings.lr)
     trained = rest | dict(zip(names, weights, strict=True))
     return Trained({name: trained[name] for name in model}, dict(zip(names, speed, strict=True)))
 
@@ -380,14 +383,43 @@ def _gradients(
 ) -> tuple[list[Tensor], Model]:
     """Returns the gradient of a loss by each weight, and the buffers after the forward pass.
 
-    ``torch.func.grad`` would do; through ``torch.autograd`` a step of a small network takes half
-    the time.
+    ``torch.func.grad`` would do, and does under ``vmap``, which has no other; through
+    ``torch.autograd`` a step of a small network takes half the time.
     """
     if not weights:
         with torch.no_grad():
             return [], loss(weights, batch)[1]
+    if _mapped():
+        gradients, (_, buffers) = grad_and_value(loss, has_aux=True)(weights, batch)
+        return gradients, buffers
     leaves = [weight.detach().requires_grad_() for weight in weights]
     with torch.enable_grad():
         value, buffers = loss(leaves, batch)
     found = torch.autograd.grad(value, leaves, allow_unused=True, materialize_grads=True)
     return list(found), {name: buffer.detach() for name, buffer in buffers.items()}
+
+
+def _mapped() -> bool:
+    """Returns whether this is computed under ``torch.func``, as by the engine ``vmap``.
+
+    It has no rules for ``torch._foreach``, and what it maps cannot be added in place to what it
+    does not map.
+    """
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+def _scaled(tensors: list[Tensor], factor: float | Tensor) -> list[Tensor]:
+    """Returns tensors times a factor; they are overwritten where they can be."""
+    if _mapped():
+        return [tensor * factor for tensor in tensors]
+    torch._foreach_mul_(tensors, factor)
+    return tensors
+
+
+def _added(tensors: list[Tensor], others: list[Tensor], alpha: float = 1.0) -> list[Tensor]:
+    """Returns tensors + alpha * others; the tensors are overwritten where they can be."""
+    if _mapped():
+        pairs = zip(tensors, others, strict=True)
+        return [torch.add(tensor, other, alpha=alpha) for tensor, other in pairs]
+    torch._foreach_add_(tensors, others, alpha=alpha)
+    return tensors

@@ -8,7 +8,7 @@ from probe import Client, Config
 from toys import make_task
 
 
-@pytest.mark.parametrize("name", ["auto", "loop"])
+@pytest.mark.parametrize("name", ["auto", "loop", "vmap"])
 def test_an_engine_is_built_by_its_name(name: str) -> None:
     task, settings, faults = make_task(), Config(), Faults(drop=0.5)
     engine = build(EngineConfig(name), task, Client, settings, seed=3, faults=faults)

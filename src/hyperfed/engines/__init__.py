@@ -14,6 +14,7 @@ from hyperfed.engines.cohort import Engine, EngineCohort, Exchange
 from hyperfed.engines.faults import Faults
 from hyperfed.engines.flower import FlowerEngine
 from hyperfed.engines.loop import LoopEngine
+from hyperfed.engines.vmapped import VmappedEngine
 from hyperfed.errors import UserError
 from hyperfed.federation import Client, Task
 
@@ -41,7 +42,9 @@ class EngineConfig:
         name: the engine; ``auto`` takes the best one for the machine.
         workers: clients computed at once; None for as many as the cores allow.
         cores_per_client: intra-op threads of each. It changes the last bits of the results, the
-            number of workers does not. None for all cores where one client trains alone, else 1.
+            number of workers does not. None for all cores where one client trains alone, or
+            several together, else 1.
+        chunk: clients that ``vmap`` computes together; None for all that can be.
         superlink: host:port of Flower's SuperLink, for ``flower``.
         root_certificates: file of the certificate that it is known by; None for no encryption,
             which only a trial on one host can do without.
@@ -55,6 +58,7 @@ class EngineConfig:
     name: Annotated[str, AfterValidator(_known)] = "auto"
     workers: PositiveInt | None = None
     cores_per_client: PositiveInt | None = None
+    chunk: PositiveInt | None = None
     superlink: str | None = None
     root_certificates: str | None = None
     sites: PositiveInt = 1
@@ -96,6 +100,20 @@ def _loop(
         task,
         client,
         settings,
+        workers=config.workers,
+        cores_per_client=config.cores_per_client,
+        **options,
+    )
+
+
+def _vmap(
+    config: EngineConfig, task: Task, client: type[Client], settings: Any, **options: Any
+) -> Engine:
+    return VmappedEngine(
+        task,
+        client,
+        settings,
+        chunk=config.chunk,
         workers=config.workers,
         cores_per_client=config.cores_per_client,
         **options,
@@ -148,6 +166,7 @@ def _ray(
 ENGINES: Mapping[str, Callable[..., Engine]] = {
     "auto": _loop,
     "loop": _loop,
+    "vmap": _vmap,
     "flower": _flower,
     "ray": _ray,
 }
