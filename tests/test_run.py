@@ -2,6 +2,7 @@
 
 import json
 import math
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +50,14 @@ def test_the_same_command_twice_and_more_workers_give_identical_records(method: 
 
 
 @pytest.mark.parametrize("faults", [{}, {"drop": 0.3, "nan": 0.2}])
-@pytest.mark.parametrize("method", sorted(METHODS))
+@pytest.mark.parametrize(
+    ("method", "own"),
+    [*((method, {}) for method in sorted(METHODS)), ("pefll", {"delayed_gradient": True})],
+)
 def test_a_run_abandoned_anywhere_resumes_to_the_same_numbers(
-    method: str, faults: Any, tmp_path: Path
+    method: str, own: Any, faults: Any, tmp_path: Path
 ) -> None:
-    keys = keys_of(method, rounds=9, cohort=2, faults=faults, checkpoint_every=3)
+    keys = keys_of(method, rounds=9, cohort=2, faults=faults, checkpoint_every=3, method=own)
     whole = hyperfed.train(method, make_task(Normed, novel=1), **keys)
     for stop in (1, 4, 8):
         settings = config.from_keys(method, keys)
@@ -72,6 +76,24 @@ def test_a_run_abandoned_anywhere_resumes_to_the_same_numbers(
         assert on_disk == in_memory
         written = json.loads((folder / "summary.json").read_text())
         assert written == json.loads(json.dumps(resumed.summary))
+
+
+def test_clients_lost_late_are_told_and_recorded_once_whenever_it_is_evaluated(
+    tmp_path: Path,
+) -> None:
+    """Every round loses whom it loses; evaluations and checkpoints only have it travel sooner."""
+    found = []
+    for number, (evaluate_every, checkpoint_every) in enumerate([(8, 8), (3, 2), (1, 1)]):
+        keys = {"evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every}
+        keys |= {"cohort": 3, "faults": {"nan": 0.4}, "method": {"delayed_gradient": True}}
+        settings = config.from_keys("pefll", keys_of("pefll", rounds=8, **keys))
+        run = Run.start(settings, tmp_path / str(number), make_task(Normed, novel=1))
+        told = [lost for progress in run.train() for lost in progress.lost]
+        val = [evaluation for evaluation in run.evaluations if evaluation.split == "val"]
+        assert told == [lost for evaluation in val for lost in evaluation.lost]
+        found.append((told, val[-1].client_loss, run.summary["bytes_down"], run._bytes["up"]))
+    assert found[0][0]
+    assert found == [found[0]] * 3
 
 
 def test_faults_are_recorded_and_the_run_goes_on() -> None:
@@ -189,6 +211,17 @@ def test_a_method_that_needs_labels_refuses_a_task_without_before_it_trains(
         hyperfed.train("pfedhn", task, out=tmp_path)
     assert list(tmp_path.iterdir()) == []
     assert trained("fedavg", task=task, method={"novel_steps": 0}).summary["novel_accuracy"] >= 0
+
+
+def test_a_closed_run_has_ended_its_threads_and_keeps_its_numbers() -> None:
+    others = set(threading.enumerate())
+    run = trained("fedavg", cohort=4, engine={"workers": 2, "cores_per_client": 1})
+    workers = set(threading.enumerate()) - others
+    assert len(workers) == 2
+    before = numbers(run)
+    run.close()
+    assert not any(thread.is_alive() for thread in workers)
+    assert numbers(run) == before
 
 
 def test_no_such_client() -> None:

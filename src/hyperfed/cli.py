@@ -10,7 +10,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -25,10 +25,12 @@ from typer import Argument, Option
 import hyperfed
 from hyperfed import catalogue, config, records, report, submit
 from hyperfed.catalogue import Kind
+from hyperfed.data import tasks
 from hyperfed.data.arrays import read_npz
 from hyperfed.data.site import read as read_site
 from hyperfed.engines.store import check_writable
 from hyperfed.errors import UserError
+from hyperfed.federation import Task
 from hyperfed.files import atomic_write
 from hyperfed.methods import METHODS
 from hyperfed.progress import watch
@@ -112,8 +114,8 @@ def run(
     if loaded.engine.name == "flower":
         _submit(loaded, submit.folder_for(loaded, out, experiment), as_json=as_json, quiet=quiet)
         return
-    started = Run.start(loaded, out, experiment=experiment)
-    _train(started, as_json=as_json, quiet=quiet)
+    with closing(Run.start(loaded, out, experiment=experiment)) as started:
+        _train(started, as_json=as_json, quiet=quiet)
 
 
 @app.command()
@@ -122,7 +124,8 @@ def resume(run_dir: RunDir, as_json: Json = False, quiet: Quiet = False) -> None
     if (loaded := submit.resumable(run_dir)) is not None:
         _submit(loaded, run_dir, as_json=as_json, quiet=quiet)
         return
-    _train(Run.resume(run_dir), as_json=as_json, quiet=quiet)
+    with closing(Run.resume(run_dir)) as resumed:
+        _train(resumed, as_json=as_json, quiet=quiet)
 
 
 @app.command()
@@ -296,17 +299,21 @@ def _train(run: Run, *, as_json: bool, quiet: bool) -> None:
 def _train_all(settings: Sequence[str], out: Path, *, as_json: bool, quiet: bool) -> None:
     """Trains every method on the same task, and compares them; 3 where one was stopped."""
     loaded = [config.load(method, settings) for method in METHODS]  # no error after hours
-    done: list[Run] = []
+    built: dict[str, Task] = {}
+    results: list[dict[str, Any]] = []
     for each in loaded:
-        run = Run.start(each, out)
-        if not quiet:
-            _say(f"{each.method} ({len(done) + 1} of {len(loaded)})")
-        if (why := _watch(run, quiet=quiet)) is not None:
-            _stop(run, why)
-        done.append(run)
+        data = f"{each.seed} {each.task}"  # a preset may have its own
+        task = built[data] = built[data] if data in built else tasks.build(each.task, each.seed)
+        with closing(Run.start(each, out, task)) as run:
+            if not quiet:
+                _say(f"{each.method} ({len(results) + 1} of {len(loaded)})")
+            if (why := _watch(run, quiet=quiet)) is not None:
+                _stop(run, why)
+            results.append(_result(run))
     if as_json:
-        _print_json([_result(run) for run in done])
+        _print_json(results)
         return
+    done = [records.read_run(Path(result["folder"])) for result in results]
     _print_table(report.table(report.comparison(done)))
     print(out, flush=True)
 

@@ -5,7 +5,7 @@ differ from what it would have been: all its state is in one file, written whole
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -22,7 +22,7 @@ from hyperfed import engines, records, trees
 from hyperfed.config import RunConfig
 from hyperfed.data import tasks
 from hyperfed.data.roster import Roster
-from hyperfed.engines import Engine, EngineCohort
+from hyperfed.engines import Engine, EngineCohort, Exchange
 from hyperfed.errors import UserError
 from hyperfed.evaluation import Counts, evaluate, with_samples
 from hyperfed.federation import AllLostError, Server, Task
@@ -98,6 +98,10 @@ class Run:
         self._best: Best | None = None
         self._bytes = {"down": 0, "up": 0}
         self._lost: list[Lost] = []
+        self._news: list[Lost] = []  # of those, what no progress has said yet
+        # Not counted yet: what is posted may travel, and lose clients, after its round.
+        self._exchanges: list[Exchange] = []
+        self._late: list[tuple[int, str]] = []
         self._failures = 0
         self._earlier, self._start = 0.0, monotonic()
         self._stop = False
@@ -161,6 +165,13 @@ class Run:
         """Asks the run to checkpoint and end after the current round (for a signal's handler)."""
         self._stop = True
 
+    def close(self) -> None:
+        """Gives back the engine's threads, actors and connections.
+
+        What is in memory and on disk stays; nothing can be asked of clients any more.
+        """
+        self.engine.close()
+
     @property
     def done(self) -> bool:
         """Whether all rounds are done."""
@@ -186,11 +197,12 @@ class Run:
         The last round is followed by the summary.
         """
         while not self._over():
-            lost = self._one_round()
+            self._one_round()
             now = self.done or self.round % self.config.evaluate_every == 0
             evaluation = self._evaluate() if now else {}
             if self.done or self.round % self.config.checkpoint_every == 0:
                 self._checkpoint()
+            lost, self._news = tuple(self._news), []
             yield Progress(self.round, self.config.rounds, lost, evaluation)
         if self.done:
             self._finish()
@@ -332,8 +344,9 @@ class Run:
 
     # Parts of a round.
 
-    def _one_round(self) -> tuple[Lost, ...]:
+    def _one_round(self) -> None:
         cohort = self.engine.cohort(self._sample(), self.round, training=True)
+        cohort.state.exchanges, cohort.state.late = self._exchanges, self._late
         try:
             self.server.round(cohort)
             self.engine.commit(cohort)
@@ -342,12 +355,22 @@ class Run:
             self._failures += error.__cause__ is not None
             if self._failures >= PATIENCE:
                 raise (error.__cause__ or error) from error
-        lost = tuple(Lost(client, reason) for client, reason in cohort.state.lost.items())
-        self._lost += lost
-        self._bytes["down"] += sum(exchange.down for exchange in cohort.state.exchanges)
-        self._bytes["up"] += sum(exchange.up for exchange in cohort.state.exchanges)
+        self._count()
+        self._note(cohort.state.lost.items())
         self.round += 1
-        return lost
+
+    def _count(self) -> None:
+        """Counts what has travelled in training since the last time."""
+        self._bytes["down"] += sum(exchange.down for exchange in self._exchanges)
+        self._bytes["up"] += sum(exchange.up for exchange in self._exchanges)
+        self._note(self._late)
+        self._exchanges.clear()
+        self._late.clear()
+
+    def _note(self, lost: Iterable[tuple[int, str]]) -> None:
+        found = [Lost(client, reason) for client, reason in lost]
+        self._lost += found
+        self._news += found
 
     def _sample(self) -> list[int]:
         """Draws the round's cohort uniformly, without replacement; a number above all means all."""
@@ -362,6 +385,7 @@ class Run:
     def _evaluate(self) -> dict[str, Evaluation]:
         ids = list(self.task.known)
         counts = evaluate(self.server, self.engine, ids, self.round)
+        self._count()
         lost, self._lost = tuple(self._lost), []
         found = {
             split: self._summarise(split, ids, counts[split], self.round, lost) for split in counts
@@ -441,6 +465,7 @@ class Run:
         if self.folder is None:
             return
         tree: Tree = {"server": self.server.state(), "memory": _keyed(self.engine.memory)}
+        self._count()  # what was posted: a server's state waits for it
         meta: dict[str, Any] = {
             "method": self.config.method,
             "data_fingerprint": self.task.fingerprint,
