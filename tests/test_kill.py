@@ -1,17 +1,16 @@
 """kill -9 at a random moment, then resume: the records equal those of a run never killed."""
 
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from commands import start
 from hyperfed.methods import METHODS
 
 pytestmark = pytest.mark.slow
@@ -29,17 +28,9 @@ FAULTS = ["faults.drop=0.2", "faults.nan=0.1"]
 DEADLINE = 120.0
 
 
-def start(*arguments: str) -> subprocess.Popen[str]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "hyperfed", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-
-
-def end(process: subprocess.Popen[str]) -> Path:
-    """Waits for a command and returns the folder it printed last."""
-    output, _ = process.communicate(timeout=DEADLINE)
-    assert process.returncode == 0
-    return Path(output.splitlines()[-1])
+def end(process: BaseProcess) -> None:
+    process.join(DEADLINE)
+    assert process.exitcode == 0
 
 
 def numbers(folder: Path) -> Any:
@@ -50,14 +41,15 @@ def numbers(folder: Path) -> Any:
     return lines, summary
 
 
-def kill_after(process: subprocess.Popen[str], parent: Path, evaluations: int) -> Path:
+def kill_after(process: BaseProcess, parent: Path, evaluations: int) -> Path:
     """Kills a run once it has written so many evaluations, wherever it is by then."""
     deadline = time.monotonic() + DEADLINE
-    while time.monotonic() < deadline and process.poll() is None:
+    while time.monotonic() < deadline and process.is_alive():
         for metrics in parent.glob("*/*/metrics.jsonl"):
             if metrics.read_bytes().count(b"\n") >= evaluations:
-                process.send_signal(signal.SIGKILL)
-                process.communicate()
+                process.kill()
+                process.join()
+                assert process.exitcode == -signal.SIGKILL
                 return metrics.parent
         time.sleep(0.002)
     raise AssertionError("the run ended before it could be killed")
@@ -72,6 +64,9 @@ def test_kill_9_and_resume_changes_no_number(method: str, tmp_path: Path) -> Non
     moment = random.Random(method).randrange(1, 22)  # of 28 evaluations
     killed = kill_after(start(*command, str(tmp_path / "killed")), tmp_path / "killed", moment)
     assert not (killed / "summary.json").exists()
-    resumed = end(start("resume", str(killed), "--quiet"))
-    assert resumed == killed
-    assert numbers(resumed) == numbers(end(whole))
+    said = tmp_path / "said"
+    end(start("resume", str(killed), "--quiet", said=said))
+    assert said.read_text().splitlines()[-1] == str(killed)
+    end(whole)
+    (other,) = (tmp_path / "whole").glob("*/*")
+    assert numbers(killed) == numbers(other)
