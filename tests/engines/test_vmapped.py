@@ -31,7 +31,6 @@ LEFT: dict[tuple[str, str], str] = {
     ("fedphp", "train_model"): "reads the rounds it has trained, once there are any",
     ("knn_per", "remember"): "searches neighbours in scikit-learn",
     ("knn_per", "evaluate"): "the same, as many as the client chose",
-    ("mapper", "train_model"): "adds up losses in place, in a tensor that is no client's",
     ("partialfed", "train_model"): "draws batches and noise of its own, once it has a model",
     ("per_fedavg", "train_model"): "draws batches D' and D'' of its own",
     ("pfedkt", "train_model"): "draws its hypernetwork, in the first round",
@@ -44,7 +43,6 @@ LEFT_NORMED = {("itpfl", "evaluate"): "measures statistics by writing into the t
 NEVER = {
     ("knn_per", "remember"),
     ("knn_per", "evaluate"),
-    ("mapper", "train_model"),
     ("per_fedavg", "train_model"),
 }
 """What the loop computes always; of the others some go together."""

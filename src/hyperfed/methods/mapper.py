@@ -108,7 +108,7 @@ class Client(federation.Client):
                 first, second = (apply(self.module, model, batch.x) for model in (common, own))
                 mixed = [interpolated(first, second, share) for share in self.mixing]
                 each = [self.loss(output, batch.y) for output in mixed]
-                losses += torch.stack(each).double() * len(batch.x)
+                losses = losses + torch.stack(each).double() * len(batch.x)
         self.memory["local"], self.memory[LAMBDA] = own, self.mixing[losses.argmin()].clone()
 
     @property
