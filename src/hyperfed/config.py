@@ -35,6 +35,7 @@ from hyperfed.engines import EngineConfig, Faults
 from hyperfed.errors import UserError
 from hyperfed.files import atomic_write
 from hyperfed.methods import METHODS
+from hyperfed.training import Precision
 
 _STRICT = ConfigDict(extra="forbid", strict=True)
 _SHORT = {"method": "method.name", "task": "task.name", "engine": "engine.name"}
@@ -62,7 +63,8 @@ class RunConfig:
         checkpoint_every: rounds between checkpoints.
         seed: of every draw.
         device: where tensors live.
-        precision: of the arithmetic.
+        precision: of the clients' arithmetic. ``bf16`` computes products and convolutions of local
+            steps and evaluations in bfloat16; weights and messages stay float32.
         task: data, split and target model.
         engine: who computes.
         faults: faults made on purpose.
@@ -77,7 +79,7 @@ class RunConfig:
     checkpoint_every: PositiveInt = 100
     seed: NonNegativeInt = 0
     device: Literal["cpu"] = "cpu"
-    precision: Literal["float32"] = "float32"
+    precision: Precision = "float32"
     task: TaskConfig = TaskConfig()
     engine: EngineConfig = EngineConfig()
     faults: Faults = Faults()

@@ -144,6 +144,7 @@ def site_of(context: "Context") -> Site:
         seed=config.seed,
         workers=node.workers,
         cores_per_client=node.cores_per_client,
+        precision=config.precision,
     )
 
 

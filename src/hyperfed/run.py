@@ -91,6 +91,7 @@ class Run:
             config.settings,
             seed=config.seed,
             faults=config.faults,
+            precision=config.precision,
         )
         self.round = 0
         self.evaluations: list[Evaluation] = []
@@ -249,6 +250,7 @@ class Run:
             self.config.settings,
             seed=seed,
             home=self.engine,
+            precision=self.config.precision,
         )
         with closing(engine), self._at_best() as server:
             if task.unlabelled:

@@ -5,7 +5,8 @@ network is only a description of the computation (:func:`apply` runs it with the
 """
 
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, NamedTuple, TypeAlias
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -47,6 +48,16 @@ class Epochs:
 
 
 Batches: TypeAlias = Steps | Epochs
+
+Precision: TypeAlias = Literal["float32", "bf16"]
+"""Of a client's arithmetic."""
+
+
+def arithmetic(precision: Precision) -> AbstractContextManager[None]:
+    """Returns a block in which clients compute with a precision; see PyTorch's ``autocast``."""
+    # Its cache would give the weights of an earlier step, which have changed in place.
+    lower = precision == "bf16"
+    return torch.autocast("cpu", torch.bfloat16, cache_enabled=False) if lower else nullcontext()
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))

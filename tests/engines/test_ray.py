@@ -65,7 +65,9 @@ class Reused(RayEngine):
 @pytest.fixture(scope="module")
 def reused(connection: cluster.Connection) -> type[Reused]:
     ray = connection.ray
-    work = ray.put(Work.of(make_task(), federation.Client, None, 0, 1))
+    work = ray.put(
+        Work.of(make_task(), federation.Client, None, seed=0, cores=1, precision="float32")
+    )
     remote = ray.remote(Worker).options(num_cpus=0)
     Reused.actors = itertools.cycle([remote.remote(sys.path, [work]) for _ in range(2)])
     return Reused

@@ -17,6 +17,7 @@ from hyperfed.engines.loop import LoopEngine
 from hyperfed.engines.vmapped import VmappedEngine
 from hyperfed.errors import UserError
 from hyperfed.federation import Client, Task
+from hyperfed.training import Precision
 
 __all__ = ["ENGINES", "Engine", "EngineCohort", "EngineConfig", "Exchange", "Faults", "build"]
 
@@ -76,6 +77,7 @@ def build(
     seed: int,
     faults: Faults | None = None,
     home: Engine | None = None,
+    precision: Precision = "float32",
 ) -> Engine:
     """Builds the engine that a configuration names.
 
@@ -88,9 +90,10 @@ def build(
         faults: what to inject into training rounds.
         home: the engine of the task that the method was trained on, where ``task`` is that of a
             newcomer.
+        precision: of the clients' arithmetic.
     """
-    make = ENGINES[config.name]
-    return make(config, task, client, settings, seed=seed, faults=faults, home=home)
+    options = {"seed": seed, "faults": faults, "home": home, "precision": precision}
+    return ENGINES[config.name](config, task, client, settings, **options)
 
 
 def _loop(
@@ -129,6 +132,7 @@ def _flower(
     seed: int,
     faults: Faults | None = None,
     home: Engine | None = None,
+    precision: Precision = "float32",  # the sites read the run's settings
 ) -> Engine:
     if not isinstance(task, RemoteTask):
         raise UserError(

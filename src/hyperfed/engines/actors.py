@@ -15,6 +15,7 @@ from hyperfed.engines.calls import Answer, Call
 from hyperfed.engines.loop import LoopEngine
 from hyperfed.engines.packing import pack, unpack
 from hyperfed.federation import Client, Task
+from hyperfed.training import Precision
 from hyperfed.trees import Tree
 
 
@@ -29,6 +30,7 @@ class Work:
         config: the method's settings.
         seed: the run's seed.
         cores: threads of one client's arithmetic.
+        precision: of that.
     """
 
     data: Tree
@@ -37,13 +39,14 @@ class Work:
     config: Any
     seed: int
     cores: int
+    precision: Precision
 
     @staticmethod
-    def of(task: Task, client: type[Client], config: Any, seed: int, cores: int) -> "Work":
-        """Splits a task into its examples and the rest."""
+    def of(task: Task, client: type[Client], config: Any, **options: Any) -> "Work":
+        """Splits a task into its examples and the rest; the options are the other attributes."""
         data = pack({"x": task.x, "y": task.y})
         without = replace(task, x=torch.empty(0), y=torch.empty(0))
-        return Work(data, without, client, config, seed, cores)
+        return Work(data, without, client, config, **options)
 
     def whole(self) -> Task:
         """Returns the task with its examples, which are not to be written to."""
@@ -86,6 +89,7 @@ class Worker:
             seed=work.seed,
             workers=1,
             cores_per_client=work.cores,
+            precision=work.precision,
         )
 
     def ready(self) -> None:

@@ -24,6 +24,7 @@ from hyperfed.engines.faults import Faults
 from hyperfed.engines.memories import Memories
 from hyperfed.federation import Client, Task
 from hyperfed.randomness import seeded
+from hyperfed.training import Precision, arithmetic
 from hyperfed.trees import Tree
 
 
@@ -39,6 +40,7 @@ class LoopEngine:
         cores_per_client: threads of one client's arithmetic; by default all cores for a cohort of
             one and 1 for a larger one.
         faults: what to inject into training rounds.
+        precision: of the clients' arithmetic.
         home: the engine of the task that the method was trained on, where ``task`` is that of a
             newcomer.
 
@@ -58,10 +60,12 @@ class LoopEngine:
         workers: int | None = None,
         cores_per_client: int | None = None,
         faults: Faults | None = None,
+        precision: Precision = "float32",
         home: Engine | None = None,
     ) -> None:
         self.task, self.client, self.config, self.seed = task, client, config, seed
         self.workers, self.cores_per_client = workers, cores_per_client
+        self.precision = precision
         self.faults, self.home = faults or Faults(), home
         self.memories = Memories()
         keep_freed_memory()
@@ -139,7 +143,7 @@ class LoopEngine:
     def _run(self, call: Call) -> Answer | Exception:
         memory, scratch = self.memories.of(call)
         try:
-            with self._randomness("module", *call.keys):
+            with self._randomness("module", *call.keys), arithmetic(self.precision):
                 return execute(
                     call,
                     task=self.task,

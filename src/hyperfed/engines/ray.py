@@ -27,6 +27,7 @@ from hyperfed.engines.packing import pack, unpack
 from hyperfed.engines.replies import NoAnswerError
 from hyperfed.errors import UserError
 from hyperfed.federation import Client, Task
+from hyperfed.training import Precision
 from hyperfed.trees import Tree
 
 START_SECONDS = 120.0
@@ -83,6 +84,7 @@ class RayEngine:
         workers: actors; by default as many as the cluster's cores and GPUs allow, but no more than
             there are clients.
         cores_per_client: threads of one client's arithmetic, and cores of an actor.
+        precision: of that arithmetic.
         gpus_per_worker: GPUs of an actor; a fraction shares one among several.
         address: of a cluster that runs; see :func:`hyperfed.engines.cluster.connect`.
         faults: what to inject into training rounds.
@@ -104,6 +106,7 @@ class RayEngine:
         seed: int,
         workers: int | None = None,
         cores_per_client: int | None = None,
+        precision: Precision = "float32",
         gpus_per_worker: float = 0.0,
         address: str | None = None,
         faults: Faults | None = None,
@@ -111,6 +114,7 @@ class RayEngine:
         self.task, self.client, self.config, self.seed = task, client, config, seed
         self.faults = faults or Faults()
         self.cores_per_client, self.gpus_per_worker = cores_per_client or 1, gpus_per_worker
+        self.precision = precision
         self.waiting: list[Question] = []
         self._numbers = count()
         self._cohorts: dict[int, _Drafts] = {}
@@ -223,7 +227,14 @@ class RayEngine:
 
     def _start(self) -> None:
         """Starts the actors, when they are first needed, and waits for them."""
-        work = Work.of(self.task, self.client, self.config, self.seed, self.cores_per_client)
+        work = Work.of(
+            self.task,
+            self.client,
+            self.config,
+            seed=self.seed,
+            cores=self.cores_per_client,
+            precision=self.precision,
+        )
         self._work = self._ray.put(work)
         self._actors = [self._hire() for _ in range(self.workers)]
         try:

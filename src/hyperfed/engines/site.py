@@ -17,6 +17,7 @@ from hyperfed.engines.store import Draft, Store
 from hyperfed.engines.wire import Request, Response, Version
 from hyperfed.errors import UserError
 from hyperfed.federation import Client, Task
+from hyperfed.training import Precision
 from hyperfed.trees import Tree
 
 
@@ -102,6 +103,7 @@ class Site:
         seed: the run's seed.
         workers: clients at once; by default as many as the cores allow.
         cores_per_client: threads of one client's arithmetic.
+        precision: of that.
     """
 
     def __init__(
@@ -114,10 +116,11 @@ class Site:
         seed: int,
         workers: int | None = None,
         cores_per_client: int | None = None,
+        precision: Precision = "float32",
     ) -> None:
         self.source, self.state = source, state
         self._client, self._config, self._seed = client, config, seed
-        self._workers, self._cores = workers, cores_per_client
+        self._workers, self._cores, self._precision = workers, cores_per_client, precision
 
     def handle(self, content: bytes) -> bytes:
         """Answers a request as it came over the network.
@@ -148,6 +151,7 @@ class Site:
             seed=self._seed,
             workers=self._workers,
             cores_per_client=self._cores,
+            precision=self._precision,
         )
         answers: dict[int, Tree | Exception] = {}
         remembers: set[int] = set()

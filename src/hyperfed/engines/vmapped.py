@@ -24,7 +24,7 @@ from hyperfed import trees
 from hyperfed.engines.calls import Answer, Call, draw, is_labelled, perform
 from hyperfed.engines.loop import LoopEngine, on_cores
 from hyperfed.federation import Split, Task
-from hyperfed.training import Steps
+from hyperfed.training import Steps, arithmetic
 from hyperfed.trees import Structure, Tree
 
 log = logging.getLogger(__name__)
@@ -152,7 +152,8 @@ class VmappedEngine(LoopEngine):
             )
             return answer.tree, answer.memory, answer.scratch
 
-        with on_cores(self._cores_of_one(1)), warnings.catch_warnings():
+        cores = on_cores(self._cores_of_one(1))
+        with cores, arithmetic(self.precision), warnings.catch_warnings():
             # An operation without a rule is looped over: no harm here.
             warnings.filterwarnings("ignore", "There is a performance drop")
             reply, memory, scratch = vmap(one)(self._stacked(kind, calls))

@@ -1,0 +1,87 @@
+"""precision=bf16: local steps in bfloat16, everything that is kept or sent in float32."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hyperfed
+from hyperfed import trees
+from hyperfed.config import from_keys
+from hyperfed.errors import UserError
+from hyperfed.nets import LeNet
+from hyperfed.randomness import generator, seeded
+from hyperfed.training import Batch, Sgd, arithmetic, sgd, supervised
+
+SETTINGS = Sgd(0.05, momentum=0.9, weight_decay=1e-3)
+
+
+def net_and_batches() -> tuple[nn.Module, list[Batch]]:
+    draw = generator(0, "batches")
+    with seeded(0, "net"):
+        net = LeNet((1, 16, 16), 3, width=2, hidden=(8, 8))
+    batches = [
+        Batch(torch.randn(8, 1, 16, 16, generator=draw), torch.randint(3, (8,), generator=draw))
+        for _ in range(10)
+    ]
+    return net, batches
+
+
+def test_local_steps_are_those_of_pytorchs_autocast() -> None:
+    """With ten steps: the weights that are cast must be the latest ones."""
+    net, batches = net_and_batches()
+    model = trees.model_of(net)
+    with arithmetic("bf16"):
+        objective = supervised(net, F.cross_entropy)
+        ours = sgd(objective, model, batches, SETTINGS, trainable=list(model)).model
+    optimizer = torch.optim.SGD(
+        net.parameters(),
+        lr=SETTINGS.lr,
+        momentum=SETTINGS.momentum,
+        weight_decay=SETTINGS.weight_decay,
+    )
+    net.train()
+    for batch in batches:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.cross_entropy(net(batch.x), batch.y)
+        loss.backward()
+        optimizer.step()
+    assert all(value.dtype == torch.float32 for value in ours.values())
+    torch.testing.assert_close(ours, trees.model_of(net), rtol=1e-3, atol=1e-4)
+    in_float32 = sgd(objective, model, batches, SETTINGS, trainable=list(model)).model
+    moved = trees.subtract(in_float32, ours)
+    assert max(value.abs().max() for value in moved.values()) > 1e-4
+
+
+def trained(precision: str, engine: str) -> Any:
+    keys = {"name": "digits", "clients": 6, "novel": 0.0}
+    return hyperfed.train(
+        "fedavg",
+        rounds=2,
+        cohort=6,
+        evaluate_every=2,
+        precision=precision,
+        engine=engine,
+        task=keys,
+        method={"local_steps": 3, "batch_size": 8},
+        progress=False,
+    )
+
+
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
+def test_a_run_computes_and_evaluates_in_it_and_keeps_float32(engine: str) -> None:
+    usual, lower = (trained(precision, engine) for precision in ("float32", "bf16"))
+    model, other = (run.server.state()["model"]["base"] for run in (usual, lower))
+    assert all(value.dtype == torch.float32 for value in other.values())
+    torch.testing.assert_close(model, other, rtol=0.05, atol=0.01)
+    assert any(not torch.equal(model[name], other[name]) for name in model)
+    assert lower.config.precision == "bf16"
+    assert usual.evaluations[-1].loss != lower.evaluations[-1].loss
+
+
+def test_another_precision_is_refused() -> None:
+    with pytest.raises(UserError, match="precision"):
+        from_keys("fedavg", {"precision": "float16"})
