@@ -30,6 +30,17 @@ class TwoLayers(nn.Module):
         return self.head(torch.tanh(self.body(x)))
 
 
+class Dropping(TwoLayers):
+    """Draws in its forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.dropout(torch.tanh(self.body(x))))
+
+
 class Normed(nn.Module):
     """A body with batch-norm: buffers that must travel or stay on purpose."""
 

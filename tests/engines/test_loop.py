@@ -12,7 +12,7 @@ from hyperfed.federation import Each, Task, step
 from hyperfed.nets.targets import LeNet
 from hyperfed.randomness import seeded
 from hyperfed.trees import Tree
-from toys import CLASSES, Federation, TwoLayers, logits, make_task
+from toys import CLASSES, Dropping, Federation, TwoLayers, logits, make_task
 
 
 def test_worker_threads_do_not_share_a_module() -> None:
@@ -88,17 +88,6 @@ def test_a_newcomers_engine_builds_the_networks_of_the_trained_task() -> None:
     home = LoopEngine(trained, Encoding, None, seed=0)
     engine = LoopEngine(task, Encoding, None, seed=0, home=home)
     assert engine.cohort([0], 0, training=False).ask(Encoding.width)["width"].item() == 4
-
-
-class Dropping(TwoLayers):
-    """Draws in its forward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dropout = nn.Dropout(0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.dropout(torch.tanh(self.body(x))))
 
 
 class Losing(federation.Client):

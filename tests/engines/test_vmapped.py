@@ -21,7 +21,7 @@ from hyperfed.training import Batches, Epochs, Sgd, Steps
 from hyperfed.trees import Tree
 from probe import Client as Probe
 from probe import Config as ProbeConfig
-from toys import CLASSES, FEATURES, Federation, Normed, TwoLayers, make_task
+from toys import CLASSES, FEATURES, Dropping, Federation, Normed, TwoLayers, make_task
 
 EVEN, RAGGED = (12,) * 6, (12, 7, 20, 12, 9, 9)
 """Training examples of four known and two novel clients."""
@@ -384,17 +384,6 @@ def test_recurrent_networks_train_together_and_are_evaluated_one_by_one(
     close(*counts)
     assert ours.engine.together == [("train_model", [0, 1, 2])] * 2
     assert left(caplog) == ["evaluate"]
-
-
-class Dropping(TwoLayers):
-    """Draws in its forward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dropout = nn.Dropout(0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.dropout(torch.tanh(self.body(x))))
 
 
 def test_networks_that_draw_are_the_loops(caplog: pytest.LogCaptureFixture) -> None:

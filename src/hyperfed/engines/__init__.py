@@ -97,30 +97,17 @@ def build(
 
 
 def _loop(
-    config: EngineConfig, task: Task, client: type[Client], settings: Any, **options: Any
+    config: EngineConfig,
+    *arguments: Any,
+    make: Callable[..., Engine] = LoopEngine,
+    **options: Any,
 ) -> Engine:
-    return LoopEngine(
-        task,
-        client,
-        settings,
-        workers=config.workers,
-        cores_per_client=config.cores_per_client,
-        **options,
-    )
+    cores = {"workers": config.workers, "cores_per_client": config.cores_per_client}
+    return make(*arguments, **cores, **options)
 
 
-def _vmap(
-    config: EngineConfig, task: Task, client: type[Client], settings: Any, **options: Any
-) -> Engine:
-    return VmappedEngine(
-        task,
-        client,
-        settings,
-        chunk=config.chunk,
-        workers=config.workers,
-        cores_per_client=config.cores_per_client,
-        **options,
-    )
+def _vmap(config: EngineConfig, *arguments: Any, **options: Any) -> Engine:
+    return _loop(config, *arguments, make=VmappedEngine, chunk=config.chunk, **options)
 
 
 def _flower(
