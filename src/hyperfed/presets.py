@@ -9,7 +9,7 @@ from typing import Any
 
 Preset = Mapping[str, Any]
 
-DEFAULT: Preset = {"rounds": 50, "cohort": 5, "evaluate_every": 10}
+DEFAULT: Preset = {"rounds": 30, "cohort": 5, "evaluate_every": 10}
 """For the bundled digits: 5 of 18 clients in each round."""
 
 PFEDHN: Preset = {"rounds": 5000, "cohort": 5, "evaluate_every": 30, "method.local_steps": 20}

@@ -298,4 +298,4 @@ def test_a_regression_is_refused() -> None:
 @pytest.mark.parametrize("preset", fml.PRESETS)
 def test_the_presets_are_settings_of_a_run(preset: str) -> None:
     config = from_keys("fml", {"preset": preset})
-    assert (config.rounds, config.cohort) == ((500, 0.1) if preset == "pfedkt" else (50, 5))
+    assert (config.rounds, config.cohort) == ((500, 0.1) if preset == "pfedkt" else (30, 5))

@@ -384,6 +384,6 @@ def test_layers_that_a_target_does_not_have_are_refused(settings: dict[str, Any]
 def test_the_presets_are_settings_of_a_run(preset: str) -> None:
     config = from_keys("partialfed", {"preset": preset})
     assert config.settings.strategy == "adaptive"
-    assert (config.rounds, config.cohort) == ((500, 0.1) if preset == "pfedkt" else (50, 5))
+    assert (config.rounds, config.cohort) == ((500, 0.1) if preset == "pfedkt" else (30, 5))
     named = from_keys("partialfed", {"method.kept_layers": ["norm1", "norm2"]})
     assert named.settings.kept_layers == ("norm1", "norm2")

@@ -63,7 +63,7 @@ class Config(PrivacyConfig, HyperNetConfig, LocalConfig):
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "default": {"rounds": 125, "cohort": 0.1, "evaluate_every": 25, "method.phase_one_rounds": 100},
+    "default": {"rounds": 80, "cohort": 0.1, "evaluate_every": 20, "method.phase_one_rounds": 64},
     "paper": {"rounds": 500, "cohort": 0.1, "evaluate_every": 10},
 }
 

@@ -29,7 +29,7 @@ class Config(LocalConfig):
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "default": {"rounds": 20, "cohort": 1.0, "evaluate_every": 5},
+    "default": {"rounds": 10, "cohort": 1.0, "evaluate_every": 5},
     # pFedHN, section 5: 2,000 steps on each client.
     "paper": {"rounds": 40, "cohort": 1.0, "evaluate_every": 1},
 }

@@ -61,7 +61,7 @@ class Config(LocalConfig):
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "default": {**DEFAULT, "rounds": 30},
+    "default": DEFAULT,
     "pfedkt": PFEDKT,
 }
 

@@ -50,7 +50,7 @@ class Config(LocalConfig):
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "default": {**DEFAULT, "rounds": 40},
+    "default": DEFAULT,
     # Section 4.1 and the authors' code for CIFAR-10: ten clients, all of them in every round.
     "paper": {
         "rounds": 100,

@@ -54,7 +54,7 @@ class Config(PoolConfig, HyperNetConfig, LocalConfig):
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "default": {"rounds": 250, "cohort": 1, "evaluate_every": 25},
+    "default": {"rounds": 200, "cohort": 1, "evaluate_every": 25},
     "paper": {"rounds": 5000, "cohort": 1, "evaluate_every": 30, "task.shares": "paper"},
     # The authors' code leaves part of each class unused when it splits the data.
     "official": {"rounds": 5000, "cohort": 1, "evaluate_every": 30, "task.shares": "official"},

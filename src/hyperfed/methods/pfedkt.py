@@ -80,7 +80,7 @@ _CIFAR100: Mapping[str, Any] = {  # tables 3 and 6
 }
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "default": {**DEFAULT, "rounds": 30},  # a step runs three models
+    "default": {**DEFAULT, "rounds": 20},  # a step runs three models
     "paper": PFEDKT,
     "paper_cifar100": {**PFEDKT, **_CIFAR100},
 }
