@@ -2,7 +2,7 @@
 
 ``python scale.py METHOD CLIENTS [KEY=VALUE ...]`` prints {"start": seconds from arrays to the end
 of the first round, "mebibytes": resident memory beyond that of the arrays, "round": seconds of a
-later round, the median of five}.
+later round, the median of those after the first}.
 """
 
 import json
@@ -25,6 +25,9 @@ SHAPE = (1, 28, 28)
 EXAMPLES = 6
 """Of each client: enough for one of each split."""
 
+LATER = 5
+"""Rounds after the first."""
+
 
 def resident() -> float:
     """Returns the resident memory of this process in MiB (Linux)."""
@@ -38,7 +41,7 @@ def main(method: str, clients: int, *keys: str) -> None:
     x = torch.randint(256, (total, *SHAPE), dtype=torch.uint8, generator=draw)
     y = torch.randint(CLASSES, (total,), generator=draw)
     owner = torch.arange(clients).repeat_interleave(EXAMPLES)
-    short = ["rounds=6", "cohort=5", "method.local_steps=5", "method.batch_size=4"]
+    short = [f"rounds={1 + LATER}", "cohort=5", "method.local_steps=5", "method.batch_size=4"]
     settings = config.load(method, [*short, *keys])
     before, begin = resident(), perf_counter()
     task = Task.from_arrays(x, y, client=owner.tolist(), model=LeNet(SHAPE, CLASSES))
@@ -47,7 +50,7 @@ def main(method: str, clients: int, *keys: str) -> None:
     next(rounds)
     start = perf_counter() - begin
     seconds = []
-    for _ in range(4):
+    for _ in range(LATER):
         begin = perf_counter()
         next(rounds)
         seconds.append(perf_counter() - begin)

@@ -4,6 +4,7 @@ import sys
 import tomllib
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,16 +12,15 @@ import pytest
 from hyperfed import cli, config, submit, toml
 from hyperfed.data.roster import enrol
 from hyperfed.engines.replies import NoAnswerError
-from hyperfed.engines.site import Shard, Site
+from hyperfed.engines.site import Shard
 from hyperfed.errors import UserError
-from hyperfed.methods import METHODS
 from hyperfed.run import Run
 
 pytest.importorskip("flwr")
 
 from engines.sites import DirectLink
 from hyperfed import flowerapp
-from hyperfed.flowerapp import NodeConfig, node_settings, run_settings, source_of
+from hyperfed.flowerapp import NodeConfig, node_settings, run_settings, site_of, source_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -91,17 +91,22 @@ def test_a_node_may_have_some_clients_of_the_runs_own_task() -> None:
 
 
 def test_a_run_of_the_app_equals_one_on_this_machine_and_can_be_resumed(tmp_path: Path) -> None:
-    """Also after a kill in mid-run: site memory goes back to what the checkpoint names."""
+    """Also after a kill in mid-run: site memory goes back to what the checkpoint names.
+
+    The sites know the run's settings from its app alone, their arithmetic's precision too.
+    """
     keys = ["rounds=6", "cohort=4", "evaluate_every=2", "checkpoint_every=2", "task.clients=6"]
-    keys += ["method.local_steps=2", "task.novel=0.2", "engine=flower", "engine.sites=2"]
-    settings = config.load("fedper", [*keys, "engine.timeout=0.1"])
+    keys += ["method.local_steps=2", "task.novel=0.2", "precision=bf16"]
+    engine = ["engine=flower", "engine.sites=2", "engine.timeout=0.1"]
+    settings = config.load("fedper", [*keys, *engine])
+    run_config = {"settings": toml.dumps(config.to_dict(settings))}
 
     def link() -> DirectLink:
         sites = {}
         for node, clients in ((5, "0-2"), (3, "3-5")):
-            source = source_of(NodeConfig(state="s", clients=clients), settings)
-            place, client = tmp_path / f"state{node}", METHODS["fedper"].Client
-            sites[node] = Site(source, place, client, settings.settings, seed=settings.seed)
+            node_config = {"state": str(tmp_path / f"state{node}"), "clients": clients}
+            context = SimpleNamespace(run_config=run_config, node_config=node_config)
+            sites[node] = site_of(context)
         return DirectLink(sites)
 
     folder = tmp_path / "run"
@@ -112,7 +117,7 @@ def test_a_run_of_the_app_equals_one_on_this_machine_and_can_be_resumed(tmp_path
     resumed = flowerapp.begin(settings, link(), str(folder))
     assert resumed.round == 4
     list(resumed.train())
-    loop = Run(config.load("fedper", [*keys[:-2], "engine=loop"]))
+    loop = Run(config.load("fedper", [*keys, "engine=loop"]))
     list(loop.train())
 
     def numbers(of: Run) -> list[Any]:

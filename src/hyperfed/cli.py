@@ -10,8 +10,9 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, NoReturn
@@ -146,10 +147,12 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Evaluate the models of a run's best round on every client's data."""
-    run = Run.open(run_dir)
-    if settings or samples is not None:
-        run = run.served_otherwise(settings or (), samples=samples)
-    found = {"novel": run.evaluate_novel()} if novel else run.evaluate_best()
+    with ExitStack() as opened:
+        run = opened.enter_context(closing(Run.open(run_dir)))
+        if settings or samples is not None:
+            otherwise = run.served_otherwise(settings or (), samples=samples)
+            run = opened.enter_context(closing(otherwise))
+        found = {"novel": run.evaluate_novel()} if novel else run.evaluate_best()
     if as_json:
         _print_json({split: asdict(evaluation) for split, evaluation in found.items()})
         return
@@ -176,7 +179,8 @@ def personalize(
 ) -> None:
     """Make the model of a client that was never seen, from its own data."""
     arrays = read_npz(data, needed=("x",))
-    model = Run.open(run_dir).personalize(arrays["x"], arrays.get("y"), size=size)
+    with closing(Run.open(run_dir)) as run:
+        model = run.personalize(arrays["x"], arrays.get("y"), size=size)
     # Copies, because safetensors refuses tensors that share memory.
     tensors = {name: entry.clone().contiguous() for name, entry in model.state_dict().items()}
     atomic_write(out, safetensors.torch.save(tensors))
@@ -299,12 +303,10 @@ def _train(run: Run, *, as_json: bool, quiet: bool) -> None:
 def _train_all(settings: Sequence[str], out: Path, *, as_json: bool, quiet: bool) -> None:
     """Trains every method on the same task, and compares them; 3 where one was stopped."""
     loaded = [config.load(method, settings) for method in METHODS]  # no error after hours
-    built: dict[str, Task] = {}
+    build = cache(tasks.build)  # the same data for all, but a preset may have its own
     results: list[dict[str, Any]] = []
     for each in loaded:
-        data = f"{each.seed} {each.task}"  # a preset may have its own
-        task = built[data] = built[data] if data in built else tasks.build(each.task, each.seed)
-        with closing(Run.start(each, out, task)) as run:
+        with closing(Run.start(each, out, build(each.task, each.seed))) as run:
             if not quiet:
                 _say(f"{each.method} ({len(results) + 1} of {len(loaded)})")
             if (why := _watch(run, quiet=quiet)) is not None:

@@ -296,12 +296,10 @@ def balanced_softmax_loss(logits: Tensor, y: Tensor, count: Tensor, balance: flo
 
 def regression(module: nn.Module, target: Tensor) -> Objective:
     """Returns the objective |module(x) - target|^2 in training mode; it reads no labels."""
-    buffers = [name for name, _ in module.named_buffers()]
 
     def objective(model: Model, batch: Batch) -> tuple[Tensor, Model]:
-        updated = {name: model[name].clone() for name in buffers}
-        output = apply(module, model | updated, batch.x, train=True)
-        return (output - target).square().sum(), updated
+        output, buffers = forward(module, model, batch.x)
+        return (output - target).square().sum(), buffers
 
     return objective
 

@@ -106,6 +106,11 @@ class Client(federation.Client):
         return self.recall_seen()
 
     @step
+    def bytes_of_a_product(self) -> Tree:
+        one = torch.ones(1, 1)
+        return {"bytes": torch.tensor((one @ one).element_size())}
+
+    @step
     def labels(self) -> Tree:
         return {"y": self.train.batch().y}
 
@@ -420,6 +425,15 @@ def test_the_table_builds_it_and_gives_a_newcomer_a_loop(connection: cluster.Con
     assert newcomers.home is engine
     engine.close()
     engine.close()
+
+
+@pytest.mark.parametrize(("precision", "size"), [("float32", 4), ("bf16", 2)])
+def test_actors_compute_in_the_precision_asked_for(
+    precision: Any, size: int, reused: type[Reused]
+) -> None:
+    engine = reused(make_task(), Client, None, seed=0, workers=2, precision=precision)
+    reply = engine.cohort([0, 1], 0, training=True).ask(Client.bytes_of_a_product)
+    assert reply["bytes"].tolist() == [size, size]
 
 
 def test_there_are_as_many_actors_as_cores_but_no_more_than_clients(

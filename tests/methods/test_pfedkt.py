@@ -16,7 +16,7 @@ from hyperfed.contrast import contrastive_loss, distances
 from hyperfed.federation import Outline, Task
 from hyperfed.methods import pfedkt
 from hyperfed.nets import CharLSTM, PFedKTCNN
-from hyperfed.nets.hypernets import draw_weights
+from hyperfed.nets.hypernets import draw_weights, spread_of
 from hyperfed.randomness import generator, seeded
 from hyperfed.trees import Model
 from toys import (
@@ -295,6 +295,17 @@ def test_every_client_starts_from_a_hypernetwork_of_its_own() -> None:
     torch.testing.assert_close(of[0][0]["hypernetwork"], of[1][0]["hypernetwork"], rtol=0, atol=0)
     for name, value in of[0][0]["hypernetwork"].items():
         assert (value - of[0][1]["hypernetwork"][name]).abs().min() > 0
+
+
+def test_a_first_model_has_the_spread_of_the_target() -> None:
+    """Otherwise the first weights of a wide layer are too large to train: see ``Chunked``."""
+    federation = Federation("pfedkt", make_task(), **SETTINGS)
+    net, noise = hyper_net(federation), generator(0, "draws")
+    wanted = spread_of(federation.task.models["base"])
+    models = [functional_call(net, draw_weights(net, noise), ("base",)) for _ in range(400)]
+    for name, value in wanted.items():
+        square = torch.stack([model[name].square().mean() for model in models]).mean()
+        assert square.sqrt().item() == pytest.approx(value, rel=0.1)
 
 
 def test_the_hypernetworks_of_the_paper() -> None:

@@ -153,9 +153,11 @@ class Server(federation.Server):
         self._posted: Pending | None = None
         parameters = [*self.hyper_net.parameters(), *self.descriptor_net.parameters()]
         lr, decay = config.lr, config.weight_decay
-        self.optimizer: torch.optim.Optimizer = torch.optim.Adam(parameters, lr, weight_decay=decay)
-        if config.optimizer == "sgd":
-            self.optimizer = torch.optim.SGD(parameters, lr, config.momentum, weight_decay=decay)
+        self.optimizer: torch.optim.Optimizer = (
+            torch.optim.SGD(parameters, lr, config.momentum, weight_decay=decay)
+            if config.optimizer == "sgd"
+            else torch.optim.Adam(parameters, lr, weight_decay=decay)
+        )
 
     def round(self, clients: Cohort) -> None:
         """Algorithm 2: three exchanges, then the mean over the clients that were there for all.
