@@ -1,4 +1,4 @@
-"""Where a run spends its time: local steps, the hypernetwork, data, evaluation, records, the rest.
+"""Where a run spends its time: what clients compute, the hypernetwork, data, evaluation, records.
 
 Functions at the borders are timed, each without the others that it calls; what no border covers is
 "everything else". One core and one worker, so that the shares add up.
@@ -33,6 +33,10 @@ BORDERS: dict[str, list[tuple[Any, str]]] = {
         (nn.utils, "clip_grad_norm_"),
         (torch.optim.SGD, "step"),
         (torch.optim.Adam, "step"),
+    ],
+    "descriptors": [
+        (pefll.Client, "describe"),
+        (pefll.Client, "descriptor_net_gradient"),
     ],
     "data": [(Split, "batch")],
     "evaluation": [(run, "evaluate")],

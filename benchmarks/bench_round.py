@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from itertools import count
 from types import ModuleType
 from typing import Any
 
@@ -12,13 +11,11 @@ import torch
 
 import textbook
 from hyperfed.complexity import count_flops
-from hyperfed.engines.loop import LoopEngine
-from hyperfed.evaluation import evaluate
 from hyperfed.federation import Task
 from hyperfed.methods import fedavg, pefll, pfedhn
 from hyperfed.nets.targets import LeNet
-from hyperfed.randomness import seeded
 from random_images import CLASSES, SHAPE, make_task
+from rounds import Rounds
 from side_by_side import milliseconds, ratio, take_turns
 
 
@@ -62,32 +59,9 @@ def task(sizes: Sizes) -> Task:
     return make_task(sizes.clients, train=sizes.train, held_out=sizes.held_out)
 
 
-class Federation:
-    """A method on a task, as a run drives it."""
-
-    def __init__(self, task: Task, method: ModuleType, **settings: Any) -> None:
-        config = method.Config(**settings)
-        with seeded(0, "server"):
-            self.server = method.Server(task.outline(), config)
-        self.engine = LoopEngine(task, method.Client, config, seed=0)
-        self.config, self.numbers = config, count()
-
-    def round(self, cohort: int) -> None:
-        """Trains with so many clients, each in turn."""
-        number, clients = next(self.numbers), self.engine.task.clients
-        ids = sorted({(number * cohort + i) % clients for i in range(cohort)})
-        group = self.engine.cohort(ids, number, training=True)
-        self.server.round(group)
-        self.engine.commit(group)
-
-    def evaluate(self) -> None:
-        """Evaluates all clients on validation and test data."""
-        evaluate(self.server, self.engine, list(self.engine.task.known), next(self.numbers))
-
-
 @contextmanager
-def federation(task: Task, method: ModuleType, sizes: Sizes) -> Iterator[Federation]:
-    ours = Federation(task, method, local_steps=sizes.local_steps, batch_size=sizes.batch)
+def federation(task: Task, method: ModuleType, sizes: Sizes) -> Iterator[Rounds]:
+    ours = Rounds(task, method, local_steps=sizes.local_steps, batch_size=sizes.batch)
     yield ours
     ours.engine.close()
 

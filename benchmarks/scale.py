@@ -2,7 +2,7 @@
 
 ``python scale.py METHOD CLIENTS [KEY=VALUE ...]`` prints {"start": seconds from arrays to the end
 of the first round, "mebibytes": resident memory beyond that of the arrays, "round": seconds of a
-later round, the median of those after the first}.
+later round, the median of five}.
 """
 
 import json
@@ -26,7 +26,7 @@ EXAMPLES = 6
 """Of each client: enough for one of each split."""
 
 LATER = 5
-"""Rounds after the first."""
+"""Rounds after the first, but for the last, which evaluates."""
 
 
 def resident() -> float:
@@ -41,7 +41,7 @@ def main(method: str, clients: int, *keys: str) -> None:
     x = torch.randint(256, (total, *SHAPE), dtype=torch.uint8, generator=draw)
     y = torch.randint(CLASSES, (total,), generator=draw)
     owner = torch.arange(clients).repeat_interleave(EXAMPLES)
-    short = [f"rounds={1 + LATER}", "cohort=5", "method.local_steps=5", "method.batch_size=4"]
+    short = [f"rounds={2 + LATER}", "cohort=5", "method.local_steps=5", "method.batch_size=4"]
     settings = config.load(method, [*short, *keys])
     before, begin = resident(), perf_counter()
     task = Task.from_arrays(x, y, client=owner.tolist(), model=LeNet(SHAPE, CLASSES))

@@ -66,7 +66,7 @@ def test_the_example_trains_compares_serves_a_newcomer_and_says_where_everything
 def test_the_benchmarks_run_and_record_what_they_measured(tmp_path: Path) -> None:
     record = tmp_path / "record.json"
     options = ("-q", "-p", "no:cacheprovider", "--tiny", f"--benchmark-json={record}")
-    files = [f"benchmarks/bench_{name}.py" for name in ("round", "profile", "scale")]
+    files = [f"benchmarks/bench_{name}.py" for name in ("round", "profile", "scale", "device")]
     said = run(ROOT, "-m", "pytest", *files, *options)
     assert "round / textbook loop" in said
     found = {b["name"]: b["extra_info"] for b in json.loads(record.read_text())["benchmarks"]}
@@ -78,5 +78,7 @@ def test_the_benchmarks_run_and_record_what_they_measured(tmp_path: Path) -> Non
         }
         assert sum(found[f"test_shares[{method}]"]["share"].values()) == pytest.approx(1)
         assert found[f"test_clients[{method}]"]["40"]["mebibytes"] > 0
+        on_device = found[f"test_device[{method}]"]["median_of_ratios"]
+        assert "loop / vmap" in on_device
     assert "evaluation / textbook" in found["test_evaluation"]["median_of_ratios"]
     assert all(len(s) == 2 for s in found["test_round[pfedhn]"]["seconds"].values())

@@ -66,8 +66,9 @@ def test_pull_back_onto_some_tensors_leaves_the_rest_without_gradient() -> None:
 
 def test_finite_structure_and_bytes() -> None:
     good, bad = tree(1.0, 2.0), tree(1.0, torch.nan)
-    assert trees.finite(good)
-    assert not trees.finite(bad)
+    early, whole = tree(torch.inf, 2.0), {"n": torch.zeros(3, dtype=torch.uint8)}
+    assert trees.finite([good, early, whole, bad, good]) == [True, False, True, False, True]
+    assert trees.finite([]) == trees.finite([whole])[:0] == []
     assert trees.structure(good) == (("a", (2,), torch.float32), ("b/c", (1, 1), torch.float32))
     assert trees.count_bytes(good) == 3 * 4
     assert trees.count_bytes({"n": torch.zeros(3, dtype=torch.uint8)}) == 3

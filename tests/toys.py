@@ -109,6 +109,7 @@ class Federation:
         with seeded(0, "server"):
             self.server: Server = self.method.Server(task.outline(), self.config)
         self.engine = LoopEngine(task, self.method.Client, self.config, seed=0, **(engine or {}))
+        self.server.to(self.engine.device)
 
     def round(self, clients: Sequence[int], number: int = 0) -> Any:
         cohort = self.engine.cohort(clients, number, training=True)

@@ -31,7 +31,6 @@ from hyperfed.data.arrays import read_npz
 from hyperfed.data.site import read as read_site
 from hyperfed.engines.store import check_writable
 from hyperfed.errors import UserError
-from hyperfed.federation import Task
 from hyperfed.files import atomic_write
 from hyperfed.methods import METHODS
 from hyperfed.progress import watch

@@ -16,7 +16,7 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 from pydantic import (
     AfterValidator,
@@ -62,7 +62,8 @@ class RunConfig:
         evaluate_every: rounds between evaluations.
         checkpoint_every: rounds between checkpoints.
         seed: of every draw.
-        device: where tensors live.
+        device: where clients compute, and the server beside them: ``cpu``, ``cuda`` or ``cuda:N``.
+            With ``flower`` that of the server; each site says its own.
         precision: of the clients' arithmetic. ``bf16`` computes products and convolutions of local
             steps and evaluations in bfloat16; weights and messages stay float32.
         task: data, split and target model.
@@ -78,7 +79,7 @@ class RunConfig:
     evaluate_every: PositiveInt = 20
     checkpoint_every: PositiveInt = 100
     seed: NonNegativeInt = 0
-    device: Literal["cpu"] = "cpu"
+    device: str = "cpu"
     precision: Precision = "float32"
     task: TaskConfig = TaskConfig()
     engine: EngineConfig = EngineConfig()

@@ -10,6 +10,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from hyperfed import trees
+from hyperfed.devices import CPU
 from hyperfed.engines import Engine
 from hyperfed.errors import UserError
 from hyperfed.federation import AllLostError, Cohort, Each, Server, Task
@@ -70,7 +72,7 @@ def evaluate(
         cohort = engine.cohort(chunk, round, training=False, fresh=novel)
         for group in cohort.sizes.values():
             try:
-                replies = group.ask(engine.client.evaluate, serve(group))
+                replies = trees.to(group.ask(engine.client.evaluate, serve(group)), CPU)
             except AllLostError as error:
                 nobody = error
                 replies = dict.fromkeys(found, _nothing(len(group.ids)))

@@ -6,9 +6,10 @@ way across. Who runs the clients (a loop, one vectorised kernel, a thousand mach
 engine's business: methods know no engine, engines know no method.
 """
 
+import copy
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, overload
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, Self, TypeVar, overload
 
 import torch
 import torch.nn.functional as F
@@ -92,6 +93,15 @@ class Task:
         """Returns what a server may know of this task."""
         return Outline(self.models, len(self.known), self.classes)
 
+    def to(self, device: torch.device) -> "Task":
+        """Returns the task with its examples and models on a device; itself where it is there."""
+        if self.x.device == device:
+            return self
+        train, val, test = (_moved(rows, device) for rows in (self.train, self.val, self.test))
+        models = {size: copy.deepcopy(model).to(device) for size, model in self.models.items()}
+        x, y = self.x.to(device), self.y.to(device)
+        return replace(self, x=x, y=y, train=train, val=val, test=test, models=models)
+
     @staticmethod
     def from_arrays(
         x: Any,
@@ -105,6 +115,11 @@ class Task:
         from hyperfed.data.tasks import from_arrays  # data imports the contract, not the reverse
 
         return from_arrays(x, y, client=client, model=model, **options)
+
+
+def _moved(rows: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
+    """Moves the rows of all clients at once: each on its own takes as long as all together."""
+    return torch.cat([*rows]).to(device).split_with_sizes([len(own) for own in rows])
 
 
 @dataclass(frozen=True)
@@ -320,6 +335,11 @@ class Client:
         return frozenset(name for name, _ in self.module.named_buffers())
 
     @property
+    def device(self) -> torch.device:
+        """Where the client computes: its data, its models, and tensors that a step makes anew."""
+        return self._task.x.device
+
+    @property
     def size(self) -> str:
         """The name of the client's target size."""
         return self._task.size_of(self.id)
@@ -385,11 +405,11 @@ class Client:
         if not self.classes or training_labels_hidden:
             return None
         labels = self._task.y[self._task.train[self.id]]
-        return torch.ones(self.classes, dtype=torch.bool).scatter(0, labels, False)
+        return labels.new_ones(self.classes, dtype=torch.bool).scatter(0, labels, False)
 
     def _count(self, model: Model, split: Split, absent: Tensor | None) -> Tree:
         score = self._task.score
-        totals = torch.zeros(3, dtype=torch.float64)
+        totals = torch.zeros(3, dtype=torch.float64, device=self.device)
         with torch.no_grad():
             for batch in split.chunks(EVALUATION_BATCH):
                 output, y = self.predict(model, batch.x), batch.y
@@ -556,6 +576,12 @@ class Server:
             optimizers: with those of the optimisers, which only training needs.
         """
         return state.of(vars(self), optimizers=optimizers)
+
+    def to(self, device: torch.device) -> Self:
+        """Moves all tensors of a new server to a device, and returns it."""
+        for name, value in vars(self).items():
+            setattr(self, name, state.moved(value, device))
+        return self
 
     def load(self, saved: Tree) -> None:
         """Puts back what :meth:`state` gave."""

@@ -27,6 +27,7 @@ from hyperfed.config import RunConfig
 from hyperfed.data import site as sitedata
 from hyperfed.data import tasks
 from hyperfed.data.roster import Introduction, Roster, enrol
+from hyperfed.devices import find_device
 from hyperfed.engines.grid import GridLink, bytes_of, record_of
 from hyperfed.engines.site import Shard, Site, Source
 from hyperfed.engines.sites import Sites
@@ -66,6 +67,7 @@ class NodeConfig:
         novel: its clients join after training.
         workers: clients computed at once.
         cores_per_client: intra-op threads of each.
+        device: where the site computes: ``cpu``, ``cuda`` or ``cuda:N``.
     """
 
     state: Annotated[str, Field(min_length=1)]
@@ -76,6 +78,7 @@ class NodeConfig:
     novel: bool = False
     workers: PositiveInt | None = None
     cores_per_client: PositiveInt | None = None
+    device: str = "cpu"
 
 
 def run_settings(run_config: Mapping[str, Any]) -> RunConfig:
@@ -145,6 +148,7 @@ def site_of(context: "Context") -> Site:
         workers=node.workers,
         cores_per_client=node.cores_per_client,
         precision=config.precision,
+        device=find_device(node.device),
     )
 
 

@@ -29,6 +29,8 @@ def seeded(seed: int, *keys: str | int) -> Iterator[None]:
     For code that takes no generator: module initialisation and dropout. The global generator is
     shared by all threads, so the block must not run beside another that draws from it.
     """
-    with torch.random.fork_rng(devices=[]):
+    # An accelerator has a global generator of its own, which manual_seed sets too.
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+    with torch.random.fork_rng(devices=devices):
         torch.manual_seed(derive(seed, *keys))
         yield

@@ -22,6 +22,7 @@ from hyperfed import engines, records, trees
 from hyperfed.config import RunConfig
 from hyperfed.data import tasks
 from hyperfed.data.roster import Roster
+from hyperfed.devices import CPU
 from hyperfed.engines import Engine, EngineCohort, Exchange
 from hyperfed.errors import UserError
 from hyperfed.evaluation import Counts, evaluate, with_samples
@@ -92,7 +93,9 @@ class Run:
             seed=config.seed,
             faults=config.faults,
             precision=config.precision,
+            device=config.device,
         )
+        self.server.to(self.engine.device)
         self.round = 0
         self.evaluations: list[Evaluation] = []
         self.summary: dict[str, Any] = {}
@@ -251,6 +254,7 @@ class Run:
             seed=seed,
             home=self.engine,
             precision=self.config.precision,
+            device=str(self.engine.device),
         )
         with closing(engine), self._at_best() as server:
             if task.unlabelled:
@@ -401,7 +405,7 @@ class Run:
             accuracy = self._summarise("val", ids, as_novel["val"], self.round).accuracy
         best = None if self._best is None else self._best.accuracy
         if accuracy is None or best is None or accuracy > best:
-            server = trees.clone(self.server.state(optimizers=False))
+            server = trees.to(trees.clone(self.server.state(optimizers=False)), CPU)
             self._best = Best(self.round, accuracy, server, dict(self.engine.memory))
         return found
 
@@ -497,7 +501,7 @@ class Run:
                     f"the checkpoint's {key} must be this run's, {ours}, came {meta.get(key)}; "
                     "use the data and the settings that the run was started with"
                 )
-        self.server.load(tree["server"])
+        self.server.load(trees.to(tree["server"], self.engine.device))
         self.engine.memory = _numbered(tree["memory"])
         self.round, self._bytes = meta["round"], dict(meta["bytes"])
         self._earlier, self._failures = meta["seconds"], meta["failures"]
@@ -514,8 +518,8 @@ class Run:
 
         Inside the block the clients remember what they did then.
         """
-        server = self._new_server()
-        server.load(trees.clone(self.best.server))
+        server, device = self._new_server(), self.engine.device
+        server.to(device).load(trees.to(trees.clone(self.best.server), device))
         now, self.engine.memory = self.engine.memory, dict(self.best.memory)
         try:
             yield server

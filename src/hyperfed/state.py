@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hyperfed import trees
 from hyperfed.trees import Tree, leaves
 
 
@@ -39,6 +40,17 @@ def _state(value: Any) -> Tree | Tensor:
             for key, entry in state.items()
         }
     return value if isinstance(value, Tensor) else dict(value)
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """Moves a module in place, and returns it; a tensor or a tree is replaced.
+
+    An optimiser stays as it is: it holds the parameters of modules, and has no state of its own
+    before the first step.
+    """
+    if isinstance(value, nn.Module | Tensor):
+        return value.to(device)
+    return trees.to(value, device) if _is_state(value) and isinstance(value, dict) else value
 
 
 def loaded(target: Any, state: Any) -> Any:

@@ -18,6 +18,7 @@ from torch.func import grad_and_value
 from torch.linalg import vector_norm
 from torch.optim.swa_utils import update_bn
 
+from hyperfed.devices import CPU
 from hyperfed.trees import Model, fill
 
 
@@ -53,11 +54,12 @@ Precision: TypeAlias = Literal["float32", "bf16"]
 """Of a client's arithmetic."""
 
 
-def arithmetic(precision: Precision) -> AbstractContextManager[None]:
+def arithmetic(precision: Precision, device: torch.device = CPU) -> AbstractContextManager[None]:
     """Returns a block in which clients compute with a precision; see PyTorch's ``autocast``."""
-    # Its cache would give the weights of an earlier step, which have changed in place.
-    lower = precision == "bf16"
-    return torch.autocast("cpu", torch.bfloat16, cache_enabled=False) if lower else nullcontext()
+    if precision == "float32":
+        return nullcontext()
+    # Its cache would keep the weights of every step until the end of the block.
+    return torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))

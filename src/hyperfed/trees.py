@@ -72,6 +72,11 @@ def clone(tree: Tree) -> Tree:
     return tree_map(lambda leaf: leaf.detach().clone(), tree)
 
 
+def to(tree: Tree, device: torch.device) -> Tree:
+    """Returns a tree on a device; a tensor that is there already is not copied."""
+    return tree_map(lambda leaf: leaf.to(device), tree)
+
+
 def stack(trees: Sequence[Tree]) -> Tree:
     """Stacks C trees of one structure: a leaf of shape (...) becomes (C, ...)."""
     return tree_map(lambda *values: torch.stack(values), *trees)
@@ -178,9 +183,18 @@ def structure(tree: Tree) -> Structure:
     return tuple(sorted((path, tuple(leaf.shape), leaf.dtype) for path, leaf in leaves(tree)))
 
 
-def finite(tree: Tree) -> bool:
-    """Returns whether no floating-point leaf has a NaN or an infinity."""
-    return all(bool(leaf.isfinite().all()) for _, leaf in leaves(tree) if leaf.is_floating_point())
+def finite(trees: Sequence[Tree]) -> list[bool]:
+    """Returns of each of C trees whether none of its floating-point leaves has a NaN or infinity.
+
+    An accelerator is waited for once.
+    """
+    found = [
+        [leaf.isfinite().all() for _, leaf in leaves(tree) if leaf.is_floating_point()]
+        for tree in trees
+    ]
+    every = [flag for flags in found for flag in flags]
+    told = iter(torch.stack(every).tolist() if every else ())
+    return [False not in [next(told) for _ in flags] for flags in found]
 
 
 def count_bytes(tree: Tree) -> int:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hyperfed import trees
+from hyperfed.devices import CPU
 from hyperfed.engines import Engine, EngineCohort, Faults
 from hyperfed.engines.calls import Call
 from hyperfed.engines.cohort import CohortState, Question
@@ -428,6 +429,7 @@ class Sites:
 
     name = "sites"
     home = None
+    device = CPU
 
     def __init__(self, task: Task, client: Any, config: Any, *, seed: int) -> None:
         self.task, self.client, self.seed, self.faults = task, client, seed, Faults()

@@ -66,7 +66,9 @@ class Reused(RayEngine):
 def reused(connection: cluster.Connection) -> type[Reused]:
     ray = connection.ray
     work = ray.put(
-        Work.of(make_task(), federation.Client, None, seed=0, cores=1, precision="float32")
+        Work.of(
+            make_task(), federation.Client, None, seed=0, cores=1, precision="float32", device="cpu"
+        )
     )
     remote = ray.remote(Worker).options(num_cpus=0)
     Reused.actors = itertools.cycle([remote.remote(sys.path, [work]) for _ in range(2)])
@@ -450,7 +452,7 @@ def test_more_gpus_than_there_are_are_refused(connection: cluster.Connection) ->
     gpus = int(connection.ray.cluster_resources().get("GPU", 0))
     settings = EngineConfig("ray", workers=2, gpus_per_worker=gpus + 1)
     with pytest.raises(UserError, match=rf"must have 0 CPU and {gpus + 1} GPU for each of 2 "):
-        build(settings, make_task(), Client, None, seed=0)
+        build(settings, make_task(), Client, None, seed=0, device="cuda")
 
 
 @pytest.mark.parametrize("gpus", [-1.0, 1.5])

@@ -386,6 +386,34 @@ def test_recurrent_networks_train_together_and_are_evaluated_one_by_one(
     assert left(caplog) == ["evaluate"]
 
 
+@pytest.mark.parametrize(
+    ("fits", "attempts"), [(3, [4, 2, 2]), (1, [4, 2, 1, 1, 1, 1]), (0, [4, 2, 1])]
+)
+def test_as_many_clients_go_together_as_fit_into_memory(
+    fits: int, attempts: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    tried: list[int] = []
+
+    class Small(Recorded):
+        def _stacked(self, kind: Kind, calls: Sequence[Call]) -> Tree:
+            tried.append(len(calls))
+            if len(calls) > fits:
+                raise torch.OutOfMemoryError("out of memory")
+            return super()._stacked(kind, calls)
+
+    loop, ours = both("fedavg", task={"examples": EVEN})
+    ours.engine = Small(ours.task, ours.method.Client, ours.config, seed=0)
+    for each in (loop, ours):
+        each.round([0, 1, 2, 3])
+    close(snapshot(ours), snapshot(loop))
+    assert tried == attempts
+    ours.round([0, 1, 2, 3], 1)
+    assert tried[len(attempts) :] == [attempts[-1]] * (4 // attempts[-1] if fits else 0)
+    said = "step train_model: memory for fewer than 4 clients at once"
+    assert caplog.records[0].getMessage() == said
+
+
 def test_networks_that_draw_are_the_loops(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     loop, ours = both("fedavg", task={"net": Dropping, "examples": EVEN})

@@ -10,11 +10,13 @@ from pydantic import AfterValidator, ConfigDict, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 
 from hyperfed.data.roster import RemoteTask
+from hyperfed.devices import find_device
 from hyperfed.engines.cohort import Engine, EngineCohort, Exchange
 from hyperfed.engines.faults import Faults
 from hyperfed.engines.flower import FlowerEngine
+from hyperfed.engines.graphs import Graphs
 from hyperfed.engines.loop import LoopEngine
-from hyperfed.engines.vmapped import VmappedEngine
+from hyperfed.engines.vmapped import VmappedEngine, best_engine
 from hyperfed.errors import UserError
 from hyperfed.federation import Client, Task
 from hyperfed.training import Precision
@@ -40,12 +42,13 @@ class EngineConfig:
     """Who computes.
 
     Attributes:
-        name: the engine; ``auto`` takes the best one for the machine.
+        name: the engine; ``auto`` is ``loop`` on a CPU and ``vmap`` on an accelerator.
         workers: clients computed at once; None for as many as the cores allow.
         cores_per_client: intra-op threads of each. It changes the last bits of the results, the
             number of workers does not. None for all cores where one client trains alone, or
             several together, else 1.
         chunk: clients that ``vmap`` computes together; None for all that can be.
+        graphs: has ``vmap`` record steps as CUDA graphs, also those of single clients.
         superlink: host:port of Flower's SuperLink, for ``flower``.
         root_certificates: file of the certificate that it is known by; None for no encryption,
             which only a trial on one host can do without.
@@ -53,13 +56,15 @@ class EngineConfig:
         timeout: seconds that a site has to answer a message.
         address: host:port of a Ray cluster's head, or ``auto``, for ``ray``, which has this process
             join it; None for the cluster it is connected to or else a new one on this machine.
-        gpus_per_worker: GPUs of each actor of ``ray``; a fraction shares one among several.
+        gpus_per_worker: GPUs of each actor of ``ray`` where ``device`` is one; a fraction shares
+            one among several.
     """
 
     name: Annotated[str, AfterValidator(_known)] = "auto"
     workers: PositiveInt | None = None
     cores_per_client: PositiveInt | None = None
     chunk: PositiveInt | None = None
+    graphs: bool = False
     superlink: str | None = None
     root_certificates: str | None = None
     sites: PositiveInt = 1
@@ -78,6 +83,7 @@ def build(
     faults: Faults | None = None,
     home: Engine | None = None,
     precision: Precision = "float32",
+    device: str = "cpu",
 ) -> Engine:
     """Builds the engine that a configuration names.
 
@@ -91,8 +97,17 @@ def build(
         home: the engine of the task that the method was trained on, where ``task`` is that of a
             newcomer.
         precision: of the clients' arithmetic.
+        device: where clients compute, and the server where it is in one process with them.
+
+    Raises:
+        UserError: the engine cannot be had as configured.
     """
-    options = {"seed": seed, "faults": faults, "home": home, "precision": precision}
+    if config.graphs and not device.startswith("cuda"):
+        raise UserError(
+            f"engine.graphs must have a GPU to record on, came device={device}; set device=cuda"
+        )
+    where = {"precision": precision, "device": device}
+    options = {"seed": seed, "faults": faults, "home": home, **where}
     return ENGINES[config.name](config, task, client, settings, **options)
 
 
@@ -100,14 +115,21 @@ def _loop(
     config: EngineConfig,
     *arguments: Any,
     make: Callable[..., Engine] = LoopEngine,
+    device: str,
     **options: Any,
 ) -> Engine:
     cores = {"workers": config.workers, "cores_per_client": config.cores_per_client}
-    return make(*arguments, **cores, **options)
+    return make(*arguments, device=find_device(device), **cores, **options)
 
 
-def _vmap(config: EngineConfig, *arguments: Any, **options: Any) -> Engine:
-    return _loop(config, *arguments, make=VmappedEngine, chunk=config.chunk, **options)
+def _vmap(config: EngineConfig, *arguments: Any, device: str, **options: Any) -> Engine:
+    own = {"chunk": config.chunk, "graphs": Graphs() if config.graphs else None}
+    return _loop(config, *arguments, make=VmappedEngine, device=device, **own, **options)
+
+
+def _auto(config: EngineConfig, *arguments: Any, device: str, **options: Any) -> Engine:
+    best = _vmap if best_engine(find_device(device)) is VmappedEngine else _loop
+    return best(config, *arguments, device=device, **options)
 
 
 def _flower(
@@ -120,13 +142,15 @@ def _flower(
     faults: Faults | None = None,
     home: Engine | None = None,
     precision: Precision = "float32",  # the sites read the run's settings
+    device: str,  # of the server; a site has its own
 ) -> Engine:
     if not isinstance(task, RemoteTask):
         raise UserError(
             "engine=flower must be asked for by its app, which knows the sites: use hyperfed run "
             "METHOD engine=flower engine.superlink=HOST:PORT, or flwr run"
         )
-    return FlowerEngine(task, client, settings, seed=seed, timeout=config.timeout, faults=faults)
+    options: dict[str, Any] = {"faults": faults, "device": find_device(device)}
+    return FlowerEngine(task, client, settings, seed=seed, timeout=config.timeout, **options)
 
 
 def _ray(
@@ -136,12 +160,19 @@ def _ray(
     settings: Any,
     *,
     home: Engine | None = None,
+    device: str,
     **options: Any,
 ) -> Engine:
     from hyperfed.engines.ray import RayEngine
 
-    if home is not None:  # a newcomer: its data are in this process
-        return _loop(config, task, client, settings, home=home, **options)
+    if home is not None:  # a newcomer: its data are in this process, as the server is
+        return _loop(config, task, client, settings, home=home, device="cpu", **options)
+    if (device == "cpu") != (config.gpus_per_worker == 0):
+        raise UserError(
+            "actors must have GPUs where they compute on some, and nowhere else, but "
+            f"device={device} and engine.gpus_per_worker={config.gpus_per_worker:g} came; "
+            "set both or neither"
+        )
     return RayEngine(
         task,
         client,
@@ -149,13 +180,14 @@ def _ray(
         workers=config.workers,
         cores_per_client=config.cores_per_client,
         gpus_per_worker=config.gpus_per_worker,
+        device=device,
         address=config.address,
         **options,
     )
 
 
 ENGINES: Mapping[str, Callable[..., Engine]] = {
-    "auto": _loop,
+    "auto": _auto,
     "loop": _loop,
     "vmap": _vmap,
     "flower": _flower,

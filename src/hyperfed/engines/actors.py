@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from hyperfed import trees
+from hyperfed.devices import find_device
 from hyperfed.engines.calls import Answer, Call
-from hyperfed.engines.loop import LoopEngine
 from hyperfed.engines.packing import pack, unpack
+from hyperfed.engines.vmapped import best_engine
 from hyperfed.federation import Client, Task
 from hyperfed.training import Precision
 from hyperfed.trees import Tree
@@ -31,6 +32,7 @@ class Work:
         seed: the run's seed.
         cores: threads of one client's arithmetic.
         precision: of that.
+        device: where an actor computes.
     """
 
     data: Tree
@@ -40,6 +42,7 @@ class Work:
     seed: int
     cores: int
     precision: Precision
+    device: str
 
     @staticmethod
     def of(task: Task, client: type[Client], config: Any, **options: Any) -> "Work":
@@ -82,7 +85,8 @@ class Worker:
 
         sys.path += [path for path in paths if path not in sys.path]
         work: Work = ray.get(boxed[0])
-        self._engine = LoopEngine(
+        device = find_device(work.device)
+        self._engine = best_engine(device)(
             work.whole(),
             work.client,
             work.config,
@@ -90,6 +94,7 @@ class Worker:
             workers=1,
             cores_per_client=work.cores,
             precision=work.precision,
+            device=device,
         )
 
     def ready(self) -> None:

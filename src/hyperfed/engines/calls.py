@@ -4,7 +4,7 @@ Whoever holds the client's data runs the call with :func:`execute`: a worker thr
 another machine, a site.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,14 +166,14 @@ def is_labelled(task: Task, client: int) -> bool:
     return not (task.unlabelled and client in task.novel_ids)
 
 
-def draw(call: Call, task: Task, seed: int) -> Iterator[Tensor]:
-    """Yields the rows (B,) of the task's examples in each batch that a server asked for."""
+def draw(call: Call, task: Task, seed: int) -> Sequence[Tensor]:
+    """Returns the rows (B,) of the task's examples in each batch that a server asked for."""
     plan, rows = call.batches, task.train[call.client]
     if plan is None:
-        return
+        return ()
     source = generator(seed, "batches", *call.keys)
-    end = plan.size if isinstance(plan, Steps) else len(rows)
-    for _ in range(plan.count):
-        order = torch.randperm(len(rows), generator=source)
-        for start in range(0, end, plan.size):
-            yield rows[order[start : start + plan.size]]
+    end = min(plan.size, len(rows)) if isinstance(plan, Steps) else len(rows)
+    passes = [torch.randperm(len(rows), generator=source)[:end] for _ in range(plan.count)]
+    lengths = [min(plan.size, end - start) for start in range(0, end, plan.size)]
+    # One copy to where the data are, for all batches.
+    return rows[torch.cat(passes).to(rows.device)].split_with_sizes(lengths * plan.count)

@@ -45,6 +45,10 @@ class Engine(Protocol):
         """The method's Client."""
 
     @property
+    def device(self) -> torch.device:
+        """Where the server is, and so what it reads of a cohort."""
+
+    @property
     def seed(self) -> int:
         """Of every draw."""
 
@@ -182,7 +186,7 @@ class Question:
         """(C,) float64 training examples; 0 for a client that did not answer."""
         accepted = self._travelled()
         there = [position in accepted for position in range(len(self.cohort.ids))]
-        return self.cohort.examples * torch.tensor(there, dtype=torch.float64)
+        return self.cohort.examples * self.cohort.examples.new_tensor(there)
 
     def reply(self) -> Tree:
         """Returns the replies stacked, leaves (C, ...); {} where nobody answered."""
@@ -208,10 +212,9 @@ class EngineCohort:
 
     def __init__(self, engine: Engine, clients: Sequence[int], state: CohortState) -> None:
         self._engine, self._clients, self.state = engine, tuple(clients), state
-        self.ids = torch.tensor(self._clients, dtype=torch.int64)
-        self.examples = torch.tensor(
-            [len(engine.task.train[client]) for client in self._clients], dtype=torch.float64
-        )
+        self.ids = torch.tensor(self._clients, dtype=torch.int64, device=engine.device)
+        examples = [len(engine.task.train[client]) for client in self._clients]
+        self.examples = torch.tensor(examples, dtype=torch.float64, device=engine.device)
 
     @property
     def round(self) -> int:
@@ -253,7 +256,7 @@ class EngineCohort:
     def weight(self) -> Tensor:
         """(C,) float64 training examples; 0 for a client lost this round."""
         there = [client not in self.state.lost for client in self._clients]
-        return self.examples * torch.tensor(there, dtype=torch.float64)
+        return self.examples * self.examples.new_tensor(there)
 
     @cached_property
     def sizes(self) -> Mapping[str, "EngineCohort"]:
@@ -315,11 +318,13 @@ class EngineCohort:
             answers: what came from each position that was reached.
         """
         replies = self._replies(question, answers)
-        expected = expected_structure([r for r in replies.values() if isinstance(r, Reply)])
+        came = {p: reply for p, reply in replies.items() if isinstance(reply, Reply)}
+        expected = expected_structure(list(came.values()))
+        finite = dict(zip(came, trees.finite([r.tree for r in came.values()]), strict=True))
         accepted: dict[int, Tree] = {}
         for position, reply in replies.items():
             call = question.calls[position]
-            reason = refusal(reply, expected)
+            reason = refusal(reply, expected, finite=finite.get(position, True))
             if reason is None and isinstance(reply, Reply):
                 accepted[position] = reply.tree
             elif reason is not None and question.posted:
@@ -394,6 +399,7 @@ class EngineCohort:
     ) -> dict[int, Reply | Exception]:
         """Returns what came from each position, faults included, in the order of the calls."""
         seed, faults, training = self._engine.seed, self._engine.faults, self.state.training
+        device = self._engine.device
         replies: dict[int, Reply | Exception] = {}
         for position, call in question.calls.items():
             if position not in answers:
@@ -403,7 +409,7 @@ class EngineCohort:
             reply = (
                 answer
                 if isinstance(answer, Exception)
-                else checked(answer, _promised(question.step, question.info, call))
+                else checked(answer, _promised(question.step, question.info, call), device)
             )
             if training and isinstance(reply, Reply) and faults.spoils(seed, call):
                 reply = Reply(trees.tree_map(_spoil, reply.tree), reply.structure)

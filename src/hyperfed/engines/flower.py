@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hyperfed.data.roster import RemoteTask
+from hyperfed.devices import CPU
 from hyperfed.engines import wire
 from hyperfed.engines.calls import Call
 from hyperfed.engines.cohort import CohortState, Engine, EngineCohort, Question
@@ -37,6 +38,7 @@ class FlowerEngine:
         seed: the run's seed, likewise.
         timeout: seconds that a site has to answer a message.
         faults: what to inject into training rounds.
+        device: where the server is.
 
     Attributes:
         traffic: bytes of all messages to sites and back, {"down": ..., "up": ...}.
@@ -54,8 +56,10 @@ class FlowerEngine:
         seed: int,
         timeout: float = 600.0,
         faults: Faults | None = None,
+        device: torch.device = CPU,
     ) -> None:
         self.task, self.client, self.config, self.seed = task, client, config, seed
+        self.device = device
         self.faults, self.timeout = faults or Faults(), timeout
         self.traffic = {"down": 0, "up": 0}
         self.waiting: list[Question] = []

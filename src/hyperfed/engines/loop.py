@@ -11,13 +11,16 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from itertools import count, groupby
 from typing import Any
 
 import torch
 from torch import nn
 
+from hyperfed import trees
 from hyperfed.allocation import keep_freed_memory
+from hyperfed.devices import CPU
 from hyperfed.engines.calls import Answer, Call, execute
 from hyperfed.engines.cohort import CohortState, Engine, EngineCohort, Question
 from hyperfed.engines.faults import Faults
@@ -41,6 +44,7 @@ class LoopEngine:
             one and 1 for a larger one.
         faults: what to inject into training rounds.
         precision: of the clients' arithmetic.
+        device: where the data, the clients' models and the server are.
         home: the engine of the task that the method was trained on, where ``task`` is that of a
             newcomer.
 
@@ -61,13 +65,15 @@ class LoopEngine:
         cores_per_client: int | None = None,
         faults: Faults | None = None,
         precision: Precision = "float32",
+        device: torch.device = CPU,
         home: Engine | None = None,
     ) -> None:
-        self.task, self.client, self.config, self.seed = task, client, config, seed
+        self.task, self.device = task.to(device), device
+        self.client, self.config, self.seed = client, config, seed
         self.workers, self.cores_per_client = workers, cores_per_client
         self.precision = precision
         self.faults, self.home = faults or Faults(), home
-        self.memories = Memories()
+        self.memories = Memories(device)
         keep_freed_memory()
         self.waiting: list[Question] = []
         self.cores = torch.get_num_threads()
@@ -76,7 +82,8 @@ class LoopEngine:
         self._pools: dict[int, ThreadPoolExecutor] = {}
         trained = task if home is None else home.task
         with seeded(seed, "networks"):
-            self._networks = client.networks(trained.outline(), config)
+            networks = client.networks(trained.outline(), config)
+        self._networks = {name: network.to(device) for name, network in networks.items()}
         everything = [*task.models.values(), *self._networks.values()]
         self._stochastic = any(_draws(module) for module in everything)
 
@@ -110,8 +117,10 @@ class LoopEngine:
         """Runs calls of one cohort, as many at once as there are workers."""
         cores = self._cores_of_one(len(calls))
         workers = min(self.workers or max(1, self.cores // cores), len(calls))
-        if self._stochastic:
-            workers = 1  # dropout draws from the one global generator
+        if self._stochastic or self.device != CPU:
+            workers = (
+                1  # dropout draws from the one global generator; an accelerator does one thing
+            )
 
         def run(call: Call) -> Answer | Exception:
             torch.set_num_threads(cores)
@@ -131,8 +140,9 @@ class LoopEngine:
         """Does nothing: a checkpoint holds the memories themselves."""
 
     def resources(self, clients: int) -> dict[str, Any]:
-        """Returns the cores there are and those that compute one client."""
-        return {"cores": self.cores, "cores_per_client": self._cores_of_one(clients)}
+        """Returns the cores there are and those that compute one client, and any accelerator."""
+        cores = {"cores": self.cores, "cores_per_client": self._cores_of_one(clients)}
+        return cores if self.device == CPU else cores | {"device": str(self.device)}
 
     def close(self) -> None:
         """Ends the worker threads."""
@@ -143,9 +153,9 @@ class LoopEngine:
     def _run(self, call: Call) -> Answer | Exception:
         memory, scratch = self.memories.of(call)
         try:
-            with self._randomness("module", *call.keys), arithmetic(self.precision):
+            with self._randomness("module", *call.keys), self.arithmetic():
                 return execute(
-                    call,
+                    replace(call, payload=tuple(trees.to(t, self.device) for t in call.payload)),
                     task=self.task,
                     client=self.client,
                     config=self.config,
@@ -157,6 +167,10 @@ class LoopEngine:
                 )
         except Exception as error:  # whatever a client raises concerns only itself
             return error
+
+    def arithmetic(self) -> AbstractContextManager[None]:
+        """Returns a block in which clients compute with the engine's precision."""
+        return arithmetic(self.precision, self.device)
 
     def _cores_of_one(self, clients: int) -> int:
         """Returns how many threads compute one client of a cohort of so many."""

@@ -2,6 +2,10 @@
 
 from collections.abc import Collection
 
+import torch
+
+from hyperfed import trees
+from hyperfed.devices import CPU
 from hyperfed.engines.calls import Answer, Call
 from hyperfed.trees import Tree
 
@@ -9,12 +13,16 @@ from hyperfed.trees import Tree
 class Memories:
     """Memories of clients, and the drafts of cohorts that are not committed.
 
+    Args:
+        device: where the clients compute. Drafts are there; of all other clients nothing is.
+
     Attributes:
-        kept: {client: memory} as of the latest commit.
+        kept: {client: memory} as of the latest commit, on the CPU.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device = CPU) -> None:
         self.kept: dict[int, Tree] = {}
+        self._device = device
         self._drafts: dict[int, dict[int, Answer]] = {}
 
     def of(self, call: Call) -> tuple[Tree, Tree]:
@@ -22,17 +30,24 @@ class Memories:
         draft = self._drafts.get(call.cohort, {}).get(call.client)
         if draft is not None:
             return draft.memory, draft.scratch
-        return {} if call.fresh else self.kept.get(call.client, {}), {}
+        kept = {} if call.fresh else self.kept.get(call.client, {})
+        if not kept or self._device == CPU:
+            return kept, {}
+        self.note(call, Answer({}, kept, {}))  # moved once, however often it is read
+        return self.of(call)
 
     def note(self, call: Call, answer: Answer) -> None:
         """Keeps what a call's client wrote as a draft of its cohort."""
+        if self._device != CPU:
+            there = (trees.to(tree, self._device) for tree in (answer.memory, answer.scratch))
+            answer = Answer(answer.tree, *there)
         self._drafts.setdefault(call.cohort, {})[call.client] = answer
 
     def keep(self, cohort: int, clients: Collection[int]) -> None:
         """Commits the drafts of some clients of a cohort."""
         for client, draft in self._drafts.get(cohort, {}).items():
             if client in clients:
-                self.kept[client] = draft.memory
+                self.kept[client] = trees.to(draft.memory, CPU)
 
     def forget(self, cohort: int) -> None:
         """Drops the drafts of a cohort."""

@@ -48,7 +48,7 @@ def unpack(tree: Tree) -> Tree:
 def _pack(leaf: Tensor) -> Packed:
     strides = torch.empty_like(leaf, device="meta").stride()  # what a clone would have
     order = tuple(sorted(range(leaf.dim()), key=lambda axis: -strides[axis]))
-    dense = leaf.detach().permute(order).contiguous()
+    dense = leaf.detach().cpu().permute(order).contiguous()
     return Packed(dense.flatten().view(torch.uint8).numpy(), leaf.dtype, tuple(dense.shape), order)
 
 

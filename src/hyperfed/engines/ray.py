@@ -1,11 +1,12 @@
 """Actors on a Ray cluster: for many cores, GPUs and machines that you own and trust.
 
-Client i is always computed by actor i modulo their number, which holds the data and runs a loop
-engine. What clients remember lies in the object store of the machine that computed it, one object
-for each client, and goes in and out of calls by reference. So an actor that dies takes nothing with
-it: another one is put in its place, its clients of the round are lost and remember what they did
-before the round. A machine that is lost does take the memories stored there: the run ends with
-Ray's error and is resumed from its checkpoint.
+Client i is always computed by actor i modulo their number, which holds the data and runs the best
+engine for its device: ``loop`` on a CPU, ``vmap`` on a GPU. What clients remember lies in the
+object store of the machine that computed it, one object for each client, and goes in and out of
+calls by reference. So an actor that dies takes nothing with it: another one is put in its place,
+its clients of the round are lost and remember what they did before the round. A machine that is
+lost does take the memories stored there: the run ends with Ray's error and is resumed from its
+checkpoint.
 
 The number of actors changes no result. Each client is computed by ``cores_per_client`` cores, one
 by default: with as many, the loop engine gives the same bits.
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, TypeAlias
 
+from hyperfed.devices import CPU
 from hyperfed.engines.actors import Outcome, Work, Worker
 from hyperfed.engines.calls import Call
 from hyperfed.engines.cluster import Connection, connect
@@ -86,6 +88,7 @@ class RayEngine:
         cores_per_client: threads of one client's arithmetic, and cores of an actor.
         precision: of that arithmetic.
         gpus_per_worker: GPUs of an actor; a fraction shares one among several.
+        device: where an actor computes. The server is in this process, on the CPU.
         address: of a cluster that runs; see :func:`hyperfed.engines.cluster.connect`.
         faults: what to inject into training rounds.
 
@@ -96,6 +99,7 @@ class RayEngine:
 
     name = "ray"
     home: Engine | None = None
+    device = CPU
 
     def __init__(
         self,
@@ -108,13 +112,14 @@ class RayEngine:
         cores_per_client: int | None = None,
         precision: Precision = "float32",
         gpus_per_worker: float = 0.0,
+        device: str = "cpu",
         address: str | None = None,
         faults: Faults | None = None,
     ) -> None:
         self.task, self.client, self.config, self.seed = task, client, config, seed
         self.faults = faults or Faults()
         self.cores_per_client, self.gpus_per_worker = cores_per_client or 1, gpus_per_worker
-        self.precision = precision
+        self.precision, self._actors_device = precision, device
         self.waiting: list[Question] = []
         self._numbers = count()
         self._cohorts: dict[int, _Drafts] = {}
@@ -186,11 +191,14 @@ class RayEngine:
 
     def resources(self, clients: int) -> dict[str, Any]:
         """Returns the actors, their cores and those that compute one client."""
-        return {
+        found: dict[str, Any] = {
             "workers": self.workers,
             "cores": self.workers * self.cores_per_client,
             "cores_per_client": self.cores_per_client,
         }
+        if self.gpus_per_worker:
+            found |= {"device": self._actors_device, "gpus_per_worker": self.gpus_per_worker}
+        return found
 
     def close(self) -> None:
         """Ends the actors and, where it was made for engines, the last one's connection."""
@@ -234,6 +242,7 @@ class RayEngine:
             seed=self.seed,
             cores=self.cores_per_client,
             precision=self.precision,
+            device=self._actors_device,
         )
         self._work = self._ray.put(work)
         self._actors = [self._hire() for _ in range(self.workers)]

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from hyperfed import trees
@@ -34,12 +35,13 @@ def check_tree(reply: object) -> None:
         raise BadReplyError("a step must return a (nested) dict of tensors")
 
 
-def checked(tree: Tree, like: Tree | None) -> Reply | BadReplyError:
+def checked(tree: Tree, like: Tree | None, device: torch.device) -> Reply | BadReplyError:
     """Returns a reply, or why it cannot be one.
 
     Args:
         tree: what came.
         like: what it must have the names, shapes and dtypes of, where the step promises that.
+        device: where the server is.
     """
     try:
         check_tree(tree)
@@ -48,7 +50,7 @@ def checked(tree: Tree, like: Tree | None) -> Reply | BadReplyError:
     structure = trees.structure(tree)
     if like is not None and structure != (promised := trees.structure(like)):
         return BadReplyError(_difference(structure, promised))
-    return Reply(tree, structure)
+    return Reply(trees.to(tree, device), structure)
 
 
 def expected_structure(replies: Sequence[Reply]) -> Structure | None:
@@ -57,15 +59,21 @@ def expected_structure(replies: Sequence[Reply]) -> Structure | None:
     return counts.most_common(1)[0][0] if counts else None
 
 
-def refusal(reply: Reply | Exception, expected: Structure | None) -> str | None:
-    """Returns why a reply cannot be used, or None."""
+def refusal(reply: Reply | Exception, expected: Structure | None, *, finite: bool) -> str | None:
+    """Returns why a reply cannot be used, or None.
+
+    Args:
+        reply: what came.
+        expected: the structure that it must have.
+        finite: whether all its numbers are.
+    """
     if isinstance(reply, NoAnswerError | BadReplyError):
         return str(reply)
     if isinstance(reply, Exception):
         return f"{type(reply).__name__}: {reply}"
     if expected is not None and reply.structure != expected:
         return _difference(reply.structure, expected)
-    return None if trees.finite(reply.tree) else "the reply is not finite"
+    return None if finite else "the reply is not finite"
 
 
 def _difference(came: Structure, expected: Structure) -> str:

@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 from hyperfed.data.examples import Normalize
 from hyperfed.data.roster import Frame, Introduction, Member
+from hyperfed.devices import CPU
 from hyperfed.engines import wire
 from hyperfed.engines.calls import Answer, Call
-from hyperfed.engines.loop import LoopEngine
 from hyperfed.engines.store import Draft, Store
+from hyperfed.engines.vmapped import best_engine
 from hyperfed.engines.wire import Request, Response, Version
 from hyperfed.errors import UserError
 from hyperfed.federation import Client, Task
@@ -104,6 +107,7 @@ class Site:
         workers: clients at once; by default as many as the cores allow.
         cores_per_client: threads of one client's arithmetic.
         precision: of that.
+        device: where the site computes.
     """
 
     def __init__(
@@ -117,10 +121,12 @@ class Site:
         workers: int | None = None,
         cores_per_client: int | None = None,
         precision: Precision = "float32",
+        device: torch.device = CPU,
     ) -> None:
         self.source, self.state = source, state
         self._client, self._config, self._seed = client, config, seed
-        self._workers, self._cores, self._precision = workers, cores_per_client, precision
+        self._workers, self._cores = workers, cores_per_client
+        self._precision, self._device = precision, device
 
     def handle(self, content: bytes) -> bytes:
         """Answers a request as it came over the network.
@@ -144,7 +150,7 @@ class Site:
             return Response(request.session, request.serial, everyone)
 
     def _answer(self, request: Request, task: Task, store: Store) -> Response:
-        engine = LoopEngine(
+        engine = best_engine(self._device)(
             task,
             self._client,
             self._config,
@@ -152,6 +158,7 @@ class Site:
             workers=self._workers,
             cores_per_client=self._cores,
             precision=self._precision,
+            device=self._device,
         )
         answers: dict[int, Tree | Exception] = {}
         remembers: set[int] = set()

@@ -13,6 +13,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
 
@@ -21,10 +22,12 @@ from torch import Tensor
 from torch.func import vmap
 
 from hyperfed import trees
+from hyperfed.devices import CPU
 from hyperfed.engines.calls import Answer, Call, draw, is_labelled, perform
+from hyperfed.engines.graphs import Graphs
 from hyperfed.engines.loop import LoopEngine, on_cores
 from hyperfed.federation import Split, Task
-from hyperfed.training import Steps, arithmetic
+from hyperfed.training import Steps
 from hyperfed.trees import Structure, Tree
 
 log = logging.getLogger(__name__)
@@ -55,46 +58,76 @@ class VmappedEngine(LoopEngine):
 
     Args:
         arguments: those of the loop engine.
-        chunk: clients computed at once; None for all that can be.
+        chunk: clients computed at once; None for as many as fit into memory, which is found out by
+            trying all, then half of them, and so on.
+        graphs: records the steps of groups that come up again (:mod:`hyperfed.engines.graphs`), and
+            those of single clients too; None to launch each kernel as it comes.
         options: those of the loop engine. ``workers`` concerns what is left to the loop.
     """
 
     name = "vmap"
 
-    def __init__(self, *arguments: Any, chunk: int | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        *arguments: Any,
+        chunk: int | None = None,
+        graphs: Graphs | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(*arguments, **options)
-        self.chunk = chunk
+        self.chunk, self.graphs = chunk, graphs
         self._alone: set[Kind] = set()
+        self._fits: dict[Kind, int] = {}  # clients at once, where all did not
         self._read: defaultdict[str, set[str]] = defaultdict(set)  # step -> splits it reads
 
     def answer(self, calls: Sequence[Call]) -> list[Tree | Exception]:
         """Runs calls, together those that can be."""
-        answers: dict[int, Answer] = {}  # by the place of the call
-        failures: list[tuple[Kind, list[int], Exception]] = []
-        for kind, group in self._groups(calls):
-            try:
-                together = self._together(kind, [calls[place] for place in group])
-            except UnstackedError as error:
-                self._read[kind.step].add(*error.args)
-                return self.answer(calls)  # nothing is kept of what was computed
-            except Exception as error:  # the loop finds out what is wrong
-                failures.append((kind, group, error))
-                # A step that fails half-way may leave the networks in any state.
-                self._own = threading.local()
-            else:
-                answers |= zip(group, together, strict=True)
+        # Each attempt that fails has found out more of what goes together; nothing of it is kept.
+        while (attempt := self._attempt(calls)) is None:
+            continue
+        answers, failures = attempt
         rest = [place for place in range(len(calls)) if place not in answers]
         looped = super().answer([calls[place] for place in rest])
         replies: dict[int, Tree | Exception] = dict(zip(rest, looped, strict=True))
-        for kind, group, failure in failures:
+        for kind, group, why in failures:
             if not any(isinstance(replies[place], Exception) for place in group):
                 self._alone.add(kind)
-                why = f"{type(failure).__name__}: {failure}".splitlines()[0]
                 log.info("step %s is computed client by client: %s", kind.step, why)
         for place, answer in answers.items():
             self.memories.note(calls[place], answer)
             replies[place] = answer.tree
         return [replies[place] for place in range(len(calls))]
+
+    def _attempt(
+        self, calls: Sequence[Call]
+    ) -> tuple[dict[int, Answer], list[tuple[Kind, list[int], str]]] | None:
+        """Computes what can go together.
+
+        Returns:
+            {place of the call: answer}, and the groups that raised, with the reason; None where the
+            calls must be grouped otherwise.
+        """
+        answers: dict[int, Answer] = {}
+        failures: list[tuple[Kind, list[int], str]] = []
+        for kind, group in self._groups(calls):
+            try:
+                together = self._together(kind, [calls[place] for place in group])
+            except UnstackedError as error:
+                self._read[kind.step].add(*error.args)
+                return None
+            except torch.OutOfMemoryError:
+                self._fits[kind] = half = len(group) // 2
+                if not half:
+                    self._alone.add(kind)
+                log.info("step %s: memory for fewer than %d clients at once", kind.step, len(group))
+                return None
+            except Exception as error:  # the loop finds out what is wrong
+                failures.append((kind, group, f"{type(error).__name__}: {error}".splitlines()[0]))
+                # A step that fails half-way may leave the networks in any state.
+                self._own = threading.local()
+            else:
+                answers |= zip(group, together, strict=True)
+        return answers, failures
 
     def resources(self, clients: int) -> dict[str, Any]:
         """Returns the cores there are, those that compute a group, and its most clients."""
@@ -112,8 +145,8 @@ class VmappedEngine(LoopEngine):
                 kind = Kind(call.step, self.task.size_of(call.client), structures)
                 groups[kind, call.cohort, *self._lengths(call)].append(place)
         for (kind, *_), group in groups.items():
-            if len(group) > 1 and kind not in self._alone:
-                chunk = self.chunk or len(group)
+            if (len(group) > 1 or self.graphs) and kind not in self._alone:
+                chunk = min(self.chunk or len(group), self._fits.get(kind, len(group)))
                 for start in range(0, len(group), chunk):
                     yield kind, group[start : start + chunk]
 
@@ -136,9 +169,11 @@ class VmappedEngine(LoopEngine):
         labelled, novel = is_labelled(task, first.client), first.client in task.novel_ids
         module, networks = self._module(kind.size), self._networks_of_this_thread()
 
-        def one(own: Tree) -> tuple[Tree, Tree, Tree]:
+        def one(own: Tree, *, round: int = first.round) -> Tree:
+            payload = tuple(own["payload"].values())
+            rows = own["batches"].values()
             answer = perform(
-                replace(first, client=_ANYONE, payload=own["payload"]),
+                replace(first, client=_ANYONE, round=round, payload=payload),
                 task=_of_anyone(task, kind.size, novel, own["initial"], own["rows"]),
                 client=self.client,
                 config=self.config,
@@ -146,23 +181,29 @@ class VmappedEngine(LoopEngine):
                 networks=networks,
                 memory=own["memory"],
                 scratch=own["scratch"],
-                batches=(Split(task, rows, labelled=labelled).batch() for rows in own["batches"]),
+                batches=(Split(task, index, labelled=labelled).batch() for index in rows),
                 generator=_ANYONE,
                 labelled=labelled,
             )
-            return answer.tree, answer.memory, answer.scratch
+            return {"reply": answer.tree, "memory": answer.memory, "scratch": answer.scratch}
 
         cores = on_cores(self._cores_of_one(1))
-        with cores, arithmetic(self.precision), warnings.catch_warnings():
+        with cores, self.arithmetic(), warnings.catch_warnings():
             # An operation without a rule is looped over: no harm here.
             warnings.filterwarnings("ignore", "There is a performance drop")
-            reply, memory, scratch = vmap(one)(self._stacked(kind, calls))
+            stacked, together = self._stacked(kind, calls), vmap(one)
+            if self.graphs is None:
+                answer = together(stacked)
+            else:
+                key = kind, *self._lengths(first), len(calls)
+                in_any_round = vmap(partial(one, round=_ANYONE))
+                answer = self.graphs.run(key, stacked, together, in_any_round)
         # What is remembered must not keep the tensors of all clients alive.
         return [
             Answer(
-                trees.detach(trees.take(reply, position)),
-                trees.clone(trees.take(memory, position)),
-                trees.clone(trees.take(scratch, position)),
+                trees.detach(trees.take(answer["reply"], position)),
+                trees.clone(trees.take(answer["memory"], position)),
+                trees.clone(trees.take(answer["scratch"], position)),
             )
             for position in range(len(calls))
         ]
@@ -173,15 +214,21 @@ class VmappedEngine(LoopEngine):
         memories, scratches = zip(*map(self.memories.of, calls), strict=True)
         batches = zip(*(draw(call, task, self.seed) for call in calls), strict=True)
         rows = [{split: getattr(task, split)[call.client] for split in read} for call in calls]
+        payload = map(_stack, zip(*(call.payload for call in calls), strict=True))
         return {
-            "payload": tuple(map(_stack, zip(*(call.payload for call in calls), strict=True))),
+            "payload": {str(n): trees.to(tree, self.device) for n, tree in enumerate(payload)},
             "memory": _stack(memories),
             "scratch": _stack(scratches),
-            "batches": [torch.stack(rows) for rows in batches],
+            "batches": {str(n): torch.stack(rows) for n, rows in enumerate(batches)},
             "rows": _stack(rows),
             # Also of each: an update in place must not write one client's into what is not.
             "initial": trees.repeat(trees.model_of(task.models[kind.size]), len(calls)),
         }
+
+
+def best_engine(device: torch.device) -> type[LoopEngine]:
+    """Returns the engine that computes clients fastest on a device of this machine."""
+    return LoopEngine if device == CPU else VmappedEngine
 
 
 class _Anyone:

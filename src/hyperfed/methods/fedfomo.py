@@ -79,7 +79,7 @@ class Client(federation.Client):
         """
         own = self.personal_model({})
         loss = self.validation_loss(own)
-        weights = torch.zeros(self.config.candidates, dtype=torch.float64)
+        weights = loss.new_zeros(self.config.candidates)
         for place, other in candidates.items():
             if (distance := self.distance(own, other)) > 0:
                 weights[int(place)] = (loss - self.validation_loss(other)) / distance

@@ -193,7 +193,7 @@ def neighbour_vote(
         return votes
     from sklearn.neighbors import NearestNeighbors  # takes seconds to import
 
-    index = NearestNeighbors(n_neighbors=k).fit(features.numpy())
-    distance, nearest = index.kneighbors(None if queries is None else queries.numpy())
+    index = NearestNeighbors(n_neighbors=k).fit(features.cpu().numpy())
+    distance, nearest = index.kneighbors(None if queries is None else queries.cpu().numpy())
     exponent = -torch.from_numpy(distance).square() / (features.shape[1] * scale)
-    return votes.scatter_add_(1, labels[nearest], exponent.softmax(dim=1).to(votes.dtype))
+    return votes.scatter_add_(1, labels[nearest], exponent.softmax(dim=1).to(votes))

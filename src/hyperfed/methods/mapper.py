@@ -101,7 +101,11 @@ class Client(federation.Client):
         return self.loss(mixed, batch.y), _joined(common_buffers, own_buffers)
 
     def choose(self, common: Model, own: Model) -> None:
-        """Keeps the local model and the lambda with the smallest loss, the first among equals."""
+        """Keeps the local model and the lambda with the smallest loss, the first among equals.
+
+        Equal to within rounding: before the global model has been another's too, the two models may
+        be the same, and every lambda as good.
+        """
         losses = torch.zeros_like(self.mixing)
         with torch.no_grad():
             for batch in (self.val if len(self.val) else self.train).chunks(EVALUATION_BATCH):
@@ -109,12 +113,13 @@ class Client(federation.Client):
                 mixed = [interpolated(first, second, share) for share in self.mixing]
                 each = [self.loss(output, batch.y) for output in mixed]
                 losses = losses + torch.stack(each).double() * len(batch.x)
-        self.memory["local"], self.memory[LAMBDA] = own, self.mixing[losses.argmin()].clone()
+        best = losses.isclose(losses.min(), rtol=1e-5).byte().argmax()
+        self.memory["local"], self.memory[LAMBDA] = own, self.mixing[best].clone()
 
     @property
     def mixing(self) -> Tensor:
         """(L,) the values of lambda to choose from."""
-        return torch.tensor(self.config.mixing, dtype=torch.float64)
+        return torch.tensor(self.config.mixing, dtype=torch.float64, device=self.device)
 
     def personal_model(self, received: Model) -> Model:
         """Returns the predictor: both models as one tree, and lambda under its name."""

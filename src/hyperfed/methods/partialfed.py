@@ -96,7 +96,8 @@ def fixed_layers(module: nn.Module, config: Config) -> list[str]:
 
 def gumbel_noise(like: Tensor, generator: torch.Generator) -> Tensor:
     """Draws standard Gumbel noise of the shape and dtype of a tensor."""
-    return -torch.empty_like(like).exponential_(generator=generator).log()
+    drawn = torch.empty_like(like, device="cpu").exponential_(generator=generator)
+    return -drawn.log().to(like.device)
 
 
 class Client(federation.Client):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm as _normalise_spectrum
 
 from hyperfed import trees
+from hyperfed.devices import CPU
 from hyperfed.errors import UserError
 
 Shapes = Mapping[str, Mapping[str, torch.Size]]
@@ -233,7 +234,8 @@ def draw_weights(net: nn.Module, generator: torch.Generator) -> dict[str, Tensor
     Returns:
         ``{parameter name: tensor}``, for ``functional_call``.
     """
-    weights = trees.model_of(net)
+    device = next(net.parameters()).device
+    weights = trees.to(trees.model_of(net), CPU)
     for prefix, layer in net.named_modules():
         if isinstance(layer, nn.Embedding):
             weights[f"{prefix}.weight"].normal_(generator=generator)
@@ -241,7 +243,7 @@ def draw_weights(net: nn.Module, generator: torch.Generator) -> dict[str, Tensor
             bound = 1 / math.sqrt(layer.in_features)
             for name, _ in layer.named_parameters():
                 weights[f"{prefix}.{name}"].uniform_(-bound, bound, generator=generator)
-    return weights
+    return trees.to(weights, device)
 
 
 def _expected_spread(network: nn.Sequential) -> float:

@@ -1,0 +1,42 @@
+"""Rounds and evaluations of a method, one call each, to be measured."""
+
+from collections.abc import Mapping
+from itertools import count
+from types import ModuleType
+from typing import Any
+
+from hyperfed.engines.loop import LoopEngine
+from hyperfed.evaluation import evaluate
+from hyperfed.federation import Task
+from hyperfed.randomness import seeded
+
+
+class Rounds:
+    """A method on a task, as a run drives it."""
+
+    def __init__(
+        self,
+        task: Task,
+        method: ModuleType,
+        engine: type[LoopEngine] = LoopEngine,
+        options: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        config = method.Config(**settings)
+        with seeded(0, "server"):
+            self.server = method.Server(task.outline(), config)
+        self.engine = engine(task, method.Client, config, seed=0, **(options or {}))
+        self.server.to(self.engine.device)
+        self.config, self.numbers = config, count()
+
+    def round(self, cohort: int) -> None:
+        """Trains with so many clients, each in turn."""
+        number, clients = next(self.numbers), self.engine.task.clients
+        ids = sorted({(number * cohort + i) % clients for i in range(cohort)})
+        group = self.engine.cohort(ids, number, training=True)
+        self.server.round(group)
+        self.engine.commit(group)
+
+    def evaluate(self) -> None:
+        """Evaluates all clients on validation and test data."""
+        evaluate(self.server, self.engine, list(self.engine.task.known), next(self.numbers))

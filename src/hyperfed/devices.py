@@ -1,0 +1,26 @@
+"""Where tensors live: on the CPU, or on an accelerator."""
+
+import torch
+
+from hyperfed.errors import UserError
+
+CPU = torch.device("cpu")
+
+
+def find_device(name: str) -> torch.device:
+    """Returns a device by its name, such as "cpu", "cuda" or "cuda:1".
+
+    Raises:
+        UserError: there is none of that name, or PyTorch cannot use it.
+    """
+    try:
+        device = torch.device(name)
+        there = device.type == "cpu" or torch.get_device_module(device).is_available()
+    except RuntimeError:
+        there = False
+    if not there:
+        raise UserError(
+            f"device must be one that PyTorch {torch.__version__} can use here, came {name}; take "
+            "device=cpu, or install the PyTorch that is built for the accelerator"
+        )
+    return device

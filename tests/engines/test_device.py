@@ -1,0 +1,276 @@
+"""Every method on another device than the CPU: the same numbers, and nothing left behind."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import hyperfed
+from hyperfed import config, toml, trees
+from hyperfed.devices import CPU, find_device
+from hyperfed.engines import EngineConfig, build
+from hyperfed.engines.actors import Work, Worker
+from hyperfed.engines.calls import Call
+from hyperfed.engines.graphs import Graphs
+from hyperfed.engines.loop import LoopEngine
+from hyperfed.engines.packing import pack, unpack
+from hyperfed.engines.vmapped import VmappedEngine
+from hyperfed.errors import UserError
+from hyperfed.federation import step
+from hyperfed.methods import METHODS, fedavg, fedper
+from hyperfed.run import Run
+from hyperfed.trees import Tree
+from pretended import DEVICE, NAME, modules_move_in_place
+from toys import Dropping, Federation, Normed, make_task
+
+
+@pytest.fixture(autouse=True)
+def _moving() -> Iterator[None]:
+    with modules_move_in_place():
+        yield
+
+
+def both(
+    method: str, kind: Callable[..., LoopEngine], device: torch.device = DEVICE, **settings: Any
+) -> list[Federation]:
+    """The same federation on the CPU and on a device."""
+    known = METHODS[method].Config.__dataclass_fields__
+    small = {"local_steps": 3, "batch_size": 4, "local_lr": 0.1, "novel_steps": 2} | settings
+    chosen = {key: value for key, value in small.items() if key in known}
+    made = [Federation(method, make_task(Normed, novel=1), **chosen) for _ in range(2)]
+    there = made[1]
+    there.engine = kind(there.task, there.method.Client, there.config, seed=0, device=device)
+    there.server.to(device)
+    return made
+
+
+def devices(tree: Tree) -> set[str]:
+    return {leaf.device.type for _, leaf in trees.leaves(tree)}
+
+
+def snapshot(ours: Federation) -> Tree:
+    memory = {str(client): tree for client, tree in sorted(ours.engine.memory.items())}
+    return trees.clone(trees.to({"server": ours.server.state(), "memory": memory}, CPU))
+
+
+@pytest.mark.parametrize(("kind", "atol"), [(LoopEngine, 0), (VmappedEngine, 1e-12)])
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_two_rounds_and_an_evaluation_give_the_numbers_of_the_cpu(
+    method: str, kind: Any, atol: float
+) -> None:
+    here, there = both(method, kind)
+    for number, clients in enumerate(([0, 1, 2], [1, 2])):
+        exchanges = [each.round(clients, number).state.exchanges for each in (here, there)]
+        assert exchanges[0] == exchanges[1]
+    torch.testing.assert_close(snapshot(there), snapshot(here), rtol=0, atol=atol)
+    assert all(devices(memory) <= {"cpu"} for memory in there.engine.memory.values())
+    evaluate = here.method.Client.evaluate
+    for client, novel in ((1, False), (3, True)):
+        counts = []
+        for each in (here, there):
+            cohort = each.engine.cohort([client], 9, training=False, fresh=novel)
+            counts.append(cohort.ask(evaluate, each.server.personalize(cohort)))
+        assert devices(counts[1]) == {NAME}
+        torch.testing.assert_close(trees.to(counts[1], CPU), counts[0], rtol=0, atol=atol)
+
+
+def recorded(*arguments: Any, **options: Any) -> VmappedEngine:
+    return VmappedEngine(*arguments, graphs=Graphs(), **options)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="NOT TESTED: there is no GPU")
+@pytest.mark.parametrize("kind", [LoopEngine, VmappedEngine, recorded])
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_a_gpu_gives_the_numbers_of_the_cpu(method: str, kind: Any) -> None:
+    here, there = both(method, kind, torch.device("cuda"))
+    for number, clients in enumerate(([0, 1, 2], [1, 2], [0, 1, 2])):
+        for each in (here, there):
+            each.round(clients, number)
+    torch.testing.assert_close(snapshot(there), snapshot(here), rtol=1e-6, atol=1e-8)
+
+
+def test_the_server_and_its_optimizer_move_and_the_task_stays() -> None:
+    _, there = both("pefll", LoopEngine)
+    there.round([0, 1, 2], 0)
+    assert devices(there.server.state(optimizers=False)) == {NAME}
+    moments = there.server.optimizer.state_dict()["state"][0]
+    assert moments["exp_avg"].device.type == NAME
+    assert there.task.x.device == CPU
+    assert there.engine.task.x.device == DEVICE
+    assert there.engine.task.to(DEVICE) is there.engine.task
+
+
+class Straying(fedavg.Client):
+    """Makes a tensor where it does not compute."""
+
+    @step
+    def train_model(self, model: Tree) -> Tree:
+        return {name: value + torch.ones(value.shape) for name, value in model.items()}
+
+
+def test_a_step_that_strays_is_told() -> None:
+    task, config = make_task(), fedavg.Config()
+    engine = LoopEngine(task, Straying, config, seed=0, device=DEVICE)
+    cohort = engine.cohort([0], 0, training=False)
+    with pytest.raises(RuntimeError, match="needs all tensors on pretended"):
+        cohort.ask(Straying.train_model, trees.to(task.outline().initial(), DEVICE))
+
+
+# Whole runs.
+
+
+def numbers(run: Run) -> Any:
+    """All that a run records, but for what time and place decide."""
+    where = (
+        "seconds",
+        "commit",
+        "engine",
+        "cores",
+        "cores_per_client",
+        "workers",
+        "device",
+        "chunk",
+    )
+    evaluations = [vars(evaluation) | {"seconds": None} for evaluation in run.evaluations]
+    return evaluations, {k: v for k, v in run.summary.items() if k not in where}
+
+
+def keys(method: str, device: str) -> dict[str, Any]:
+    known = METHODS[method].Config.__dataclass_fields__
+    own = {"local_steps": 3, "batch_size": 4, "novel_steps": 2, "phase_one_rounds": 2}
+    method_keys = {key: value for key, value in own.items() if key in known}
+    faults = {"drop": 0.2, "nan": 0.1}
+    engine = {"name": "loop", "cores_per_client": 1}
+    return {
+        "rounds": 4,
+        "cohort": 3,
+        "evaluate_every": 2,
+        "checkpoint_every": 1,
+        "method": method_keys,
+        "engine": engine,
+        "faults": faults,
+        "device": device,
+        "progress": False,
+    }
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedper", "pfedhn", "pefll", "itpfl", "pfedkt"])
+def test_a_run_and_what_it_hands_out_are_those_of_the_cpu(method: str) -> None:
+    task = make_task(Normed, novel=1)
+    here, there = (hyperfed.train(method, task, **keys(method, name)) for name in ("cpu", NAME))
+    assert numbers(there) == numbers(here)
+    assert "device" not in here.summary
+    assert there.summary["device"] == f"{NAME}"
+    x, y = task.x[task.train[3]], task.y[task.train[3]]
+    pairs = [
+        [trees.model_of(run.model(1)) for run in (here, there)],
+        [trees.model_of(run.personalize(x, y)) for run in (here, there)],
+    ]
+    for pair in pairs:
+        assert devices(pair[1]) == {"cpu"}
+        torch.testing.assert_close(*pair, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("method", ["pefll", "pfedkt"])
+def test_a_run_resumes_on_its_device(method: str, tmp_path: Path) -> None:
+    task = make_task(novel=1)
+    whole = hyperfed.train(method, task, out=tmp_path / "whole", **keys(method, NAME))
+    stopped = {**keys(method, NAME)}
+    stopped.pop("progress")
+    run = Run.start(config.from_keys(method, stopped), tmp_path / "part", task)
+    for progress in run.train():
+        if progress.round == 2:
+            break
+    assert run.folder is not None
+    resumed = Run.resume(run.folder.path, task)
+    assert devices(resumed.server.state()) <= {NAME, "cpu"}  # steps of Adam are numbers of the CPU
+    assert devices(resumed.server.state(optimizers=False)) == {NAME}
+    list(resumed.train())
+    assert numbers(resumed) == numbers(whole)
+
+
+def test_auto_takes_vmap_on_an_accelerator_and_says_so() -> None:
+    chosen = keys("fedavg", NAME) | {"engine": {"name": "auto"}, "faults": {}}
+    run = hyperfed.train("fedavg", make_task(), **chosen)
+    assert run.summary["engine"] == "vmap"
+    run = hyperfed.train("fedavg", make_task(), **(chosen | {"device": "cpu"}))
+    assert run.summary["engine"] == "loop"
+
+
+def test_dropout_draws_the_same_there() -> None:
+    task = make_task(Dropping)
+    here, there = (hyperfed.train("fedavg", task, **keys("fedavg", n)) for n in ("cpu", NAME))
+    assert [e.loss for e in there.evaluations] == [e.loss for e in here.evaluations]
+
+
+# Where the server is elsewhere than its clients.
+
+
+def test_sites_and_their_server_have_devices_of_their_own(tmp_path: Path) -> None:
+    """One site and the server compute on the device, the other site on the CPU."""
+    pytest.importorskip("flwr")
+    from engines.sites import DirectLink
+    from hyperfed import flowerapp
+
+    words = ["rounds=4", "cohort=4", "evaluate_every=2", "task.clients=6", "task.novel=0.2"]
+    words += ["method.local_steps=2", "engine.cores_per_client=1"]
+    here = Run(config.load("pefll", [*words, "engine=loop"]))
+    list(here.train())
+    settings = config.load("pefll", [*words, "engine=flower", "engine.sites=2", f"device={NAME}"])
+    run_config = {"settings": toml.dumps(config.to_dict(settings))}
+    sites = {}
+    for node, clients, device in ((5, "0-2", NAME), (3, "3-5", "cpu")):
+        state = str(tmp_path / f"state{node}")
+        node_config = {"state": state, "clients": clients, "device": device, "cores_per_client": 1}
+        context = SimpleNamespace(run_config=run_config, node_config=node_config)
+        sites[node] = flowerapp.site_of(context)
+    run = flowerapp.begin(settings, DirectLink(sites), str(tmp_path / "run"))
+    list(run.train())
+    assert devices(run.server.state(optimizers=False)) == {NAME}
+    for ours, theirs in zip(run.evaluations, here.evaluations, strict=True):
+        assert ours.loss == pytest.approx(theirs.loss, rel=1e-4)
+
+
+def test_an_actor_computes_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What arrives and leaves is packed, and so on the CPU."""
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=lambda reference: reference))
+    task, settings = make_task(), fedper.Config(local_steps=2, batch_size=4)
+    body, _ = trees.partition(task.outline().initial(), ["body.weight", "body.bias"])
+    calls = [Call(0, 0, i, "train_model", (pack(body),), settings.batches) for i in (0, 2)]
+    answers = []
+    for device in ("cpu", NAME):
+        options: dict[str, Any] = {"seed": 0, "cores": 1, "precision": "float32"}
+        work = Work.of(task, fedper.Client, settings, device=device, **options)
+        worker = Worker([], [work])
+        assert worker._engine.device.type == device
+        outcomes, *written = worker.answer(calls, None, None, None, None)
+        assert [outcome.wrote_memory for outcome in outcomes] == [True, True]
+        held = [*(outcome.reply for outcome in outcomes), *(tree for tree in written if tree)]
+        answers.append({str(place): unpack(tree) for place, tree in enumerate(held)})
+    torch.testing.assert_close(*answers, rtol=0, atol=1e-12)
+
+
+# What is asked for and cannot be had.
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="NOT TESTED: there is a GPU")
+@pytest.mark.parametrize("name", ["cuda", "cuda:1", "gpu", "cpu:"])
+def test_a_device_that_is_not_there_is_refused(name: str) -> None:
+    with pytest.raises(UserError, match=f"device must be one that .* came {name}; take device=cpu"):
+        hyperfed.train("fedavg", make_task(), **keys("fedavg", name))
+
+
+def test_find_device_returns_what_is_there() -> None:
+    assert find_device("cpu") == CPU
+    assert find_device(f"{NAME}:0") == DEVICE
+
+
+@pytest.mark.parametrize(("device", "gpus"), [("cpu", 0.5), ("cuda", 0.0)])
+def test_actors_have_gpus_where_they_compute_on_them(device: str, gpus: float) -> None:
+    settings = EngineConfig("ray", gpus_per_worker=gpus)
+    with pytest.raises(UserError, match="set both or neither"):
+        build(settings, make_task(), fedavg.Client, fedavg.Config(), seed=0, device=device)
