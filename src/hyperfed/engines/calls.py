@@ -173,7 +173,8 @@ def draw(call: Call, task: Task, seed: int) -> Sequence[Tensor]:
         return ()
     source = generator(seed, "batches", *call.keys)
     end = min(plan.size, len(rows)) if isinstance(plan, Steps) else len(rows)
-    passes = [torch.randperm(len(rows), generator=source)[:end] for _ in range(plan.count)]
+    # Clones, since a part of an order keeps all of it in memory.
+    passes = [torch.randperm(len(rows), generator=source)[:end].clone() for _ in range(plan.count)]
     lengths = [min(plan.size, end - start) for start in range(0, end, plan.size)]
     # One copy to where the data are, for all batches.
     return rows[torch.cat(passes).to(rows.device)].split_with_sizes(lengths * plan.count)
