@@ -12,6 +12,13 @@ from hyperfed.allocation import keep_freed_memory
 
 if sys.argv[1] == "keep":
     assert keep_freed_memory()
+if sys.argv[1] == "engine":
+    from hyperfed.data.tasks import TaskConfig, build
+    from hyperfed.engines.loop import LoopEngine
+    from hyperfed.methods import fedavg
+
+    task = build(TaskConfig(clients=2, novel=0.0), seed=0)
+    LoopEngine(task, fedavg.Client, fedavg.Config(), seed=0)
 
 def step():
     return [bytearray(b"1") * 2**23 for _ in range(10)]
@@ -34,4 +41,5 @@ def test_pages_are_asked_for_once() -> None:
 
     kept, usual = faults("keep"), faults("leave")
     assert kept < 1000, "a step still asks the kernel for memory"
+    assert faults("engine") < 1000, "the engine does not ask for it"
     assert usual > 10 * kept, "the allocator does so by itself: hyperfed.allocation is not needed"

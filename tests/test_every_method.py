@@ -12,7 +12,7 @@ from hyperfed.errors import UserError
 from hyperfed.federation import AllLostError
 from hyperfed.methods import METHODS
 from hyperfed.randomness import seeded
-from toys import Federation, Normed, TwoLayers, make_task
+from toys import Federation, Normed, TwoLayers, make_task, snapshot
 
 ALL = sorted(METHODS)
 SETTINGS = {"local_steps": 3, "batch_size": 4, "local_lr": 0.1}
@@ -27,11 +27,6 @@ def federation(method: str, engine: Any = None, **task: Any) -> Federation:
     known = METHODS[method].Config.__dataclass_fields__
     novel = {key: value for key, value in NOVEL.items() if key in known}
     return Federation(method, make_task(**task), engine, **SETTINGS, **novel)
-
-
-def snapshot(ours: Federation) -> trees.Tree:
-    memory = {str(client): tree for client, tree in sorted(ours.engine.memory.items())}
-    return trees.clone({"server": ours.server.state(), "memory": memory})
 
 
 def used(ours: Federation, client: int, **options: Any) -> trees.Tree:

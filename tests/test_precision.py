@@ -56,6 +56,13 @@ def test_local_steps_are_those_of_pytorchs_autocast() -> None:
     assert max(value.abs().max() for value in moved.values()) > 1e-4
 
 
+def test_no_step_keeps_the_weights_of_those_before_it() -> None:
+    """PyTorch's cache of weights in bfloat16 is emptied only at the end of a whole call."""
+    with arithmetic("bf16"):
+        assert torch.is_autocast_enabled("cpu")
+        assert not torch.is_autocast_cache_enabled()
+
+
 def trained(precision: str, engine: str) -> Any:
     keys = {"name": "digits", "clients": 6, "novel": 0.0}
     return hyperfed.train(

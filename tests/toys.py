@@ -8,10 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hyperfed import trees
+from hyperfed.devices import CPU
 from hyperfed.engines.loop import LoopEngine
 from hyperfed.federation import Server, Task
 from hyperfed.methods import METHODS
 from hyperfed.randomness import seeded
+from hyperfed.trees import Tree
 
 FEATURES, CLASSES = 5, 3
 EXAMPLES = (12, 7, 20, 9)
@@ -122,6 +125,19 @@ class Federation:
         cohort = self.engine.cohort([client], 99, training=False, **options)
         reply = cohort.ask(self.method.Client.export, self.server.personalize(cohort))
         return {name: value[0] for name, value in reply.items()}
+
+
+def snapshot(federation: Federation) -> Tree:
+    """A copy of what there is between two rounds: the server, and what clients remember."""
+    memory = {str(client): tree for client, tree in sorted(federation.engine.memory.items())}
+    return trees.clone(trees.to({"server": federation.server.state(), "memory": memory}, CPU))
+
+
+def short(method: str, **settings: Any) -> dict[str, Any]:
+    """Settings for a few local steps, those that the method has."""
+    known = METHODS[method].Config.__dataclass_fields__
+    few = {"local_steps": 3, "batch_size": 4, "local_lr": 0.1, "novel_steps": 2} | settings
+    return {key: value for key, value in few.items() if key in known}
 
 
 PLAIN: dict[str, Any] = {

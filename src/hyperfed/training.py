@@ -19,7 +19,7 @@ from torch.linalg import vector_norm
 from torch.optim.swa_utils import update_bn
 
 from hyperfed.devices import CPU
-from hyperfed.trees import Model, fill
+from hyperfed.trees import Model, fill, mapped
 
 
 @dataclass(frozen=True)
@@ -325,7 +325,7 @@ def clip_norm(gradients: list[Tensor], bound: float) -> list[Tensor]:
     The arithmetic of ``torch.nn.utils.clip_grad_norm_``: the factor is bound / (norm + 1e-6), at
     most 1.
     """
-    norms = [vector_norm(g) for g in gradients] if _mapped() else torch._foreach_norm(gradients)
+    norms = [vector_norm(g) for g in gradients] if mapped() else torch._foreach_norm(gradients)
     norm = vector_norm(torch.stack(norms))
     return _scaled(gradients, (bound / (norm + 1e-6)).clamp(max=1.0))
 
@@ -400,7 +400,7 @@ def _gradients(
     if not weights:
         with torch.no_grad():
             return [], loss(weights, batch)[1]
-    if _mapped():
+    if mapped():
         gradients, (_, buffers) = grad_and_value(loss, has_aux=True)(weights, batch)
         return gradients, buffers
     leaves = [weight.detach().requires_grad_() for weight in weights]
@@ -410,18 +410,9 @@ def _gradients(
     return list(found), {name: buffer.detach() for name, buffer in buffers.items()}
 
 
-def _mapped() -> bool:
-    """Returns whether this is computed under ``torch.func``, as by the engine ``vmap``.
-
-    It has no rules for ``torch._foreach``, and what it maps cannot be added in place to what it
-    does not map.
-    """
-    return torch._C._functorch.maybe_current_level() is not None
-
-
 def _scaled(tensors: list[Tensor], factor: float | Tensor) -> list[Tensor]:
     """Returns tensors times a factor; they are overwritten where they can be."""
-    if _mapped():
+    if mapped():
         return [tensor * factor for tensor in tensors]
     torch._foreach_mul_(tensors, factor)
     return tensors
@@ -429,7 +420,7 @@ def _scaled(tensors: list[Tensor], factor: float | Tensor) -> list[Tensor]:
 
 def _added(tensors: list[Tensor], others: list[Tensor], alpha: float = 1.0) -> list[Tensor]:
     """Returns tensors + alpha * others; the tensors are overwritten where they can be."""
-    if _mapped():
+    if mapped():
         pairs = zip(tensors, others, strict=True)
         return [torch.add(tensor, other, alpha=alpha) for tensor, other in pairs]
     torch._foreach_add_(tensors, others, alpha=alpha)

@@ -200,3 +200,12 @@ def finite(trees: Sequence[Tree]) -> list[bool]:
 def count_bytes(tree: Tree) -> int:
     """Returns the bytes of all leaves as they would travel, without any framing."""
     return sum(leaf.numel() * leaf.element_size() for _, leaf in leaves(tree))
+
+
+def mapped() -> bool:
+    """Returns whether this is computed under ``torch.func``, as by the engine ``vmap``.
+
+    It has no rules for ``torch._foreach`` and none for memory formats, and what it maps cannot be
+    added in place to what it does not map.
+    """
+    return torch._C._functorch.maybe_current_level() is not None

@@ -29,6 +29,12 @@ def test_allocate_by_hand():
     assert all(own.dtype == torch.int64 and (own.diff() > 0).all() for own in index)
 
 
+def test_rows_of_a_client_are_no_view_of_those_of_all():
+    labels = np.zeros(100, dtype=np.int64)
+    index = partitions.allocate(np.full((4, 1), 0.25), labels, rng())
+    assert [own.untyped_storage().nbytes() for own in index] == [25 * 8] * 4
+
+
 def test_allocate_rounds_cumulatively():
     # Thirds of four examples are cut at 1.33, 2.67 and 4, so at 1, 3 and 4; half a class at 2.
     labels = np.array([0, 0, 0, 0, 1, 1, 1, 1])

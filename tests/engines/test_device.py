@@ -25,7 +25,7 @@ from hyperfed.methods import METHODS, fedavg, fedper
 from hyperfed.run import Run
 from hyperfed.trees import Tree
 from pretended import DEVICE, NAME, modules_move_in_place
-from toys import Dropping, Federation, Normed, make_task
+from toys import Dropping, Federation, Normed, make_task, short, snapshot
 
 
 @pytest.fixture(autouse=True)
@@ -38,10 +38,7 @@ def both(
     method: str, kind: Callable[..., LoopEngine], device: torch.device = DEVICE, **settings: Any
 ) -> list[Federation]:
     """The same federation on the CPU and on a device."""
-    known = METHODS[method].Config.__dataclass_fields__
-    small = {"local_steps": 3, "batch_size": 4, "local_lr": 0.1, "novel_steps": 2} | settings
-    chosen = {key: value for key, value in small.items() if key in known}
-    made = [Federation(method, make_task(Normed, novel=1), **chosen) for _ in range(2)]
+    made = [Federation(method, make_task(Normed, novel=1), **short(method)) for _ in range(2)]
     there = made[1]
     there.engine = kind(there.task, there.method.Client, there.config, seed=0, device=device)
     there.server.to(device)
@@ -50,11 +47,6 @@ def both(
 
 def devices(tree: Tree) -> set[str]:
     return {leaf.device.type for _, leaf in trees.leaves(tree)}
-
-
-def snapshot(ours: Federation) -> Tree:
-    memory = {str(client): tree for client, tree in sorted(ours.engine.memory.items())}
-    return trees.clone(trees.to({"server": ours.server.state(), "memory": memory}, CPU))
 
 
 @pytest.mark.parametrize(("kind", "atol"), [(LoopEngine, 0), (VmappedEngine, 1e-12)])
@@ -158,13 +150,17 @@ def keys(method: str, device: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("method", ["fedavg", "fedper", "pfedhn", "pefll", "itpfl", "pfedkt"])
+SERVED = ["fedavg", "fedper", "pfedhn", "pefll", "itpfl", "pfedla", "pfedkt"]
+
+
+@pytest.mark.parametrize("method", SERVED)
 def test_a_run_and_what_it_hands_out_are_those_of_the_cpu(method: str) -> None:
     task = make_task(Normed, novel=1)
     here, there = (hyperfed.train(method, task, **keys(method, name)) for name in ("cpu", NAME))
     assert numbers(there) == numbers(here)
     assert "device" not in here.summary
-    assert there.summary["device"] == f"{NAME}"
+    assert there.summary["device"] == NAME
+    assert devices(there.best.server) == {"cpu"}
     x, y = task.x[task.train[3]], task.y[task.train[3]]
     pairs = [
         [trees.model_of(run.model(1)) for run in (here, there)],

@@ -20,7 +20,7 @@ from hyperfed.errors import UserError
 from hyperfed.federation import step
 from hyperfed.methods import METHODS
 from hyperfed.trees import Tree
-from toys import Federation, Normed, make_task
+from toys import Federation, Normed, make_task, short, snapshot
 
 
 class Tape:
@@ -83,20 +83,13 @@ def test_what_cannot_be_recorded_is_computed_as_it_comes(caplog: pytest.LogCaptu
 
 def both(method: str, tape: Tape) -> list[Federation]:
     """The same federation on the loop engine and recorded."""
-    known = METHODS[method].Config.__dataclass_fields__
-    small = {"local_steps": 3, "batch_size": 8, "local_lr": 0.1, "novel_steps": 2}
-    chosen = {key: value for key, value in small.items() if key in known}
+    chosen = short(method, batch_size=8)
     task = {"net": Normed, "examples": (12, 12, 12, 9, 12), "novel": 1}
     loop, ours = (Federation(method, make_task(**task), **chosen) for _ in range(2))
     ours.engine = VmappedEngine(
         ours.task, ours.method.Client, ours.config, seed=0, graphs=Graphs(tape.record)
     )
     return [loop, ours]
-
-
-def snapshot(ours: Federation) -> Tree:
-    memory = {str(client): tree for client, tree in sorted(ours.engine.memory.items())}
-    return trees.clone({"server": ours.server.state(), "memory": memory})
 
 
 @pytest.mark.parametrize("method", sorted(METHODS))
@@ -116,6 +109,16 @@ def test_recorded_rounds_equal_the_loop_engine(method: str) -> None:
             counts.append(cohort.ask(evaluate, each.server.personalize(cohort)))
         torch.testing.assert_close(*counts, rtol=1e-9, atol=1e-12)
     assert tape.played > 0
+
+
+def test_groups_of_each_size_have_a_recording_of_their_own() -> None:
+    tape = Tape()
+    loop, ours = both("fedavg", tape)
+    for number, clients in enumerate(([0, 1, 2], [1, 2], [0, 1, 2], [0, 1], [0, 1, 2])):
+        for each in (loop, ours):
+            each.round(clients, number)
+    torch.testing.assert_close(snapshot(ours), snapshot(loop), rtol=1e-9, atol=1e-12)
+    assert (tape.recorded, tape.played) == (2, 3)
 
 
 class Timed(federation.Client):

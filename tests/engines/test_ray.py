@@ -31,7 +31,7 @@ from hyperfed.run import Run
 from hyperfed.training import UnlabelledError
 from hyperfed.trees import Tree
 from processes import LOOPBACKS, SECONDS, await_end, descendants, linux, listening, name_of
-from toys import Federation, Normed, make_task
+from toys import Federation, Normed, make_task, short, snapshot
 
 pytestmark = pytest.mark.skipif(
     find_spec("ray") is None, reason="NOT TESTED: pip install 'hyperfed[ray]'"
@@ -124,17 +124,10 @@ def both(
     method: str, reused: type[Reused], own: Any = None, **task: Any
 ) -> tuple[Federation, Federation]:
     """The same federation on the loop engine and on two actors."""
-    known = METHODS[method].Config.__dataclass_fields__
-    small = {"local_steps": 3, "batch_size": 4, "local_lr": 0.1, "novel_steps": 2}
-    settings = {key: value for key, value in small.items() if key in known} | (own or {})
+    settings = short(method) | (own or {})
     loop, ray = (Federation(method, make_task(**task), **settings) for _ in range(2))
     ray.engine = reused(ray.task, ray.method.Client, ray.config, seed=0, workers=2)
     return loop, ray
-
-
-def snapshot(ours: Federation) -> Tree:
-    memory = {str(client): tree for client, tree in sorted(ours.engine.memory.items())}
-    return trees.clone({"server": ours.server.state(), "memory": memory})
 
 
 @pytest.mark.parametrize("method", sorted(METHODS))

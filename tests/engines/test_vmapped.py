@@ -21,7 +21,17 @@ from hyperfed.training import Batches, Epochs, Sgd, Steps
 from hyperfed.trees import Tree
 from probe import Client as Probe
 from probe import Config as ProbeConfig
-from toys import CLASSES, FEATURES, Dropping, Federation, Normed, TwoLayers, make_task
+from toys import (
+    CLASSES,
+    FEATURES,
+    Dropping,
+    Federation,
+    Normed,
+    TwoLayers,
+    make_task,
+    short,
+    snapshot,
+)
 
 EVEN, RAGGED = (12,) * 6, (12, 7, 20, 12, 9, 9)
 """Training examples of four known and two novel clients."""
@@ -76,17 +86,10 @@ def close(first: Tree, second: Tree) -> None:
 
 def both(method: str, *, task: dict[str, Any] | None = None, **settings: Any) -> list[Federation]:
     """The same federation on the loop engine and on this one."""
-    known = METHODS[method].Config.__dataclass_fields__
-    small = {"local_steps": 3, "batch_size": 8, "local_lr": 0.1, "novel_steps": 2}
-    chosen = {key: value for key, value in (small | settings).items() if key in known}
+    chosen = short(method, **{"batch_size": 8} | settings)
     loop, ours = (Federation(method, make_task(**(task or {})), **chosen) for _ in range(2))
     ours.engine = Recorded(ours.task, ours.method.Client, ours.config, seed=0)
     return [loop, ours]
-
-
-def snapshot(ours: Federation) -> Tree:
-    memory = {str(client): tree for client, tree in sorted(ours.engine.memory.items())}
-    return trees.clone({"server": ours.server.state(), "memory": memory})
 
 
 @pytest.mark.parametrize("examples", [EVEN, RAGGED], ids=["even", "ragged"])
@@ -239,6 +242,38 @@ def test_evaluation_goes_together_where_clients_have_equally_many_examples() -> 
     ]
     close(*replies)
     assert [clients for _, clients in ours.together] == [[0, 2], [1, 3]]
+
+
+def test_clients_that_remember_nothing_by_another_name_are_apart() -> None:
+    class Client(federation.Client):
+        @step
+        def seen(self) -> Tree:
+            new = "nothing" not in self.memory
+            self.memory["nothing"] = {}
+            return {"new": self.train.batch().x.sum() * 0 + new}
+
+    ours = Recorded(make_task(examples=EVEN), Client, None, seed=0)
+    for clients, new in (([0, 1], [1, 1]), ([0, 1, 2, 3], [0, 0, 1, 1])):
+        cohort = ours.cohort(clients, 0, training=True)
+        assert cohort.ask(Client.seen)["new"].tolist() == new
+        ours.commit(cohort)
+    assert [clients for _, clients in ours.together] == [[0, 1], [0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize("method", ["fedavg", "pfedhn", "pefll", "pfedla"])
+def test_images_go_together(method: str, caplog: pytest.LogCaptureFixture) -> None:
+    """As they are stored: bytes, which become the network's input a batch at a time."""
+    caplog.set_level(logging.INFO)
+    keys: dict[str, Any] = {"rounds": 3, "evaluate_every": 3, "cohort": 5, "progress": False}
+    keys["task"] = {"name": "digits", "clients": 6, "partition": "iid", "novel": 0.0}
+    keys["method"] = short(method)
+    loop, ours = (
+        hyperfed.train(method, **keys, engine={"name": name, "cores_per_client": 1})
+        for name in ("loop", "vmap")
+    )
+    assert left(caplog) == []
+    for mine, theirs in zip(ours.evaluations, loop.evaluations, strict=True):
+        assert mine.loss == pytest.approx(theirs.loss, rel=1e-4)
 
 
 def test_calls_of_two_cohorts_do_not_mix() -> None:

@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hyperfed.trees import mapped
+
 IMAGE_DIMENSIONS = 4
 
 
@@ -14,7 +16,8 @@ IMAGE_DIMENSIONS = 4
 class Normalize:
     """Maps uint8 images to float32 network input: ``(x / 255 - mean) / std``, channel by channel.
 
-    The result of a 4-d batch is ``channels_last`` in memory, which convolutions train fastest on.
+    The result of a 4-d batch is ``channels_last`` in memory, which convolutions train fastest on
+    (but not under ``vmap``, which computes with all clients' images as channels of one).
     Tokens and floats pass unchanged.
 
     Attributes:
@@ -32,7 +35,7 @@ class Normalize:
         """Returns a batch (B, C, H, W) of uint8 images as float32; anything else as it is."""
         if x.dtype != torch.uint8:
             return x
-        if x.ndim == IMAGE_DIMENSIONS:
+        if x.ndim == IMAGE_DIMENSIONS and not mapped():
             x = x.contiguous(memory_format=torch.channels_last)
         scale, shift = self._scale_and_shift(x)
         return torch.addcmul(shift, x.float(), scale)

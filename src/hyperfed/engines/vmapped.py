@@ -46,7 +46,7 @@ class Kind(NamedTuple):
 
     step: str
     size: str
-    held: tuple[Structure, ...]
+    held: tuple[tuple[Structure, tuple[str, ...]], ...]
 
 
 class VmappedEngine(LoopEngine):
@@ -141,8 +141,8 @@ class VmappedEngine(LoopEngine):
         for place, call in enumerate(calls):
             held = (*call.payload, *self.memories.of(call))
             if all(isinstance(leaf, Tensor) for tree in held for _, leaf in trees.leaves(tree)):
-                structures = tuple(trees.structure(tree) for tree in held)
-                kind = Kind(call.step, self.task.size_of(call.client), structures)
+                alike = tuple((trees.structure(tree), tuple(_empty(tree))) for tree in held)
+                kind = Kind(call.step, self.task.size_of(call.client), alike)
                 groups[kind, call.cohort, *self._lengths(call)].append(place)
         for (kind, *_), group in groups.items():
             if (len(group) > 1 or self.graphs) and kind not in self._alone:
@@ -264,6 +264,13 @@ def _of_anyone(task: Task, size: str, novel: bool, initial: Tree, rows: Tree) ->
     # The weights are all that a client reads of a network here.
     target: Any = SimpleNamespace(named_parameters=initial.items, named_buffers=tuple)
     return replace(task, **parts, models={size: target}, novel=int(novel))
+
+
+def _empty(tree: Tree, prefix: str = "") -> Iterator[str]:
+    """Yields the paths of the trees in a tree that have no leaf."""
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _empty(value, f"{prefix}{name}/") if value else [prefix + name]
 
 
 def _stack(held: Sequence[Tree]) -> Tree:
