@@ -19,6 +19,7 @@ from hyperfed.report import comparison, draw_accuracy, mean_and_std, megabytes, 
 class Finished:
     """A run that is done."""
 
+    config: dict[str, Any]
     summary: dict[str, Any] | None
     evaluations: tuple[Evaluation, ...]
 
@@ -56,7 +57,8 @@ def finished(method: str, seed: int = 0, **changes: Any) -> Finished:
         "engine": "loop",
     }
     found = (evaluation(10, "test", [5, 10]), evaluation(20, "test", [4, 8]))
-    return Finished(summary | changes, found)
+    config = {"seed": seed, "method": {"name": method}, "engine": {"name": "loop"}}
+    return Finished(config, summary | changes, found)
 
 
 def test_rows_are_the_summaries_in_order():
@@ -69,20 +71,34 @@ def test_rows_are_the_summaries_in_order():
     assert all(vars(one)[name] == first.summary[name] for name in vars(one) if name != "label")
 
 
-def test_labels_tell_runs_apart_by_seed_and_then_by_number():
+def test_labels_tell_runs_apart_by_what_differs_and_then_by_number():
     runs = [finished("pfedhn", 0), finished("local"), finished("pfedhn", 1), finished("pfedhn", 0)]
     assert [row.label for row in comparison(runs)] == [
-        "pfedhn seed 0 (1)",
+        "pfedhn seed=0 (1)",
         "local",
-        "pfedhn seed 1",
-        "pfedhn seed 0 (2)",
+        "pfedhn seed=1",
+        "pfedhn seed=0 (2)",
     ]
+    first, second = finished("pfedla"), finished("pfedla")
+    first.config["method"] |= {"retain": 1, "lr": 0.1}
+    second.config["method"] |= {"retain": 2, "lr": 0.1}
+    second.config["engine"]["name"] = "vmap"  # changes no number
+    labels = [row.label for row in comparison([first, second, finished("local")])]
+    assert labels == ["pfedla retain=1", "pfedla retain=2", "local"]
+
+
+def test_no_more_than_a_few_settings_are_named():
+    runs = [finished("pfedla", seed) for seed in (0, 1)]
+    for run, value in zip(runs, (1, 2), strict=True):
+        run.config["method"] |= dict.fromkeys(("a", "b", "c", "d"), value)
+    labels = [row.label for row in comparison(runs)]
+    assert labels == ["pfedla seed=0 a=1 b=1", "pfedla seed=1 a=2 b=2"]
 
 
 def test_a_run_that_is_not_done_or_of_another_version_is_refused():
     for summary in (None, {}):
         with pytest.raises(UserError, match="must be done"):
-            comparison([finished("local"), Finished(summary, ())])
+            comparison([finished("local"), Finished({}, summary, ())])
     run = finished("local")
     assert run.summary is not None
     short = {name: value for name, value in run.summary.items() if name != "seed"}

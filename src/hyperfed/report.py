@@ -1,7 +1,7 @@
 """Finished runs side by side: one table, one figure."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from rich.table import Table
 
+from hyperfed.config import RunConfig, to_dict
 from hyperfed.errors import UserError
 from hyperfed.files import atomic_write
 from hyperfed.records import Evaluation, Number
@@ -22,11 +23,21 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 DASHES = ("-", "--", ":", "-.")
 """Told apart where colours are used up or not printed."""
 
+MOST_NAMED = 3
+"""Settings by which a run is told from others, at most."""
+
+CHANGE_NO_NUMBER = ("engine.", "device", "checkpoint_every", "preset", "task.data_dir")
+"""How the keys begin that a run is not told from others by."""
+
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 class FinishedRun(Protocol):
     """What a report needs: a :class:`hyperfed.run.Run` that is done, or its record on disk."""
+
+    @property
+    def config(self) -> RunConfig | Mapping[str, Any]:
+        """All settings; of a record, nested as in its file."""
 
     @property
     def evaluations(self) -> Sequence[Evaluation]:
@@ -42,7 +53,7 @@ class Row:
     """A run in the comparison; accuracies from 0 to 1, at the best validation round.
 
     Attributes:
-        label: the method, with the seed or a number where that is needed to tell runs apart.
+        label: the method, with settings or a number where that is needed to tell runs apart.
         method: its name.
         seed: of the run.
         rounds: server iterations.
@@ -83,7 +94,7 @@ def comparison(runs: Sequence[FinishedRun]) -> list[Row]:
         UserError: a run is not done, or its summary lacks a number.
     """
     numbers = [_numbers(run) for run in runs]
-    return [Row(label=label, **row) for label, row in zip(_labels(numbers), numbers, strict=True)]
+    return [Row(label=label, **row) for label, row in zip(_labels(runs), numbers, strict=True)]
 
 
 def table(rows: Sequence[Row]) -> Table:
@@ -226,19 +237,37 @@ def _numbers(run: FinishedRun) -> dict[str, Any]:
     return {name: run.summary[name] for name in names}
 
 
-def _labels(numbers: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Names runs by method, then by seed, then by number, as far as it takes to tell them apart."""
-    methods = [row["method"] for row in numbers]
-    labels = [
-        f"{row['method']} seed {row['seed']}" if methods.count(row["method"]) > 1 else row["method"]
-        for row in numbers
-    ]
+def _labels(runs: Sequence[FinishedRun]) -> list[str]:
+    """Names runs by method, several of one by the settings that differ, and else by number."""
+    settings = [_settings(run) for run in runs]
+    methods = [own["method.name"] for own in settings]
+    labels = []
+    for method, own in zip(methods, settings, strict=True):
+        others = [it for name, it in zip(methods, settings, strict=True) if name == method]
+        told = [key for key in own if any(it.get(key) != own[key] for it in others)]
+        named = [f"{key.removeprefix('method.')}={own[key]}" for key in told[:MOST_NAMED]]
+        labels.append(" ".join([method, *named]))
     total, seen = Counter(labels), Counter[str]()
     for index, label in enumerate(labels):
         seen[label] += 1
         if total[label] > 1:
             labels[index] = f"{label} ({seen[label]})"
     return labels
+
+
+def _settings(run: FinishedRun) -> dict[str, Any]:
+    """Returns {dotted key: value} of a run's settings, but for those that change no number."""
+    nested = run.config if isinstance(run.config, Mapping) else to_dict(run.config)
+    flat = dict(_flat(nested))
+    return {key: flat[key] for key in flat if not key.startswith(CHANGE_NO_NUMBER)}
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
 
 
 def percent(fraction: Number) -> str:
