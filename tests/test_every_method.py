@@ -122,7 +122,7 @@ def test_personalize_serves_known_and_novel_clients_and_changes_nothing(
     if method not in NOT_ONE_MODEL:
         expected = trees.model_of(ours.task.models["base"])
         assert trees.structure(model) == trees.structure(expected)
-    assert trees.finite(model)
+    assert trees.finite([model]) == [True]
     assert same(model, used(ours, client, fresh=novel))  # and it is a function
 
 
