@@ -24,3 +24,10 @@ def find_device(name: str) -> torch.device:
             "device=cpu, or install the PyTorch that is built for the accelerator"
         )
     return device
+
+
+def describe(device: torch.device) -> str:
+    """Returns the name of a device and, of a GPU, its maker's."""
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    return str(device)

@@ -11,7 +11,7 @@ import torch
 
 import hyperfed
 from hyperfed import config, toml, trees
-from hyperfed.devices import CPU, find_device
+from hyperfed.devices import CPU, describe, find_device
 from hyperfed.engines import EngineConfig, build
 from hyperfed.engines.actors import Work, Worker
 from hyperfed.engines.calls import Call
@@ -263,6 +263,12 @@ def test_a_device_that_is_not_there_is_refused(name: str) -> None:
 def test_find_device_returns_what_is_there() -> None:
     assert find_device("cpu") == CPU
     assert find_device(f"{NAME}:0") == DEVICE
+
+
+def test_a_gpu_is_recorded_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T1000")
+    assert describe(torch.device("cuda", 1)) == "cuda:1 (Tesla T1000)"
+    assert describe(CPU) == "cpu"
 
 
 @pytest.mark.parametrize(("device", "gpus"), [("cpu", 0.5), ("cuda", 0.0)])

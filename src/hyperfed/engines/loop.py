@@ -20,7 +20,7 @@ from torch import nn
 
 from hyperfed import trees
 from hyperfed.allocation import keep_freed_memory
-from hyperfed.devices import CPU
+from hyperfed.devices import CPU, describe
 from hyperfed.engines.calls import Answer, Call, execute
 from hyperfed.engines.cohort import CohortState, Engine, EngineCohort, Question
 from hyperfed.engines.faults import Faults
@@ -75,6 +75,8 @@ class LoopEngine:
         self.faults, self.home = faults or Faults(), home
         self.memories = Memories(device)
         keep_freed_memory()
+        if device.type == "cuda":  # or two runs of one command would differ in the last bits
+            torch.backends.cudnn.deterministic = True
         self.waiting: list[Question] = []
         self.cores = torch.get_num_threads()
         self._numbers = count()
@@ -142,7 +144,7 @@ class LoopEngine:
     def resources(self, clients: int) -> dict[str, Any]:
         """Returns the cores there are and those that compute one client, and any accelerator."""
         cores = {"cores": self.cores, "cores_per_client": self._cores_of_one(clients)}
-        return cores if self.device == CPU else cores | {"device": str(self.device)}
+        return cores if self.device == CPU else cores | {"device": describe(self.device)}
 
     def close(self) -> None:
         """Ends the worker threads."""
