@@ -32,7 +32,7 @@ class Sizes:
     cohorts: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     cohort_steps: int = 5  # of each of these
     rounds: int = 5  # that an evaluation is compared with
-    repetitions: int = 9
+    repetitions: int = 7
 
 
 TINY = Sizes(
@@ -104,6 +104,7 @@ def test_round(benchmark: Any, sizes: Sizes, task: Task, method: Any, findings: 
 
         competitors: dict[str, Callable[[], None]] = {
             "round": lambda: ours.round(cohort),
+            "local steps": lambda: ours.local_steps(cohort),
             "textbook": loop(usual, layout=torch.contiguous_format),
             "same network": loop(net, layout=torch.channels_last, transform=task.transform),
             "products": multiply,
@@ -121,6 +122,7 @@ def test_round(benchmark: Any, sizes: Sizes, task: Task, method: Any, findings: 
         ("  the same steps of a textbook loop", milliseconds(seconds["textbook"])),
         ("  the same steps of a bare loop, our network", milliseconds(seconds["same network"])),
         ("  their multiplications at the rate of matrix products", milliseconds(bound)),
+        ("  its local steps / textbook loop", ratio(seconds["local steps"], seconds["textbook"])),
         ("  round / textbook loop", ratio(seconds["round"], seconds["textbook"])),
         ("  round / bare loop, our network", ratio(seconds["round"], seconds["same network"])),
         ("  round / multiplications", ratio(seconds["round"], bound)),

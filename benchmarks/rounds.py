@@ -27,7 +27,7 @@ class Rounds:
             self.server = method.Server(task.outline(), config)
         self.engine = engine(task, method.Client, config, seed=0, **(options or {}))
         self.server.to(self.engine.device)
-        self.config, self.numbers = config, count()
+        self.method, self.config, self.numbers = method, config, count()
 
     def round(self, cohort: int) -> None:
         """Trains with so many clients, each in turn."""
@@ -36,6 +36,12 @@ class Rounds:
         group = self.engine.cohort(ids, number, training=True)
         self.server.round(group)
         self.engine.commit(group)
+
+    def local_steps(self, cohort: int) -> None:
+        """Has so many clients train the initial model, and nothing else."""
+        group = self.engine.cohort(range(cohort), next(self.numbers), training=True)
+        initial = self.engine.task.outline().initial()
+        group.ask(self.method.Client.train_model, initial, batches=self.config.batches)
 
     def evaluate(self) -> None:
         """Evaluates all clients on validation and test data."""

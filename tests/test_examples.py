@@ -72,6 +72,7 @@ def test_the_benchmarks_run_and_record_what_they_measured(tmp_path: Path) -> Non
     found = {b["name"]: b["extra_info"] for b in json.loads(record.read_text())["benchmarks"]}
     for method in ("pfedhn", "pefll"):
         assert set(found[f"test_round[{method}]"]["median_of_ratios"]) == {
+            "round / local steps",
             "round / textbook",
             "round / same network",
             "round / products",
