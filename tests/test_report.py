@@ -82,6 +82,7 @@ def test_labels_tell_runs_apart_by_what_differs_and_then_by_number():
     first, second = finished("pfedla"), finished("pfedla")
     first.config["method"] |= {"retain": 1, "lr": 0.1}
     second.config["method"] |= {"retain": 2, "lr": 0.1}
+    second.config["method"]["new"] = True  # of a version that first did not know
     second.config["engine"]["name"] = "vmap"  # changes no number
     labels = [row.label for row in comparison([first, second, finished("local")])]
     assert labels == ["pfedla retain=1", "pfedla retain=2", "local"]

@@ -244,7 +244,8 @@ def _labels(runs: Sequence[FinishedRun]) -> list[str]:
     labels = []
     for method, own in zip(methods, settings, strict=True):
         others = [it for name, it in zip(methods, settings, strict=True) if name == method]
-        told = [key for key in own if any(it.get(key) != own[key] for it in others)]
+        # A record of an earlier version may lack a key, which says nothing of its value.
+        told = [key for key in own if any(it.get(key, own[key]) != own[key] for it in others)]
         named = [f"{key.removeprefix('method.')}={own[key]}" for key in told[:MOST_NAMED]]
         labels.append(" ".join([method, *named]))
     total, seen = Counter(labels), Counter[str]()
