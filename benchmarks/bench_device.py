@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hyperfed.devices import CPU, find_device
-from hyperfed.engines.graphs import Graphs
+from hyperfed.engines.graphs import Graphs, recorder_on
 from hyperfed.engines.loop import LoopEngine
 from hyperfed.engines.vmapped import VmappedEngine
 from hyperfed.methods import pefll, pfedhn
@@ -49,7 +49,7 @@ def test_device(benchmark: Any, tiny: bool, method: ModuleType, findings: Any) -
         "vmap": (VmappedEngine, {}),
     }
     if CUDA:
-        engines["graphs"] = VmappedEngine, {"graphs": Graphs()}
+        engines["graphs"] = VmappedEngine, {"graphs": Graphs(recorder_on(device))}
 
     def rounds(name: str) -> Callable[[], None]:
         kind, options = engines[name]

@@ -181,3 +181,9 @@ def test_an_unlabelled_batch_refuses_its_labels() -> None:
 def test_local_settings_ask_for_steps_or_epochs() -> None:
     assert LocalConfig(local_steps=7, batch_size=5).batches == Steps(7, 5)
     assert LocalConfig(local_epochs=2, batch_size=5).batches == Epochs(2, 5)
+
+
+def test_classes_are_counted_as_by_bincount() -> None:
+    y = torch.tensor([3, 0, 3, 1, 3])
+    assert torch.equal(training.count_classes(y, 5), torch.bincount(y, minlength=5))
+    assert training.count_classes(y[:0], 2).tolist() == [0, 0]

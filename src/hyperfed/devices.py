@@ -15,7 +15,8 @@ def find_device(name: str) -> torch.device:
     """
     try:
         device = torch.device(name)
-        there = device.type == "cpu" or torch.get_device_module(device).is_available()
+        accelerator = None if device.type == "cpu" else torch.get_device_module(device)
+        there = accelerator is None or (device.index or 0) < accelerator.device_count()
     except RuntimeError:
         there = False
     if not there:

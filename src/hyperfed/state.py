@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hyperfed import trees
+from hyperfed.devices import CPU
 from hyperfed.trees import Tree, leaves
 
 
@@ -60,7 +61,8 @@ def loaded(target: Any, state: Any) -> Any:
         return target
     if isinstance(target, torch.optim.Optimizer):
         groups = target.state_dict()["param_groups"]
-        entries = {int(key): entry for key, entry in state.items()}
+        # From the CPU: it moves what belongs elsewhere, and Adam counts its steps on the CPU.
+        entries = {int(key): trees.to(entry, CPU) for key, entry in state.items()}
         target.load_state_dict({"state": entries, "param_groups": groups})
         return target
     return state

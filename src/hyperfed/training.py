@@ -97,6 +97,14 @@ class LocalConfig:
         return Sgd(self.local_lr, self.local_momentum, self.local_weight_decay, self.local_clip)
 
 
+def count_classes(y: Tensor, classes: int) -> Tensor:
+    """Returns the (classes,) number of each class among labels (m,), int64.
+
+    As ``torch.bincount`` does, which waits for the GPU.
+    """
+    return y.new_zeros(classes).scatter_add(0, y, torch.ones_like(y))
+
+
 class UnlabelledError(RuntimeError):
     """A step read the labels of a client that has none."""
 

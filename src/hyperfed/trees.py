@@ -12,6 +12,8 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
+from hyperfed.devices import CPU
+
 Tree: TypeAlias = dict[str, Any]
 """A tensor under each name, or another tree."""
 
@@ -188,13 +190,14 @@ def finite(trees: Sequence[Tree]) -> list[bool]:
 
     An accelerator is waited for once.
     """
-    found = [
-        [leaf.isfinite().all() for _, leaf in leaves(tree) if leaf.is_floating_point()]
-        for tree in trees
-    ]
-    every = [flag for flags in found for flag in flags]
-    told = iter(torch.stack(every).tolist() if every else ())
-    return [False not in [next(told) for _ in flags] for flags in found]
+    floating = [[leaf for _, leaf in leaves(tree) if leaf.is_floating_point()] for tree in trees]
+    alike = len({tuple(leaf.shape for leaf in own) for own in floating}) == 1 and floating[0]
+    if not alike or alike[0].device == CPU:
+        return [all(bool(leaf.isfinite().all()) for leaf in own) for own in floating]
+    # Leaf by leaf, of all trees at once.
+    stacked = [torch.stack(leaf).unsqueeze(-1).flatten(1) for leaf in zip(*floating, strict=True)]
+    told: list[bool] = torch.stack([leaf.isfinite().all(1) for leaf in stacked]).all(0).tolist()
+    return told
 
 
 def count_bytes(tree: Tree) -> int:

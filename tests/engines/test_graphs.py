@@ -5,7 +5,7 @@ into it, as a CUDA graph does.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -13,9 +13,10 @@ from torch import Tensor
 
 from hyperfed import federation, trees
 from hyperfed.engines import EngineConfig, build
+from hyperfed.engines.calls import Call
 from hyperfed.engines.graphs import Graphs, Replay
 from hyperfed.engines.loop import LoopEngine
-from hyperfed.engines.vmapped import VmappedEngine
+from hyperfed.engines.vmapped import Kind, VmappedEngine
 from hyperfed.errors import UserError
 from hyperfed.federation import step
 from hyperfed.methods import METHODS
@@ -54,16 +55,29 @@ def test_a_recording_computes_from_new_inputs_and_its_outputs_stay() -> None:
     assert (tape.recorded, tape.played) == (1, 2)
 
 
-def test_a_function_is_recorded_when_it_comes_up_again_and_the_latest_are_kept() -> None:
+def test_functions_are_recorded_when_they_come_up_again_the_first_so_many() -> None:
     tape = Tape()
     graphs = Graphs(tape.record, most=2, after=2)
-    for key, recorded in zip("aababcbabc", (0, 1, 1, 1, 2, 2, 2, 2, 2, 3), strict=True):
-        graphs.run(key, {"x": torch.ones(1)}, doubled, doubled)
-        assert (key, tape.recorded) == (key, recorded)
-    graphs.run("b", {"x": torch.ones(1)}, doubled, doubled)
-    assert tape.recorded == 3
-    graphs.run("a", {"x": torch.ones(1)}, doubled, doubled)
-    assert tape.recorded == 4
+    for key, recorded, played in zip(
+        "aababccbca",
+        (0, 1, 1, 1, 2, 2, 2, 2, 2, 2),
+        (0, 1, 1, 2, 3, 3, 3, 4, 4, 5),
+        strict=True,
+    ):
+        assert graphs.run(key, {"x": torch.ones(1)}, doubled, doubled)["x"].item() == 2
+        assert (key, tape.recorded, tape.played) == (key, recorded, played)
+
+
+def test_recordings_that_were_given_back_are_not_made_again() -> None:
+    tape = Tape()
+    graphs = Graphs(tape.record)
+    assert not graphs.clear()
+    for _ in range(3):
+        graphs.run("key", {"x": torch.ones(1)}, doubled, doubled)
+    assert graphs.clear()
+    assert not graphs.clear()
+    assert graphs.run("key", {"x": torch.ones(1)}, doubled, doubled)["x"].item() == 2
+    assert (tape.recorded, tape.played) == (1, 2)
 
 
 def test_what_cannot_be_recorded_is_computed_as_it_comes(caplog: pytest.LogCaptureFixture) -> None:
@@ -119,6 +133,28 @@ def test_groups_of_each_size_have_a_recording_of_their_own() -> None:
             each.round(clients, number)
     torch.testing.assert_close(snapshot(ours), snapshot(loop), rtol=1e-9, atol=1e-12)
     assert (tape.recorded, tape.played) == (2, 3)
+
+
+def test_recordings_make_room_before_fewer_clients_go_together() -> None:
+    tape, short_of = Tape(), [False]
+
+    class Full(VmappedEngine):
+        def _stacked(self, kind: Kind, calls: Sequence[Call]) -> Tree:
+            if short_of[0] and self.graphs is not None and self.graphs._recorded:
+                raise torch.OutOfMemoryError("out of memory")
+            return super()._stacked(kind, calls)
+
+    _, ours = both("fedavg", tape)
+    ours.engine = Full(
+        ours.task, ours.method.Client, ours.config, seed=0, graphs=Graphs(tape.record)
+    )
+    for number in range(2):
+        ours.round([0, 1, 2], number)
+    assert tape.played == 1
+    short_of[0] = True
+    ours.round([0, 1, 2], 2)
+    assert ours.engine._fits == {}
+    assert tape.played == 1
 
 
 class Timed(federation.Client):

@@ -14,7 +14,7 @@ from hyperfed.devices import find_device
 from hyperfed.engines.cohort import Engine, EngineCohort, Exchange
 from hyperfed.engines.faults import Faults
 from hyperfed.engines.flower import FlowerEngine
-from hyperfed.engines.graphs import Graphs
+from hyperfed.engines.graphs import Graphs, recorder_on
 from hyperfed.engines.loop import LoopEngine
 from hyperfed.engines.vmapped import VmappedEngine, best_engine
 from hyperfed.errors import UserError
@@ -123,7 +123,8 @@ def _loop(
 
 
 def _vmap(config: EngineConfig, *arguments: Any, device: str, **options: Any) -> Engine:
-    own = {"chunk": config.chunk, "graphs": Graphs() if config.graphs else None}
+    graphs = Graphs(recorder_on(find_device(device))) if config.graphs else None
+    own = {"chunk": config.chunk, "graphs": graphs}
     return _loop(config, *arguments, make=VmappedEngine, device=device, **own, **options)
 
 
@@ -167,6 +168,11 @@ def _ray(
 
     if home is not None:  # a newcomer: its data are in this process, as the server is
         return _loop(config, task, client, settings, home=home, device="cpu", **options)
+    if device not in ("cpu", "cuda"):
+        raise UserError(
+            f"device must be cpu or cuda where engine=ray, which gives each actor a GPU of its own "
+            f"or a share of one, came {device}; take device=cuda"
+        )
     if (device == "cpu") != (config.gpus_per_worker == 0):
         raise UserError(
             "actors must have GPUs where they compute on some, and nowhere else, but "

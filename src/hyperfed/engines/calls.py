@@ -4,7 +4,7 @@ Whoever holds the client's data runs the call with :func:`execute`: a worker thr
 another machine, a site.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,6 +111,8 @@ def execute(
         Exception: whatever the step raises.
     """
     labelled = is_labelled(task, call.client)
+    lengths = batch_lengths(call.batches, len(task.train[call.client]))
+    batches = draw(call, task, seed).split_with_sizes(lengths)
     return perform(
         call,
         task=task,
@@ -120,7 +122,7 @@ def execute(
         networks=networks,
         memory=memory,
         scratch=scratch,
-        batches=(Split(task, rows, labelled=labelled).batch() for rows in draw(call, task, seed)),
+        batches=(Split(task, rows, labelled=labelled).batch() for rows in batches),
         generator=generator(seed, "client", *call.keys),
         labelled=labelled,
     )
@@ -166,15 +168,23 @@ def is_labelled(task: Task, client: int) -> bool:
     return not (task.unlabelled and client in task.novel_ids)
 
 
-def draw(call: Call, task: Task, seed: int) -> Sequence[Tensor]:
-    """Returns the rows (B,) of the task's examples in each batch that a server asked for."""
+def draw(call: Call, task: Task, seed: int) -> Tensor:
+    """Returns the rows of the task's examples in all batches that a server asked for, in one."""
     plan, rows = call.batches, task.train[call.client]
     if plan is None:
-        return ()
+        return rows[:0]
     source = generator(seed, "batches", *call.keys)
-    end = min(plan.size, len(rows)) if isinstance(plan, Steps) else len(rows)
+    count = sum(batch_lengths(plan, len(rows))) // plan.count
     # Clones, since a part of an order keeps all of it in memory.
-    passes = [torch.randperm(len(rows), generator=source)[:end].clone() for _ in range(plan.count)]
-    lengths = [min(plan.size, end - start) for start in range(0, end, plan.size)]
-    # One copy to where the data are, for all batches.
-    return rows[torch.cat(passes).to(rows.device)].split_with_sizes(lengths * plan.count)
+    orders = [
+        torch.randperm(len(rows), generator=source)[:count].clone() for _ in range(plan.count)
+    ]
+    return rows[torch.cat(orders).to(rows.device)]
+
+
+def batch_lengths(plan: Batches | None, examples: int) -> list[int]:
+    """Returns the lengths of the batches that a client with so many examples draws."""
+    if plan is None:
+        return []
+    count = min(plan.size, examples) if isinstance(plan, Steps) else examples
+    return [min(plan.size, count - start) for start in range(0, count, plan.size)] * plan.count

@@ -6,7 +6,7 @@ copied.
 """
 
 import logging
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import TypeAlias
 
@@ -24,22 +24,38 @@ Replay: TypeAlias = Callable[[], None]
 Recorder: TypeAlias = Callable[[Callable[[], Tree]], tuple[Tree, Replay]]
 """Runs what it is given, and returns its outputs and how to compute them again."""
 
-WARM_UP = 3
+WARM_UP = 2
 """Runs before a recording, in which libraries choose kernels and allocate what they keep."""
 
 
-def record_on_cuda(compute: Callable[[], Tree]) -> tuple[Tree, Replay]:
-    """Records on the current GPU; see PyTorch's notes on CUDA graphs."""
-    aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
-        for _ in range(WARM_UP):
-            compute()
-    torch.cuda.current_stream().wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = compute()
-    return outputs, graph.replay
+def recorder_on(device: torch.device) -> Recorder:
+    """Returns what records on a GPU; see PyTorch's notes on CUDA graphs.
+
+    What waits for the GPU cannot be recorded, and a recording that breaks off leaves PyTorch's
+    allocator unusable. So the last warm-up refuses to wait, and raises before anything is recorded.
+    """
+    pool = torch.cuda.graph_pool_handle()  # one for all recordings: they are played one by one
+    aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def record(compute: Callable[[], Tree]) -> tuple[Tree, Replay]:
+        graph, mode = torch.cuda.CUDAGraph(), torch.cuda.get_sync_debug_mode()
+        with torch.cuda.device(device):
+            here = torch.cuda.current_stream()
+            aside.wait_stream(here)
+            try:
+                with torch.cuda.stream(aside):
+                    for _ in range(WARM_UP):
+                        compute()
+                    torch.cuda.set_sync_debug_mode("error")
+                    compute()
+            finally:
+                torch.cuda.set_sync_debug_mode(mode)
+                here.wait_stream(aside)
+            with torch.cuda.stream(aside), torch.cuda.graph(graph, pool=pool, stream=aside):
+                outputs = compute()
+        return outputs, graph.replay
+
+    return record
 
 
 class Graphs:
@@ -47,15 +63,15 @@ class Graphs:
 
     Args:
         record: how.
-        most: recordings that are kept, the latest used; each keeps the memory of all that its
-            function computes on the way.
+        most: functions that are recorded, the first that come up again; to record takes many times
+            as long as to compute, so none makes room for another.
         after: with which call of a function it is recorded.
     """
 
-    def __init__(self, record: Recorder = record_on_cuda, *, most: int = 8, after: int = 2) -> None:
+    def __init__(self, record: Recorder, *, most: int = 32, after: int = 2) -> None:
         self._record, self._most, self._after = record, most, after
         self._calls: Counter[Hashable] = Counter()
-        self._recorded: OrderedDict[Hashable, _Recorded] = OrderedDict()
+        self._recorded: dict[Hashable, _Recorded] = {}
         self._refused: set[Hashable] = set()
 
     def run(
@@ -75,15 +91,18 @@ class Graphs:
                 raises or cannot be recorded, the calls of this key are computed as they come.
         """
         self._calls[key] += 1
-        if key not in self._recorded and key not in self._refused:
-            if self._calls[key] < self._after:
-                return function(inputs)
+        new = key not in self._recorded and key not in self._refused
+        if new and self._calls[key] >= self._after and len(self._recorded) < self._most:
             self._try(key, inputs, general)
         recorded = self._recorded.get(key)
-        if recorded is None:
-            return function(inputs)
-        self._recorded.move_to_end(key)
-        return recorded.replay(inputs)
+        return function(inputs) if recorded is None else recorded.replay(inputs)
+
+    def clear(self) -> bool:
+        """Gives back the memory of all recordings; returns whether there were any."""
+        there = bool(self._recorded)
+        self._refused |= set(self._recorded)
+        self._recorded.clear()
+        return there
 
     def _try(self, key: Hashable, inputs: Tree, general: Callable[[Tree], Tree]) -> None:
         try:
@@ -91,8 +110,6 @@ class Graphs:
         except Exception as error:  # then it is computed as it comes, which shows what is wrong
             self._refused.add(key)
             log.info("not recorded as a CUDA graph: %s: %s", type(error).__name__, error)
-        while len(self._recorded) > self._most:
-            self._recorded.popitem(last=False)
 
 
 class _Recorded:

@@ -75,8 +75,9 @@ class LoopEngine:
         self.faults, self.home = faults or Faults(), home
         self.memories = Memories(device)
         keep_freed_memory()
-        if device.type == "cuda":  # or two runs of one command would differ in the last bits
+        if device.type == "cuda":  # the same bits in two runs, and all those of a float32
             torch.backends.cudnn.deterministic = True
+            torch.backends.cudnn.allow_tf32 = False
         self.waiting: list[Question] = []
         self.cores = torch.get_num_threads()
         self._numbers = count()

@@ -40,7 +40,7 @@ class Memories:
         """Keeps what a call's client wrote as a draft of its cohort."""
         if self._device != CPU:
             there = (trees.to(tree, self._device) for tree in (answer.memory, answer.scratch))
-            answer = Answer(answer.tree, *there)
+            answer = Answer({}, *there)
         self._drafts.setdefault(call.cohort, {})[call.client] = answer
 
     def keep(self, cohort: int, clients: Collection[int]) -> None:

@@ -23,11 +23,10 @@ from torch.func import vmap
 
 from hyperfed import trees
 from hyperfed.devices import CPU
-from hyperfed.engines.calls import Answer, Call, draw, is_labelled, perform
+from hyperfed.engines.calls import Answer, Call, batch_lengths, draw, is_labelled, perform
 from hyperfed.engines.graphs import Graphs
 from hyperfed.engines.loop import LoopEngine, on_cores
 from hyperfed.federation import Split, Task
-from hyperfed.training import Steps
 from hyperfed.trees import Structure, Tree
 
 log = logging.getLogger(__name__)
@@ -116,6 +115,8 @@ class VmappedEngine(LoopEngine):
                 self._read[kind.step].add(*error.args)
                 return None
             except torch.OutOfMemoryError:
+                if self.graphs is not None and self.graphs.clear():
+                    return None
                 self._fits[kind] = half = len(group) // 2
                 if not half:
                     self._alone.add(kind)
@@ -154,7 +155,7 @@ class VmappedEngine(LoopEngine):
         """Returns what has to be equal for the rows of a call to be stacked with another's."""
         task, client, plan = self.task, call.client, call.batches
         examples = len(task.train[client])
-        drawn = min(plan.size, examples) if isinstance(plan, Steps) else plan and examples
+        drawn = tuple(batch_lengths(plan, examples))
         read = (len(getattr(task, split)[client]) for split in sorted(self._read[call.step]))
         return plan, drawn, client in task.novel_ids, *read
 
@@ -168,10 +169,11 @@ class VmappedEngine(LoopEngine):
         task, first = self.task, calls[0]
         labelled, novel = is_labelled(task, first.client), first.client in task.novel_ids
         module, networks = self._module(kind.size), self._networks_of_this_thread()
+        lengths = batch_lengths(first.batches, len(task.train[first.client]))
 
         def one(own: Tree, *, round: int = first.round) -> Tree:
             payload = tuple(own["payload"].values())
-            rows = own["batches"].values()
+            batches = own["batches"].split_with_sizes(lengths)
             answer = perform(
                 replace(first, client=_ANYONE, round=round, payload=payload),
                 task=_of_anyone(task, kind.size, novel, own["initial"], own["rows"]),
@@ -181,7 +183,7 @@ class VmappedEngine(LoopEngine):
                 networks=networks,
                 memory=own["memory"],
                 scratch=own["scratch"],
-                batches=(Split(task, index, labelled=labelled).batch() for index in rows),
+                batches=(Split(task, rows, labelled=labelled).batch() for rows in batches),
                 generator=_ANYONE,
                 labelled=labelled,
             )
@@ -212,14 +214,13 @@ class VmappedEngine(LoopEngine):
         """Returns what the clients of a group have of their own, leaves (C, ...)."""
         task, read = self.task, self._read[kind.step]
         memories, scratches = zip(*map(self.memories.of, calls), strict=True)
-        batches = zip(*(draw(call, task, self.seed) for call in calls), strict=True)
         rows = [{split: getattr(task, split)[call.client] for split in read} for call in calls]
         payload = map(_stack, zip(*(call.payload for call in calls), strict=True))
         return {
             "payload": {str(n): trees.to(tree, self.device) for n, tree in enumerate(payload)},
             "memory": _stack(memories),
             "scratch": _stack(scratches),
-            "batches": {str(n): torch.stack(rows) for n, rows in enumerate(batches)},
+            "batches": torch.stack([draw(call, task, self.seed) for call in calls]),
             "rows": _stack(rows),
             # Also of each: an update in place must not write one client's into what is not.
             "initial": trees.repeat(trees.model_of(task.models[kind.size]), len(calls)),

@@ -33,7 +33,7 @@ from hyperfed.federation import Cohort, Outline, average, step
 from hyperfed.nets.hypernets import SingleOutput, shapes_of
 from hyperfed.nets.targets import head_names
 from hyperfed.presets import DEFAULT, PFEDKT
-from hyperfed.training import Batch, LocalConfig, Steps, balanced_softmax_loss
+from hyperfed.training import Batch, LocalConfig, Steps, balanced_softmax_loss, count_classes
 from hyperfed.trees import Model, Tree, model_of, partition, take
 
 PERSONAL = "personal/"
@@ -152,7 +152,7 @@ class Client(federation.Client):
     @cached_property
     def class_counts(self) -> Tensor:
         """Returns n, (classes,) float64 training examples of each class."""
-        return torch.bincount(self.train.labels, minlength=self.classes).double()
+        return count_classes(self.train.labels, self.classes).double()
 
     def personal_model(self, received: Model) -> Model:
         """Returns the target whose last layer is the sum of the generic and the personal head."""

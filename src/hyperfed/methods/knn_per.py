@@ -196,4 +196,6 @@ def neighbour_vote(
     index = NearestNeighbors(n_neighbors=k).fit(features.cpu().numpy())
     distance, nearest = index.kneighbors(None if queries is None else queries.cpu().numpy())
     exponent = -torch.from_numpy(distance).square() / (features.shape[1] * scale)
-    return votes.scatter_add_(1, labels[nearest], exponent.softmax(dim=1).to(votes))
+    # On the CPU, where votes for one label are added in their order.
+    share, voted = exponent.softmax(dim=1).to(votes.dtype), labels.cpu()[nearest]
+    return votes.cpu().scatter_add_(1, voted, share).to(features.device)

@@ -93,7 +93,8 @@ class Client(federation.Client):
 
     def joint_objective(self, joint: Model, batch: Batch) -> tuple[Tensor, Model]:
         """Returns the loss of the interpolated predictor, and both models' buffers."""
-        share = self.memory.get(LAMBDA, self.mixing[len(self.mixing) // 2])
+        middle = len(self.config.mixing) // 2
+        share = self.memory[LAMBDA] if LAMBDA in self.memory else self.mixing[middle]
         common, own = _parted(joint)
         common_output, common_buffers = forward(self.module, common, batch.x)
         own_output, own_buffers = forward(self.module, own, batch.x)
@@ -119,7 +120,8 @@ class Client(federation.Client):
     @property
     def mixing(self) -> Tensor:
         """(L,) the values of lambda to choose from."""
-        return torch.tensor(self.config.mixing, dtype=torch.float64, device=self.device)
+        options: dict[str, Any] = {"dtype": torch.float64, "device": self.device}
+        return torch.stack([torch.full((), share, **options) for share in self.config.mixing])
 
     def personal_model(self, received: Model) -> Model:
         """Returns the predictor: both models as one tree, and lambda under its name."""

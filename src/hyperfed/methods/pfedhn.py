@@ -25,7 +25,7 @@ from hyperfed.hypernet_training import HyperNetConfig, descend
 from hyperfed.nets.hypernets import MultiHead, shapes_of
 from hyperfed.nets.targets import head_names
 from hyperfed.pools import POOL, PoolConfig
-from hyperfed.training import LocalConfig, sgd
+from hyperfed.training import LocalConfig, count_classes, sgd
 from hyperfed.trees import Model, Tree, detach, partition, pull_back, subtract
 
 
@@ -88,7 +88,7 @@ class Client(federation.Client):
     @step
     def class_proportions(self) -> Tree:
         """Returns {"descriptor": (classes,)}, the share of each class in the training data."""
-        count = torch.bincount(self.train.labels, minlength=self.classes)
+        count = count_classes(self.train.labels, self.classes)
         return {"descriptor": count.to(torch.get_default_dtype()) / len(self.train)}
 
     def personal_model(self, received: Model) -> Model:

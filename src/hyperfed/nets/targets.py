@@ -9,14 +9,17 @@ layout, so callers may pass ``channels_last`` images, which train faster on a CP
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from difflib import get_close_matches
 from inspect import signature
 from types import MappingProxyType
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.backends import cudnn
 
 from hyperfed.errors import UserError
+from hyperfed.trees import mapped
 
 
 class LeNet(nn.Module):
@@ -219,7 +222,9 @@ class CharLSTM(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the logits of the character that follows each text."""
-        states, _ = self.lstm(self.embedding(x))  # (B, T, hidden)
+        # Of cuDNN's kernels, which want weights in one piece of memory, vmap knows nothing.
+        with cudnn.flags(enabled=False) if mapped() else nullcontext():
+            states, _ = self.lstm(self.embedding(x))  # (B, T, hidden)
         logits: Tensor = self.fc(states[:, -1])
         return logits
 
