@@ -129,7 +129,7 @@ def test_a_node_killed_in_mid_run_comes_back_with_what_its_clients_remember(
     """FedPer's heads never travel: a site that had lost them could not go on."""
     with deployed(tmp_path) as deployment:
         federation(deployment)
-        settings = ("rounds=5", "evaluate_every=5", "engine.timeout=100")
+        settings = ("rounds=5", "evaluate_every=5", "engine.timeout=60")
         process = deployment.hyperfed("run", *command(deployment, "fedper", *settings))
 
         def remembered() -> set[str]:
