@@ -12,13 +12,13 @@ import torch
 import hyperfed
 from hyperfed import config, toml, trees
 from hyperfed.devices import CPU, describe, find_device
-from hyperfed.engines import EngineConfig, build
+from hyperfed.engines import EngineConfig, build, site
 from hyperfed.engines.actors import Work, Worker
 from hyperfed.engines.calls import Call
 from hyperfed.engines.graphs import Graphs, recorder_on
 from hyperfed.engines.loop import LoopEngine
 from hyperfed.engines.packing import pack, unpack
-from hyperfed.engines.vmapped import VmappedEngine
+from hyperfed.engines.vmapped import VmappedEngine, best_engine
 from hyperfed.errors import UserError
 from hyperfed.federation import step
 from hyperfed.methods import METHODS, fedavg, fedper
@@ -208,11 +208,25 @@ def test_dropout_draws_the_same_there() -> None:
 # Where the server is elsewhere than its clients.
 
 
-def test_sites_and_their_server_have_devices_of_their_own(tmp_path: Path) -> None:
+def test_sites_and_their_server_have_devices_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One site and the server compute on the device, the other site on the CPU."""
     pytest.importorskip("flwr")
     from engines.sites import DirectLink
     from hyperfed import flowerapp
+
+    built: set[tuple[str, str]] = set()
+
+    def noted(device: torch.device) -> Any:
+        def make(*arguments: Any, **options: Any) -> LoopEngine:
+            kind = best_engine(device)
+            built.add((kind.name, options["device"].type))
+            return kind(*arguments, **options)
+
+        return make
+
+    monkeypatch.setattr(site, "best_engine", noted)
 
     words = ["rounds=4", "cohort=4", "evaluate_every=2", "task.clients=6", "task.novel=0.2"]
     words += ["method.local_steps=2", "engine.cores_per_client=1"]
@@ -228,6 +242,7 @@ def test_sites_and_their_server_have_devices_of_their_own(tmp_path: Path) -> Non
         sites[node] = flowerapp.site_of(context)
     run = flowerapp.begin(settings, DirectLink(sites), str(tmp_path / "run"))
     list(run.train())
+    assert built == {("vmap", NAME), ("loop", "cpu")}
     assert devices(run.server.state(optimizers=False)) == {NAME}
     for ours, theirs in zip(run.evaluations, here.evaluations, strict=True):
         assert ours.loss == pytest.approx(theirs.loss, rel=1e-4)
