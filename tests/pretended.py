@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
@@ -109,14 +109,14 @@ def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Te
 _setup_privateuseone_for_python_backend(NAME)  # type: ignore[no-untyped-call]
 DEVICE = torch.device(NAME, 0)
 
-_library = torch.library.Library("aten", "IMPL")
+_kernels = library.Library("aten", "IMPL")
 _made_of_nothing: dict[str, Callable[..., Tensor]] = {
     "empty.memory_format": _empty,
     "empty_strided": _empty_strided,
     "_copy_from": _copy_from,
 }
 for _name, _kernel in _made_of_nothing.items():
-    _library.impl(_name, _kernel, "PrivateUse1")
+    _kernels.impl(_name, _kernel, "PrivateUse1")
 
 
 @contextmanager

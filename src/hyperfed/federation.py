@@ -95,11 +95,11 @@ class Task:
 
     def to(self, device: torch.device) -> "Task":
         """Returns the task with its examples and models on a device; itself where it is there."""
-        if self.x.device == device:
+        x, y = self.x.to(device), self.y.to(device)
+        if x is self.x:  # also where the one is "cuda" and the other "cuda:0"
             return self
         train, val, test = (_moved(rows, device) for rows in (self.train, self.val, self.test))
         models = {size: copy.deepcopy(model).to(device) for size, model in self.models.items()}
-        x, y = self.x.to(device), self.y.to(device)
         return replace(self, x=x, y=y, train=train, val=val, test=test, models=models)
 
     @staticmethod
