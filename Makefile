@@ -17,6 +17,7 @@ BENCH_JSON ?= .benchmarks/latest.json
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+WORKERS = $(shell $(PYTHON) -c 'import os; print(os.cpu_count() + 1)')
 
 .DEFAULT_GOAL := test
 .PHONY: run test lint bench clean
@@ -37,9 +38,10 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Files in their order: the few tests that mostly wait, for a real federation, start early.
+# Files in their order: the few tests that mostly wait, for a real federation, start early. Since
+# they wait, there is one worker more than cores.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 bench: $(READY)
 	@mkdir -p $(dir $(BENCH_JSON))

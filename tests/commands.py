@@ -13,7 +13,9 @@ from pathlib import Path
 import torch
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["hyperfed.cli", "hyperfed.run", "torch._dynamo"])
+_CONTEXT.set_forkserver_preload(
+    ["hyperfed.cli", "hyperfed.run", "sklearn.datasets", "torch._dynamo"]
+)
 
 
 def start(*arguments: str, said: Path | None = None) -> BaseProcess:

@@ -104,6 +104,19 @@ class TestLeNet:
         torch.testing.assert_close(model.fc3(body(x)), model(x))
         assert head_names(body) == ("fc2.weight", "fc2.bias")
 
+    @pytest.mark.parametrize("size", [(17, 20), (16, 31), (32, 32)])
+    @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+    def test_without_a_gradient_the_same_bits(self, size, layout):
+        model = LeNet((3, *size), 10).double()
+        x = images(4, 3, *size)
+        x[0, 0, 9, 9] = torch.nan
+        x = x.contiguous(memory_format=layout)
+        with torch.no_grad():
+            found = model(x)
+        assert found.isnan().any()
+        assert not found.isnan().all()
+        torch.testing.assert_close(found, model(x).detach(), rtol=0, atol=0, equal_nan=True)
+
 
 class TestPFedKTCNN:
     def test_parameters_are_the_papers(self):

@@ -38,7 +38,8 @@ class Normalize:
         if x.ndim == IMAGE_DIMENSIONS and not mapped():
             x = x.contiguous(memory_format=torch.channels_last)
         scale, shift = self._scale_and_shift(x)
-        return torch.addcmul(shift, x.float(), scale)
+        pixels = x.float()
+        return torch.addcmul(shift, pixels, scale, out=None if mapped() else pixels)
 
     def _scale_and_shift(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (C, H, W) constants laid out as the images are: 4 x faster than broadcasting."""
