@@ -53,9 +53,11 @@ def descend(
     model: Mapping[str, Model],
     delta: Mapping[str, Model],
     clients: Cohort,
-    clip: float,
+    clip: float | None,
 ) -> None:
     """Makes a step against the mean of what a cohort's deltas are pulled back to.
+
+    Gradients that parameters have already are added; afterwards they have none.
 
     Args:
         optimizer: of whatever made the models, in one group. All its parameters move by momentum
@@ -63,13 +65,14 @@ def descend(
         model: {size: what was sent to its clients, leaves (C, ...), part of an autograd graph}.
         delta: {size: sent minus trained}, likewise.
         clients: the cohort; a lost client does not count.
-        clip: bound of the gradient's norm.
+        clip: bound of the gradient's norm; None for none.
     """
-    optimizer.zero_grad()
     there = clients.weight.sign().sum()
     for size, group in clients.sizes.items():
         pull_back(model[size], delta[size], group.weight.sign() / there)
     parameters = optimizer.param_groups[0]["params"]
     fill_gradients(parameters)
-    nn.utils.clip_grad_norm_(parameters, clip)
+    if clip is not None:
+        nn.utils.clip_grad_norm_(parameters, clip)
     optimizer.step()
+    optimizer.zero_grad()

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from hyperfed import checkpoints, config, engines, trees
+from hyperfed import checkpoints, config, engines, hypernet_training, trees
 from hyperfed.engines import EngineCohort, Faults, loop
 from hyperfed.engines.calls import Call
 from hyperfed.federation import AllLostError, Each, Task
@@ -162,7 +162,7 @@ def from_another_batch(gradient_of: Callable[..., Tree]) -> Callable[..., Tree]:
     [
         (trees, "subtract", flipped),
         (trees, "weighted_mean", summed_over_clients),
-        (trees, "pull_back", summed_in_the_hypernetwork),
+        (hypernet_training, "pull_back", summed_in_the_hypernetwork),
         (pefll.Client, "embed", summed_over_examples),
         (pefll.Client, "descriptor_net_gradient", from_another_batch),
     ],

@@ -16,9 +16,11 @@ from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, Positi
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.func import grad
+from torch.optim import SGD, Adam, Optimizer
 
 from hyperfed import federation, trees
 from hyperfed.federation import EVALUATION_BATCH, Cohort, Each, Outline, Pending, step
+from hyperfed.hypernet_training import descend
 from hyperfed.nets.descriptors import LabelledTarget, LabelMap, Standard
 from hyperfed.nets.hypernets import MultiHead, SingleOutput, shapes_of
 from hyperfed.presets import DEFAULT
@@ -151,13 +153,13 @@ class Server(federation.Server):
         }
         self.late_gradient: Tree = {}
         self._posted: Pending | None = None
+        self.optimizer: Optimizer
         parameters = [*self.hyper_net.parameters(), *self.descriptor_net.parameters()]
         lr, decay = config.lr, config.weight_decay
-        self.optimizer: torch.optim.Optimizer = (
-            torch.optim.SGD(parameters, lr, config.momentum, weight_decay=decay)
-            if config.optimizer == "sgd"
-            else torch.optim.Adam(parameters, lr, weight_decay=decay)
-        )
+        if config.optimizer == "sgd":
+            self.optimizer = SGD(parameters, lr, config.momentum, weight_decay=decay)
+        else:
+            self.optimizer = Adam(parameters, lr, weight_decay=decay)
 
     def round(self, clients: Cohort) -> None:
         """Algorithm 2: three exchanges, then the mean over the clients that were there for all.
@@ -186,21 +188,15 @@ class Server(federation.Server):
             reply = clients.ask(*last)
             gradient = trees.weighted_mean(reply, clients.weight.sign())
 
-        self.standard, there = standard, clients.weight.sign()
-        self.optimizer.zero_grad()
+        self.standard = standard
         for size, group in groups.items():
             if group.weight.any():
-                here = group.weight.sign()
-                trees.pull_back(model[size], delta[size], here / there.sum())
                 moved, _ = trees.partition(delta[size], self.buffers[size])
-                moved = trees.weighted_mean(moved, here)
+                moved = trees.weighted_mean(moved, group.weight.sign())
                 self.buffers[size] = trees.subtract(self.buffers[size], moved)
         if gradient:
             trees.set_gradients(self.descriptor_net, gradient)
-        trees.fill_gradients(parameters := self.optimizer.param_groups[0]["params"])
-        if config.clip is not None:
-            nn.utils.clip_grad_norm_(parameters, config.clip)
-        self.optimizer.step()
+        descend(self.optimizer, model, delta, clients, config.clip)
 
     def latest_gradient(self) -> Tree:
         """Returns the descriptor network's gradient that was posted, {} where there is none."""
