@@ -1,4 +1,4 @@
-"""Where a run spends its time: what clients compute, the hypernetwork, data, evaluation, records.
+"""Where a run spends its time: in networks, or around them.
 
 Functions at the borders are timed, each without the others that it calls; what no border covers is
 "everything else". One core and one worker, so that the shares add up.
@@ -34,18 +34,21 @@ BORDERS: dict[str, list[tuple[Any, str]]] = {
         (torch.optim.SGD, "step"),
         (torch.optim.Adam, "step"),
     ],
-    "descriptors": [
-        (pefll.Client, "describe"),
+    "descriptor network": [
+        (pefll.Client, "embed"),
         (pefll.Client, "descriptor_net_gradient"),
     ],
+    "models under evaluation": [(pfedhn.Client, "predict"), (pefll.Client, "predict")],
     "data": [(Split, "batch")],
-    "evaluation": [(run, "evaluate")],
+    "the rest of evaluation": [(run, "evaluate")],
     "records": [(run.Run, "_checkpoint"), (run.Run, "_record"), (run.Run, "_finish")],
 }
+AROUND = {"data", "the rest of evaluation", "records", "everything else"}
+"""Parts in which no network computes."""
 
 
 class Shares:
-    """Seconds spent in each part; all that an evaluation calls is evaluation."""
+    """Seconds spent in each part."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -58,7 +61,7 @@ class Shares:
         @wraps(function)
         def within(*arguments: Any, **options: Any) -> Any:
             self.note()
-            self._open.append("evaluation" if self._open[-1] == "evaluation" else part)
+            self._open.append(part)
             try:
                 return function(*arguments, **options)
             finally:
@@ -106,8 +109,11 @@ def test_shares(
     benchmark.pedantic(other_rounds)
     total = sum(shares.seconds.values())
     name = started.config.method
-    benchmark.extra_info["share"] = {part: s / total for part, s in shares.seconds.items()}
+    share = {part: seconds / total for part, seconds in shares.seconds.items()}
+    around = sum(share[part] for part in AROUND)
+    benchmark.extra_info |= {"share": share, "around networks": around}
     findings += [
-        (f"{name}, {started.config.rounds} rounds: {part}", f"{100 * seconds / total:.1f} %")
-        for part, seconds in sorted(shares.seconds.items(), key=lambda item: -item[1])
+        (f"{name}, {started.config.rounds} rounds: {part}", f"{100 * its:.1f} %")
+        for part, its in sorted(share.items(), key=lambda item: -item[1])
     ]
+    findings.append(("  where no network computes", f"{100 * around:.1f} %"))
