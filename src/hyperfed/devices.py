@@ -32,3 +32,8 @@ def describe(device: torch.device) -> str:
     if device.type == "cuda":
         return f"{device} ({torch.cuda.get_device_name(device)})"
     return str(device)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Returns whether an accelerator had too little memory, for PyTorch or for cuBLAS and cuDNN."""
+    return isinstance(error, torch.OutOfMemoryError) or "_STATUS_ALLOC_FAILED" in str(error)

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from hyperfed import trees
-from hyperfed.devices import CPU
+from hyperfed.devices import CPU, is_out_of_memory
 from hyperfed.engines.calls import Answer, Call, batch_lengths, draw, is_labelled, perform
 from hyperfed.engines.graphs import Graphs
 from hyperfed.engines.loop import LoopEngine, on_cores
@@ -114,21 +114,26 @@ class VmappedEngine(LoopEngine):
             except UnstackedError as error:
                 self._read[kind.step].add(*error.args)
                 return None
-            except torch.OutOfMemoryError:
-                if self.graphs is not None and self.graphs.clear():
+            except Exception as error:
+                if is_out_of_memory(error):
+                    self._make_room(kind, len(group))
                     return None
-                self._fits[kind] = half = len(group) // 2
-                if not half:
-                    self._alone.add(kind)
-                log.info("step %s: memory for fewer than %d clients at once", kind.step, len(group))
-                return None
-            except Exception as error:  # the loop finds out what is wrong
+                # The loop finds out what is wrong.
                 failures.append((kind, group, f"{type(error).__name__}: {error}".splitlines()[0]))
                 # A step that fails half-way may leave the networks in any state.
                 self._own = threading.local()
             else:
                 answers |= zip(group, together, strict=True)
         return answers, failures
+
+    def _make_room(self, kind: Kind, clients: int) -> None:
+        """Gives back what recordings hold or, if there are none, takes half as many clients."""
+        if self.graphs is not None and self.graphs.clear():
+            return
+        self._fits[kind] = half = clients // 2
+        if not half:
+            self._alone.add(kind)
+        log.info("step %s: memory for fewer than %d clients at once", kind.step, clients)
 
     def resources(self, clients: int) -> dict[str, Any]:
         """Returns the cores there are, those that compute a group, and its most clients."""

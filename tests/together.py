@@ -1,0 +1,46 @@
+"""The engine that computes clients together, beside the loop, and who it says was together."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from hyperfed.engines.calls import Answer, Call
+from hyperfed.engines.vmapped import Kind, VmappedEngine
+from hyperfed.trees import Tree
+from toys import Federation, make_task, short
+
+EVEN, RAGGED = (12,) * 6, (12, 7, 20, 12, 9, 9)
+"""Training examples of four known and two novel clients."""
+
+
+class Recorded(VmappedEngine):
+    """Notes who was computed together."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.together: list[tuple[str, list[int]]] = []
+
+    def _together(self, kind: Kind, calls: Sequence[Call]) -> list[Answer]:
+        answers = super()._together(kind, calls)
+        self.together.append((kind.step, [call.client for call in calls]))
+        return answers
+
+
+def left(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The steps that the log says are left to the loop."""
+    said = "step %s is computed client by client: %s"
+    return [str(record.args[0]) for record in caplog.records if record.msg == said]  # type: ignore[index]
+
+
+def close(first: Tree, second: Tree) -> None:
+    torch.testing.assert_close(first, second, rtol=1e-9, atol=1e-12)
+
+
+def both(method: str, *, task: dict[str, Any] | None = None, **settings: Any) -> list[Federation]:
+    """The same federation on the loop engine and on this one."""
+    chosen = short(method, **{"batch_size": 8} | settings)
+    loop, ours = (Federation(method, make_task(**(task or {})), **chosen) for _ in range(2))
+    ours.engine = Recorded(ours.task, ours.method.Client, ours.config, seed=0)
+    return [loop, ours]
