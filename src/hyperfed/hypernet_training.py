@@ -1,6 +1,7 @@
 """What methods share whose server trains a hypernetwork on the deltas of the models it makes."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -20,6 +21,8 @@ class HyperNetConfig:
         momentum: its momentum.
         weight_decay: its weight decay. Like momentum it moves unsampled embeddings too.
         clip: bound of the norm of the server's gradient.
+        embedding_lr: learning rate of the embeddings; ``lr`` where not given. IT-PFL-HN's authors
+            searched it by itself.
         embedding_size: length l of an embedding; 1 + n // 4 for n clients where not given.
         hidden: width of the hypernetwork's hidden layers.
         hidden_layers: their number.
@@ -29,6 +32,7 @@ class HyperNetConfig:
     momentum: NonNegativeFloat = 0.9
     weight_decay: NonNegativeFloat = 1e-3
     clip: PositiveFloat = 50.0
+    embedding_lr: PositiveFloat | None = None
     embedding_size: PositiveInt | None = None
     hidden: PositiveInt = 100
     hidden_layers: NonNegativeInt = 3
@@ -37,11 +41,28 @@ class HyperNetConfig:
         """Returns the length l of an embedding for ``clients`` known clients."""
         return self.embedding_size or 1 + clients // 4
 
-    def sgd(self, parameters: list[Tensor], lr: float | None = None) -> torch.optim.SGD:
-        """Returns the server's optimiser for some parameters; ``lr`` of its own where given."""
+    def sgd(
+        self,
+        *,
+        embeddings: Iterable[Tensor] = (),
+        hyper_net: Iterable[Tensor] = (),
+        embedding_lr: float | None = None,
+    ) -> torch.optim.SGD:
+        """Returns the server's optimiser.
+
+        Args:
+            embeddings: their parameters, if they are to move.
+            hyper_net: the hypernetwork's, likewise.
+            embedding_lr: in the place of the setting of that name.
+        """
+        lr = embedding_lr or self.embedding_lr or self.lr
+        groups: list[dict[str, Any]] = [
+            {"params": [*embeddings], "lr": lr},
+            {"params": [*hyper_net]},
+        ]
         return torch.optim.SGD(
-            parameters,
-            lr=lr or self.lr,
+            groups,
+            lr=self.lr,
             momentum=self.momentum,
             weight_decay=self.weight_decay,
             fused=True,
@@ -60,8 +81,8 @@ def descend(
     Gradients that parameters have already are added; afterwards they have none.
 
     Args:
-        optimizer: of whatever made the models, in one group. All its parameters move by momentum
-            and weight decay, those that made none of these models too.
+        optimizer: of whatever made the models. All its parameters move by momentum and weight
+            decay, those that made none of these models too.
         model: {size: what was sent to its clients, leaves (C, ...), part of an autograd graph}.
         delta: {size: sent minus trained}, likewise.
         clients: the cohort; a lost client does not count.
@@ -70,7 +91,7 @@ def descend(
     there = clients.weight.sign().sum()
     for size, group in clients.sizes.items():
         pull_back(model[size], delta[size], group.weight.sign() / there)
-    parameters = optimizer.param_groups[0]["params"]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     fill_gradients(parameters)
     if clip is not None:
         nn.utils.clip_grad_norm_(parameters, clip)

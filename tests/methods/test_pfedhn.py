@@ -49,15 +49,16 @@ def parameters_after_one_round(
         objective = objective + client_loss(task, client, model) / len(clients)
     named = dict(server.hyper_net.named_parameters()) | {"v": server.embeddings.weight}
     gradients = torch.autograd.grad(objective, list(named.values()))
-    rate = federation.config.lr * federation.config.local_lr
+    config = federation.config
+    rate = dict.fromkeys(named, config.lr) | {"v": config.embedding_lr or config.lr}
     return {
-        name: (value - rate * gradient).detach()
+        name: (value - rate[name] * config.local_lr * gradient).detach()
         for (name, value), gradient in zip(named.items(), gradients, strict=True)
     }
 
 
-def check_one_round(method: str, clients: list[int]) -> None:
-    federation = Federation(method, make_task(), **ONE_STEP, **SERVER)
+def check_one_round(method: str, clients: list[int], **settings: Any) -> None:
+    federation = Federation(method, make_task(), **ONE_STEP, **SERVER, **settings)
     head: dict[str, Tensor] = {}
     if method == "pfedhn_pc":
         initial = federation.task.outline().initial()
@@ -75,6 +76,10 @@ def test_the_update_is_the_gradient_of_the_one_piece_objective(
     method: str, clients: list[int]
 ) -> None:
     check_one_round(method, clients)
+
+
+def test_embeddings_have_their_own_learning_rate_where_one_is_given() -> None:
+    check_one_round("pfedhn", [0, 1, 3], embedding_lr=3.0)
 
 
 def flipped(sent: trees.Tree, trained: trees.Tree) -> trees.Tree:
@@ -222,16 +227,17 @@ def test_weight_decay_moves_the_heads_of_unsampled_sizes_too() -> None:
 # Novel clients
 
 
-def test_a_novel_client_fits_an_embedding_with_the_hypernetwork_frozen() -> None:
+@pytest.mark.parametrize("rate", ["novel_lr", "embedding_lr"])
+def test_a_novel_client_fits_an_embedding_with_the_hypernetwork_frozen(rate: str) -> None:
     task = make_task(novel=1)
-    settings = SERVER | {"novel_rounds": 2, "novel_lr": 0.3}
+    settings = SERVER | {"novel_rounds": 2, rate: 0.3}
     federation = Federation("pfedhn", task, **ONE_STEP, **settings)
     federation.round([0, 1])
     server, before = federation.server, trees.clone(federation.server.state())
     ours = federation.personal(3, fresh=True)
     torch.testing.assert_close(server.state(), before, rtol=0, atol=0)
     embedding = server.embeddings.weight.detach().mean(0, keepdim=True)
-    for _ in range(2):  # gradient descent with rate novel_lr * eta on L(h(v))
+    for _ in range(2):  # gradient descent with that rate times eta on L(h(v))
         embedding.requires_grad_()
         model = {name: value[0] for name, value in server.hyper_net(embedding).items()}
         (by,) = torch.autograd.grad(client_loss(task, 3, model), embedding)

@@ -135,8 +135,10 @@ class Server(federation.Server):
         ).to(outline.dtype)
         self.tuned_net = copy.deepcopy(self.hyper_net)
         self.tuning = torch.tensor(False)  # a tensor, so that it is part of the state
-        self.optimizer = config.sgd([*self.embeddings.parameters(), *self.hyper_net.parameters()])
-        self.tuning_optimizer = config.sgd([*self.tuned_net.parameters()])
+        self.optimizer = config.sgd(
+            embeddings=self.embeddings.parameters(), hyper_net=self.hyper_net.parameters()
+        )
+        self.tuning_optimizer = config.sgd(hyper_net=self.tuned_net.parameters())
 
     @property
     def novel_net(self) -> MultiHead:

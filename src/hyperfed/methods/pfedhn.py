@@ -39,7 +39,7 @@ class Config(PoolConfig, HyperNetConfig, LocalConfig):
         head_layers: how many of the target's last layers are the client's own (pFedHN-PC: 1).
         spectral_norm: whether all layers of the hypernetwork are spectrally normalised (C.3).
         novel_rounds: exchanges in which a novel client's embedding is fitted.
-        novel_lr: learning rate of that fit; ``lr`` where not given.
+        novel_lr: learning rate of that fit; the embeddings' where not given.
     """
 
     local_clip: PositiveFloat | None = 50.0
@@ -137,7 +137,9 @@ class Server(federation.Server):
             spectral_norm=config.spectral_norm,
         ).to(outline.dtype)
         self.embeddings = nn.Embedding(outline.clients, size).to(outline.dtype)
-        self.optimizer = config.sgd([*self.embeddings.parameters(), *self.hyper_net.parameters()])
+        self.optimizer = config.sgd(
+            embeddings=self.embeddings.parameters(), hyper_net=self.hyper_net.parameters()
+        )
 
     def round(self, clients: Cohort) -> None:
         """Algorithm 1; for a cohort of several, the mean over them (the paper's has one)."""
@@ -177,7 +179,7 @@ class Server(federation.Server):
         """Returns (C, l) embeddings of novel clients, fitted with the hypernetwork frozen."""
         mean = self.embeddings.weight.detach().mean(dim=0)
         embedding = mean.repeat(len(clients.ids), 1).requires_grad_()
-        optimizer = self.config.sgd([embedding], self.config.novel_lr)
+        optimizer = self.config.sgd(embeddings=[embedding], embedding_lr=self.config.novel_lr)
         for _ in range(self.config.novel_rounds):
             model = self.hyper_net(embedding, clients.size)
             delta = clients.ask(
