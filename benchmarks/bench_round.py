@@ -1,5 +1,6 @@
 """Rounds and evaluations beside what a script does, in one process."""
 
+import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -102,7 +103,7 @@ def test_round(benchmark: Any, sizes: Sizes, task: Task, method: Any, findings: 
 
             return of_all_clients
 
-        competitors: dict[str, Callable[[], None]] = {
+        competitors: dict[str, Callable[[], object]] = {
             "round": lambda: ours.round(cohort),
             "local steps": lambda: ours.local_steps(cohort),
             "textbook": loop(usual, layout=torch.contiguous_format),
@@ -154,6 +155,7 @@ def test_evaluation(benchmark: Any, sizes: Sizes, task: Task, findings: Any) -> 
             f"evaluation of pfedhn, {sizes.clients} clients, {images} images",
             milliseconds(seconds["evaluation"]),
         ),
+        ("  images a second", f"{images / statistics.median(seconds['evaluation']):,.0f}"),
         ("  a model for every batch of a DataLoader", milliseconds(seconds["textbook"])),
         ("  textbook / evaluation", ratio(seconds["textbook"], seconds["evaluation"])),
         (f"  evaluation / {sizes.rounds} rounds", ratio(seconds["evaluation"], seconds["rounds"])),

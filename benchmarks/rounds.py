@@ -5,6 +5,7 @@ from itertools import count
 from types import ModuleType
 from typing import Any
 
+from hyperfed.engines.cohort import EngineCohort
 from hyperfed.engines.loop import LoopEngine
 from hyperfed.evaluation import evaluate
 from hyperfed.federation import Task
@@ -29,13 +30,14 @@ class Rounds:
         self.server.to(self.engine.device)
         self.method, self.config, self.numbers = method, config, count()
 
-    def round(self, cohort: int) -> None:
-        """Trains with so many clients, each in turn."""
+    def round(self, cohort: int) -> EngineCohort:
+        """Trains with so many clients, each in turn, and returns them."""
         number, clients = next(self.numbers), self.engine.task.clients
         ids = sorted({(number * cohort + i) % clients for i in range(cohort)})
         group = self.engine.cohort(ids, number, training=True)
         self.server.round(group)
         self.engine.commit(group)
+        return group
 
     def local_steps(self, cohort: int) -> None:
         """Has so many clients train the initial model, and nothing else."""

@@ -10,6 +10,7 @@ import pytest
 import safetensors.torch
 
 import hyperfed
+from hyperfed.methods import METHODS
 
 ROOT = Path(__file__).parents[1]
 
@@ -66,7 +67,8 @@ def test_the_example_trains_compares_serves_a_newcomer_and_says_where_everything
 def test_the_benchmarks_run_and_record_what_they_measured(tmp_path: Path) -> None:
     record = tmp_path / "record.json"
     options = ("-q", "-p", "no:cacheprovider", "--tiny", f"--benchmark-json={record}")
-    files = [f"benchmarks/bench_{name}.py" for name in ("round", "profile", "scale", "device")]
+    names = ("round", "profile", "scale", "device", "methods")
+    files = [f"benchmarks/bench_{name}.py" for name in names]
     said = run(ROOT, "-m", "pytest", *files, *options)
     assert "round / textbook loop" in said
     found = {b["name"]: b["extra_info"] for b in json.loads(record.read_text())["benchmarks"]}
@@ -77,9 +79,17 @@ def test_the_benchmarks_run_and_record_what_they_measured(tmp_path: Path) -> Non
             "round / same network",
             "round / products",
         }
-        assert sum(found[f"test_shares[{method}]"]["share"].values()) == pytest.approx(1)
+        shares = found[f"test_shares[{method}]"]
+        assert sum(shares["share"].values()) == pytest.approx(1)
+        assert 0 < shares["around networks"] < 1
         assert found[f"test_clients[{method}]"]["40"]["mebibytes"] > 0
         on_device = found[f"test_device[{method}]"]["median_of_ratios"]
         assert "loop / vmap" in on_device
+    for method in METHODS:
+        assert found[f"test_method[{method}]"]["median_of_ratios"].keys() == {
+            "bare loop / loop",
+            "bare loop / vmap",
+        }
+    assert found["test_method[fedavg]"]["bytes"]["up"] > 0
     assert "evaluation / textbook" in found["test_evaluation"]["median_of_ratios"]
     assert all(len(s) == 2 for s in found["test_round[pfedhn]"]["seconds"].values())
