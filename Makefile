@@ -17,7 +17,8 @@ BENCH_JSON ?= .benchmarks/latest.json
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-WORKERS = $(shell $(PYTHON) -c 'import os; print(os.cpu_count() + 1)')
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+WORKERS = $(shell $(PYTHON) -c 'import os; print(1 + ($(CORES)))')
 
 .DEFAULT_GOAL := test
 .PHONY: run test lint bench clean
