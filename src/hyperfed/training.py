@@ -305,11 +305,14 @@ def balanced_softmax_loss(logits: Tensor, y: Tensor, count: Tensor, balance: flo
 
 
 def regression(module: nn.Module, target: Tensor) -> Objective:
-    """Returns the objective |module(x) - target|^2 in training mode; it reads no labels."""
+    """Returns the objective |module(x) - target|^2 / l in training mode; it reads no labels.
+
+    The mean over the l entries, so that a learning rate serves targets of any length.
+    """
 
     def objective(model: Model, batch: Batch) -> tuple[Tensor, Model]:
         output, buffers = forward(module, model, batch.x)
-        return (output - target).square().sum(), buffers
+        return F.mse_loss(output, target), buffers
 
     return objective
 

@@ -127,7 +127,7 @@ def test_phase_one_is_pfedhn() -> None:
 
 
 def check_encoder(clients: list[int], **settings: Any) -> None:
-    """FedAvg, by training examples, of one step each on |g(x) - e_i|^2."""
+    """FedAvg, by training examples, of one step each on |g(x) - e_i|^2 / l."""
     ours = federation(settings=settings)
     bounded = ours.config.bounded
     before = trees.clone(ours.server.encoder)
@@ -138,7 +138,7 @@ def check_encoder(clients: list[int], **settings: Any) -> None:
         leaves = {name: value.clone().requires_grad_() for name, value in before.items()}
         e = ours.server.embeddings.weight[client].detach().clone()
         e = e / e.norm() if bounded else e
-        distance = (encode(leaves, inputs(ours, client), bounded=bounded) - e).square().sum()
+        distance = (encode(leaves, inputs(ours, client), bounded=bounded) - e).square().mean()
         gradients = torch.autograd.grad(distance, list(leaves.values()))
         for name, gradient in zip(leaves, gradients, strict=True):
             expected[name] += share * (before[name] - ours.config.encoder_lr * gradient)
@@ -152,7 +152,9 @@ def test_the_encoder_is_fedavg_of_steps_towards_the_embeddings(private: bool) ->
 
 
 def test_training_brings_descriptors_to_the_embeddings() -> None:
-    ours = federation(settings={"phase_one_rounds": 100, "local_steps": 5, "encoder_lr": 0.02})
+    ours = federation(
+        settings={"phase_one_rounds": 100, "local_steps": 5, "encoder_lr": 0.02 * LENGTH}
+    )
     for client in range(3):  # clients that can be told apart
         ours.task.x[ours.task.train[client]] += 3 * torch.eye(FEATURES, dtype=torch.float64)[client]
 
@@ -166,6 +168,17 @@ def test_training_brings_descriptors_to_the_embeddings() -> None:
     for number in range(25):
         ours.round([0, 1, 2], number)
     assert distance() < 0.3 * before
+
+
+def test_an_encoder_that_says_the_same_of_all_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    ours = federation()
+    cohort = ours.engine.cohort([0, 1, 2], 0, training=False)
+    ours.server.rehearse(cohort)
+    assert caplog.text == ""
+    last = "layers.2.weight"
+    ours.server.encoder |= {last: torch.zeros_like(ours.server.encoder[last])}
+    ours.server.rehearse(cohort)
+    assert "hardly tells clients apart" in caplog.text
 
 
 # Phase 2
@@ -492,8 +505,8 @@ def halved(model: Any, delta: Any, weight: Tensor) -> None:
     trees.pull_back(model, delta, weight / 2)
 
 
-def half_regression(module: Any, target: Tensor) -> Any:
-    return lambda model, batch: ((module(batch.x) - target).square().mean(), {})
+def summed_regression(module: Any, target: Tensor) -> Any:
+    return lambda model, batch: ((module(batch.x) - target).square().sum(), {})
 
 
 @pytest.mark.parametrize(
@@ -504,7 +517,7 @@ def half_regression(module: Any, target: Tensor) -> Any:
         (hypernet_training, "pull_back", halved, lambda: check_phase_one([2])),
         (hypernet_training, "pull_back", halved, lambda: check_phase_two([2])),
         (itpfl, "weighted_mean", unweighted, lambda: check_encoder([0, 1, 2])),
-        (itpfl, "regression", half_regression, lambda: check_encoder([0, 1, 2])),
+        (itpfl, "regression", summed_regression, lambda: check_encoder([0, 1, 2])),
     ],
 )
 def test_a_wrong_update_is_caught(

@@ -18,6 +18,7 @@ embeddings are put on the unit sphere, beyond which a bounded encoder cannot fol
 """
 
 import copy
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any
@@ -36,6 +37,11 @@ from hyperfed.nets.hypernets import MultiHead, shapes_of
 from hyperfed.privacy import PrivacyConfig, sensitivity
 from hyperfed.training import LocalConfig, batch_statistics, mean_output, regression, sgd
 from hyperfed.trees import Model, Tree, detach, model_of, subtract, weighted_mean
+
+log = logging.getLogger(__name__)
+
+APART = 1e-3
+"""How far descriptors differ at least, in parts of their length, for a hypernetwork to notice."""
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -91,7 +97,7 @@ class Client(federation.Client):
 
     @step(like="encoder")
     def train_encoder(self, encoder: Model, target: Tree) -> Model:
-        """Returns the encoder after SGD on |g(x) - e|^2, e = ``target["embedding"]``; no labels."""
+        """Returns the encoder after SGD on |g(x) - e|^2 / l, e = ``target["embedding"]``."""
         network = self.network("encoder")
         return sgd(
             regression(network, target["embedding"]),
@@ -181,6 +187,11 @@ class Server(federation.Server):
     def rehearse(self, clients: Cohort) -> Each:
         """Serves clients as novel ones; on known clients it tells which round is the best."""
         descriptor = self.describe(clients)
+        if len(descriptor) > 1 and descriptor.std(dim=0).norm() < APART * descriptor.norm():
+            log.warning(
+                "the encoder hardly tells clients apart, so novel ones get the same model; train "
+                "it with another method.encoder_lr, or longer"
+            )
         with torch.no_grad():
             return Each(self.novel_net(descriptor, clients.size))
 
