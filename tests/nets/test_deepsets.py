@@ -43,11 +43,22 @@ def test_on_lenet_it_is_the_papers() -> None:
     shapes = [tuple(p.shape) for p in encoder.parameters() if p.ndim > 1]
     assert shapes == [(16, 3, 5, 5), (32, 16, 5, 5), (200, 800), (120, 200), (84, 120), (25, 84)]
     x = torch.rand(4, 3, 32, 32)
-    images = F.max_pool2d(F.relu(target.conv1(x)), 2)  # its trunk has the target's weights
-    images = F.max_pool2d(F.relu(target.conv2(images)), 2).flatten(1)
-    h = F.relu(images @ encoder.features[0].fc1.weight.T + encoder.features[0].fc1.bias)
+    trunk = encoder.features[0]
+    images = F.max_pool2d(F.relu(trunk.conv1(x)), 2)
+    images = F.max_pool2d(F.relu(trunk.conv2(images)), 2).flatten(1)
+    h = F.relu(images @ trunk.fc1.weight.T + trunk.fc1.bias)
     pooled = torch.cat([h[:, :100].mean(0), h[:, 100:].max(0).values])
     torch.testing.assert_close(encoder(x), encoder.layers(pooled))
+
+
+def test_sets_that_differ_get_descriptors_that_differ_before_any_training() -> None:
+    """As they must to be told apart: from PyTorch's own start they differ by a fifth of that."""
+    torch.manual_seed(0)
+    encoder = DeepSet(LeNet((3, 32, 32), 10), 25)
+    sets = torch.stack([torch.randn(32, 3, 32, 32) + shift for shift in torch.randn(8, 3, 1, 1)])
+    with torch.no_grad():
+        descriptors = torch.stack([encoder(x) for x in sets])
+    assert descriptors.std(dim=0).norm() > 0.25 * descriptors.norm(dim=1).mean()
 
 
 def test_the_order_of_a_set_does_not_matter_and_the_target_is_left_alone() -> None:

@@ -58,7 +58,7 @@ class Config(PrivacyConfig, HyperNetConfig, LocalConfig):
 
     local_clip: PositiveFloat | None = 50.0
     phase_one_rounds: PositiveInt = 400
-    encoder_lr: PositiveFloat = 5e-3
+    encoder_lr: PositiveFloat = 1e-3
     encoder_units: Annotated[int, Field(gt=0, multiple_of=2)] = 200
     private: bool = False
 

@@ -6,6 +6,7 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from hyperfed.errors import UserError
 
@@ -22,6 +23,9 @@ class DeepSet(nn.Module):
     the descriptor is the plain mean. Replacing one of n samples moves it by at most 2 / n. A
     maximum could move by as much as its whole range, whatever n.
 
+    It starts as He et al. (2015) start networks with ReLU. From PyTorch's own start, in which each
+    layer makes differences smaller, all clients get nearly one descriptor, and keep it in training.
+
     Attributes:
         features: the target with ``units`` outputs in its first linear layer, and without what is
             defined after it: (B, ...) -> (B, ``units``).
@@ -29,7 +33,7 @@ class DeepSet(nn.Module):
 
     Args:
         target: the target network. Its layers must be used in the order of their definition. It is
-            copied, with the weights of its trunk.
+            copied, without its weights.
         descriptor_size: l.
         units: outputs of the layer before pooling; an even number.
         bounded: whether samples are mapped onto the unit sphere and averaged.
@@ -52,6 +56,9 @@ class DeepSet(nn.Module):
         self.bounded = bounded
         self.features = _features(target, units).to(dtype)
         self.layers = _layers([units, *widths[:-1], descriptor_size]).to(dtype)
+        for part in self.modules():
+            if isinstance(part, nn.Linear | _ConvNd):
+                nn.init.kaiming_normal_(part.weight, nonlinearity="relu")
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the descriptor (l,) of a batch (B, ...) of inputs as the target takes them."""
