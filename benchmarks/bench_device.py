@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from hyperfed.devices import CPU, find_device
 from hyperfed.engines.graphs import Graphs, recorder_on
 from hyperfed.engines.loop import LoopEngine
 from hyperfed.engines.vmapped import VmappedEngine
-from hyperfed.methods import pefll, pfedhn
+from hyperfed.methods import METHODS
 from random_images import make_task
 from rounds import Rounds
 from side_by_side import milliseconds, ratio, take_turns
@@ -36,13 +35,13 @@ class Sizes:
 TINY = Sizes(clients=3, train=60, held_out=12, local_steps=2, batch=8, cohort=2, repetitions=2)
 
 
-@pytest.mark.parametrize("method", [pfedhn, pefll], ids=["pfedhn", "pefll"])
-def test_device(benchmark: Any, tiny: bool, method: ModuleType, findings: Any) -> None:
+@pytest.mark.parametrize("method", ["pfedhn", "pefll"])
+def test_device(benchmark: Any, tiny: bool, method: str, findings: Any) -> None:
     if not (CUDA or tiny):
         pytest.skip("NOT MEASURED: there is no GPU")
     device = find_device("cuda") if CUDA else CPU
     sizes = TINY if tiny else Sizes()
-    cohort = 1 if method is pfedhn else sizes.cohort
+    cohort = 1 if method == "pfedhn" else sizes.cohort
     task = make_task(sizes.clients, train=sizes.train, held_out=sizes.held_out)
     engines: dict[str, tuple[type[LoopEngine], dict[str, Any]]] = {
         "loop": (LoopEngine, {}),
@@ -54,7 +53,7 @@ def test_device(benchmark: Any, tiny: bool, method: ModuleType, findings: Any) -
     def rounds(name: str) -> Callable[[], None]:
         kind, options = engines[name]
         settings = {"local_steps": sizes.local_steps, "batch_size": sizes.batch}
-        ours = Rounds(task, method, kind, {"device": device, **options}, **settings)
+        ours = Rounds(task, METHODS[method], kind, {"device": device, **options}, **settings)
 
         def one() -> None:
             ours.round(cohort)
@@ -68,7 +67,7 @@ def test_device(benchmark: Any, tiny: bool, method: ModuleType, findings: Any) -
     seconds = take_turns(benchmark, competitors, sizes.repetitions, sizes=asdict(sizes))
     where = torch.cuda.get_device_name() if CUDA else "CPU"
     steps = cohort * sizes.local_steps
-    label = f"round of {method.__name__.rpartition('.')[2]}, {cohort} clients, {steps} steps"
+    label = f"round of {method}, {cohort} clients, {steps} steps"
     for name in engines:
         findings.append((f"{label}, {where}: {name}", milliseconds(seconds[name])))
     findings += [

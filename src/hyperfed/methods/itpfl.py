@@ -13,8 +13,9 @@ its unlabelled inputs. Batch-norm statistics never travel: each client measures 
 
 Private (section 7): the encoder is bounded, and a novel client adds Gaussian noise to its
 descriptor before it sends it. Training is without noise, as in the paper. Of what the paper leaves
-open, optimisers and the cohort's mean are pFedHN's, the lengths of the phases are ours, and private
-embeddings are put on the unit sphere, beyond which a bounded encoder cannot follow them.
+open, optimisers and the cohort's mean are pFedHN's, the lengths of the phases and the encoder's
+start are ours, and private embeddings are put on the unit sphere, beyond which a bounded encoder
+cannot follow them.
 """
 
 import copy
@@ -187,7 +188,8 @@ class Server(federation.Server):
     def rehearse(self, clients: Cohort) -> Each:
         """Serves clients as novel ones; on known clients it tells which round is the best."""
         descriptor = self.describe(clients)
-        if len(descriptor) > 1 and descriptor.std(dim=0).norm() < APART * descriptor.norm():
+        apart = (descriptor - descriptor.mean(dim=0)).norm()
+        if len(descriptor) > 1 and apart <= APART * descriptor.norm():
             log.warning(
                 "the encoder hardly tells clients apart, so novel ones get the same model; train "
                 "it with another method.encoder_lr, or longer"

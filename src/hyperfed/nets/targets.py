@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.backends import cudnn
 
+from hyperfed.devices import CPU
 from hyperfed.errors import UserError
 from hyperfed.trees import mapped
 
@@ -386,7 +387,7 @@ def _halved(x: Tensor) -> Tensor:
     PyTorch's pooling notes where each maximum was, pixel by pixel, for a gradient. On a CPU, where
     there will be none, the maximum of halves is the same in half the time or less.
     """
-    if torch.is_grad_enabled() or x.is_cuda:
+    if torch.is_grad_enabled() or x.device != CPU:
         return F.max_pool2d(x, 2)
     height, length = x.shape[-2] // 2 * 2, x.shape[-1] // 2 * 2
     rows = torch.maximum(x[..., 0:height:2, :], x[..., 1:height:2, :])
