@@ -1,7 +1,7 @@
-"""Rounds and evaluations beside what a script does, in one process."""
+"""Rounds and evaluations beside what a script does."""
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from types import ModuleType
@@ -17,7 +17,7 @@ from hyperfed.methods import METHODS, fedavg, pfedhn
 from hyperfed.nets.targets import LeNet
 from random_images import CLASSES, SHAPE, make_task
 from rounds import Rounds
-from side_by_side import milliseconds, ratio, take_turns
+from side_by_side import milliseconds, process_of_its_own, ratio, take_turns
 
 
 @dataclass(frozen=True)
@@ -67,20 +67,24 @@ def federation(task: Task, method: ModuleType, sizes: Sizes) -> Iterator[Rounds]
     ours.engine.close()
 
 
-def script(net: torch.nn.Module, task: Task, sizes: Sizes, config: Any, **more: Any) -> None:
-    """One client's local training, with the settings of a method."""
-    textbook.train(
-        net,
-        task.x[task.train[0]].contiguous(memory_format=more.pop("layout")),
-        task.y[task.train[0]],
-        steps=sizes.local_steps,
-        batch=sizes.batch,
-        lr=config.local_lr,
-        momentum=config.local_momentum,
-        weight_decay=config.local_weight_decay,
-        clip=config.local_clip,
-        **more,
-    )
+def local_training(task: Task, sizes: Sizes, config: Any) -> dict[str, Any]:
+    """What a script needs to train as one client does, with the settings of a method."""
+    return {
+        "x": task.x[task.train[0]],
+        "y": task.y[task.train[0]],
+        "steps": sizes.local_steps,
+        "batch": sizes.batch,
+        "lr": config.local_lr,
+        "momentum": config.local_momentum,
+        "weight_decay": config.local_weight_decay,
+        "clip": config.local_clip,
+    }
+
+
+def scripts(net: torch.nn.Module, clients: int, training: Mapping[str, Any]) -> None:
+    """Trains as so many clients, one after another."""
+    for _ in range(clients):
+        textbook.train(net, **training)
 
 
 @pytest.mark.parametrize("name", ["pfedhn", "pefll"])
@@ -94,20 +98,18 @@ def test_round(benchmark: Any, sizes: Sizes, task: Task, name: str, findings: An
         for _ in range(products):
             matrix @ matrix
 
-    with federation(task, method, sizes) as ours:
-
-        def loop(net: torch.nn.Module, **more: Any) -> Callable[[], None]:
-            def of_all_clients() -> None:
-                for _ in range(cohort):
-                    script(net, task, sizes, ours.config, **more)
-
-            return of_all_clients
-
+    with federation(task, method, sizes) as ours, process_of_its_own() as elsewhere:
+        training = local_training(task, sizes, ours.config)
+        fast = training | {
+            "x": training["x"].contiguous(memory_format=torch.channels_last),
+            "transform": task.transform,
+        }
         competitors: dict[str, Callable[[], object]] = {
             "round": lambda: ours.round(cohort),
             "local steps": lambda: ours.local_steps(cohort),
-            "textbook": loop(usual, layout=torch.contiguous_format),
-            "same network": loop(net, layout=torch.channels_last, transform=task.transform),
+            "textbook": lambda: elsewhere(scripts, usual, cohort, training),
+            "textbook here": lambda: scripts(usual, cohort, training),
+            "same network": lambda: scripts(net, cohort, fast),
             "products": multiply,
         }
         seconds = take_turns(benchmark, competitors, sizes.repetitions, sizes=asdict(sizes))
@@ -123,6 +125,10 @@ def test_round(benchmark: Any, sizes: Sizes, task: Task, name: str, findings: An
         ("  the same steps of a bare loop, our network", milliseconds(seconds["same network"])),
         ("  their multiplications at the rate of matrix products", milliseconds(bound)),
         ("  its local steps / textbook loop", ratio(seconds["local steps"], seconds["textbook"])),
+        (
+            "  its local steps / textbook loop in our process",
+            ratio(seconds["local steps"], seconds["textbook here"]),
+        ),
         ("  round / textbook loop", ratio(seconds["round"], seconds["textbook"])),
         ("  round / bare loop, our network", ratio(seconds["round"], seconds["same network"])),
         ("  round / multiplications", ratio(seconds["round"], bound)),

@@ -5,8 +5,11 @@ ratios of one turn. Nothing is an assertion: a busy machine makes no test fail.
 """
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from itertools import count
+from multiprocessing import get_context
 from time import perf_counter
 from typing import Any
 
@@ -50,6 +53,20 @@ def take_turns(
         **extra,
     )
     return seconds
+
+
+@contextmanager
+def process_of_its_own() -> Iterator[Callable[..., object]]:
+    """Yields what calls a function, with its arguments, in another process and waits for it.
+
+    A script is measured there: an engine has the memory of its whole process kept for the next
+    step (``allocation.py``), and a script beside it would have that for nothing. It has as many
+    threads as this process. It starts with the first call, in the turn that does not count, and to
+    reach it takes a thousandth of a second.
+    """
+    spawn, threads = get_context("spawn"), torch.get_num_threads()
+    with ProcessPoolExecutor(1, spawn, torch.set_num_threads, (threads,)) as pool:
+        yield lambda function, *arguments: pool.submit(function, *arguments).result()
 
 
 def median_of_ratios(ours: Sequence[float], theirs: Sequence[float]) -> float:

@@ -76,6 +76,7 @@ def test_the_benchmarks_run_and_record_what_they_measured(tmp_path: Path) -> Non
         assert set(found[f"test_round[{method}]"]["median_of_ratios"]) == {
             "round / local steps",
             "round / textbook",
+            "round / textbook here",
             "round / same network",
             "round / products",
         }
