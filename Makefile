@@ -39,10 +39,10 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Files in their order: the few tests that mostly wait, for a real federation, start early. Since
-# they wait, there is one worker more than cores.
+# In their order: the few tests that mostly wait, for a real federation, start early. Since they
+# wait, there is one worker more than cores. Those that share what is dear to make are one group.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
 
 bench: $(READY)
 	@mkdir -p $(dir $(BENCH_JSON))

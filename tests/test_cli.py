@@ -35,6 +35,8 @@ SMALL = (
     "checkpoint_every=2",
     "method.local_steps=2",
 )
+pytestmark = pytest.mark.xdist_group("cli")  # which share trained runs
+
 DEADLINE = 120.0
 """Seconds for what takes a few on a machine that does nothing else."""
 

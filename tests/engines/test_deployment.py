@@ -19,7 +19,7 @@ from hyperfed.data import tasks
 
 pytest.importorskip("flwr")
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("deployment")]
 
 LOOPBACK = "0100007F"
 SITES = (range(10), range(10, 20))

@@ -33,9 +33,10 @@ from hyperfed.trees import Tree
 from processes import LOOPBACKS, SECONDS, await_end, descendants, linux, listening, name_of
 from toys import Federation, Normed, make_task, short, snapshot
 
-pytestmark = pytest.mark.skipif(
-    find_spec("ray") is None, reason="NOT TESTED: pip install 'hyperfed[ray]'"
-)
+pytestmark = [
+    pytest.mark.xdist_group("ray"),
+    pytest.mark.skipif(find_spec("ray") is None, reason="NOT TESTED: pip install 'hyperfed[ray]'"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from processes import SECONDS, await_end, descendants, linux, name_of
 
 pytestmark = [
     linux,
+    pytest.mark.xdist_group("ray processes"),
     pytest.mark.skipif(find_spec("ray") is None, reason="NOT TESTED: pip install 'hyperfed[ray]'"),
 ]
 
