@@ -170,15 +170,32 @@ def test_training_brings_descriptors_to_the_embeddings() -> None:
     assert distance() < 0.3 * before
 
 
-def test_an_encoder_that_says_the_same_of_all_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_encoder_that_phase_two_cannot_use_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     ours = federation()
     cohort = ours.engine.cohort([0, 1, 2], 0, training=False)
+    descriptor = ours.server.describe(cohort)
+    with torch.no_grad():  # an encoder that has learned everything
+        ours.server.embeddings.weight[:3] = descriptor + 0.01 * torch.randn_like(descriptor)
+    ours.server.tuning = torch.tensor(True)
     ours.server.rehearse(cohort)
     assert caplog.text == ""
-    last = "layers.2.weight"
+    last = "layers.2.weight"  # one that says the same of all
     ours.server.encoder |= {last: torch.zeros_like(ours.server.encoder[last])}
+    ours.server.tuning = torch.tensor(False)
     ours.server.rehearse(cohort)
-    assert "hardly tells clients apart" in caplog.text
+    assert caplog.text == ""  # it may still learn
+    ours.server.tuning = torch.tensor(True)
+    ours.server.rehearse(cohort)
+    assert "of what tells the clients' embeddings apart" in caplog.text
+
+
+def test_the_share_explained_is_that_of_the_variance() -> None:
+    embedding = torch.tensor([[0.0, 1.0], [2.0, 1.0]])  # of variance 1 around (1, 1)
+    assert itpfl.share_explained(embedding, embedding) == 1
+    assert itpfl.share_explained(torch.ones(2, 2), embedding) == 0
+    halfway = torch.tensor([[0.5, 1.0], [1.5, 1.0]])
+    assert itpfl.share_explained(halfway, embedding) == pytest.approx(0.75)
+    assert itpfl.share_explained(embedding.flip(0), embedding) == pytest.approx(-3)
 
 
 # Phase 2

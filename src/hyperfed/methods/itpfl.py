@@ -41,8 +41,8 @@ from hyperfed.trees import Model, Tree, detach, model_of, subtract, weighted_mea
 
 log = logging.getLogger(__name__)
 
-APART = 1e-3
-"""How far descriptors differ at least, in parts of their length, for a hypernetwork to notice."""
+EXPLAINED = 0.1
+"""Share of the embeddings' variance below which an encoder hardly helps a novel client."""
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -188,12 +188,15 @@ class Server(federation.Server):
     def rehearse(self, clients: Cohort) -> Each:
         """Serves clients as novel ones; on known clients it tells which round is the best."""
         descriptor = self.describe(clients)
-        apart = (descriptor - descriptor.mean(dim=0)).norm()
-        if len(descriptor) > 1 and apart <= APART * descriptor.norm():
-            log.warning(
-                "the encoder hardly tells clients apart, so novel ones get the same model; train "
-                "it with another method.encoder_lr, or longer"
-            )
+        if self.tuning and not clients.novel and len(descriptor) > 1:
+            explained = share_explained(descriptor, self.embed(clients).detach())
+            if explained < EXPLAINED:
+                log.warning(
+                    "the encoder explains %.0f %% of what tells the clients' embeddings apart, so "
+                    "novel clients get nearly one model; train phase 1 longer, or with another "
+                    "method.encoder_lr",
+                    100 * explained,
+                )
         with torch.no_grad():
             return Each(self.novel_net(descriptor, clients.size))
 
@@ -211,3 +214,12 @@ class Server(federation.Server):
         """Returns what a novel client's descriptor reveals at most."""
         found: dict[str, Any] | None = self.config.privacy()
         return found
+
+
+def share_explained(descriptor: Tensor, embedding: Tensor) -> float:
+    """Returns the share of the variance of embeddings (C, l) that descriptors (C, l) explain.
+
+    1 where they are equal; at most 0 where the mean embedding would be as near.
+    """
+    missed = (descriptor - embedding).square().sum()
+    return 1 - float(missed / (embedding - embedding.mean(dim=0)).square().sum())
