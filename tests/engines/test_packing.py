@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from hyperfed import trees
-from hyperfed.engines.packing import pack, unpack
+from hyperfed.devices import CPU
+from hyperfed.engines.packing import moved, pack, unpack
+from pretended import DEVICE
 
 IMAGES = torch.arange(2 * 3 * 4 * 5, dtype=torch.float32).view(2, 3, 4, 5)
 LEAVES = {
@@ -49,3 +51,30 @@ def test_what_is_packed_is_not_copied() -> None:
     leaf = torch.zeros(3)
     came = unpack(pack({"leaf": leaf}))["leaf"]
     assert came.data_ptr() == leaf.data_ptr()
+
+
+def test_what_moves_to_a_device_and_back_has_its_bits_and_its_layout() -> None:
+    there = moved(LEAVES, DEVICE)
+    assert {leaf.device for leaf in there.values()} == {DEVICE}
+    back = moved(there, CPU)
+    assert list(back) == list(LEAVES)
+    for name, leaf in LEAVES.items():
+        came = back[name]
+        assert came.dtype == leaf.dtype
+        torch.testing.assert_close(came, leaf.detach(), rtol=0, atol=0, equal_nan=True)
+        assert came.stride() == leaf.clone().stride()
+
+
+def test_what_moves_is_one_tensor_for_each_dtype_and_begins_at_whole_lines() -> None:
+    tree = {"a": torch.ones(3), "b": {"c": torch.ones(70), "count": torch.tensor(2), "none": {}}}
+    back = moved(moved(tree, DEVICE), CPU)
+    assert trees.structure(back) == trees.structure(tree)
+    first, other, count = (leaf for _, leaf in trees.leaves(back))
+    assert first.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    assert first.untyped_storage().data_ptr() != count.untyped_storage().data_ptr()
+    assert (first.storage_offset(), other.storage_offset()) == (0, 64)
+
+
+def test_what_is_there_already_is_the_same() -> None:
+    leaf = torch.ones(2)
+    assert moved({"leaf": leaf}, CPU)["leaf"] is leaf

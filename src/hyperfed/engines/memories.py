@@ -4,9 +4,9 @@ from collections.abc import Collection
 
 import torch
 
-from hyperfed import trees
 from hyperfed.devices import CPU
 from hyperfed.engines.calls import Answer, Call
+from hyperfed.engines.packing import moved
 from hyperfed.trees import Tree
 
 
@@ -39,7 +39,7 @@ class Memories:
     def note(self, call: Call, answer: Answer) -> None:
         """Keeps what a call's client wrote as a draft of its cohort."""
         if self._device != CPU:
-            there = (trees.to(tree, self._device) for tree in (answer.memory, answer.scratch))
+            there = (moved(tree, self._device) for tree in (answer.memory, answer.scratch))
             answer = Answer({}, *there)
         self._drafts.setdefault(call.cohort, {})[call.client] = answer
 
@@ -47,7 +47,7 @@ class Memories:
         """Commits the drafts of some clients of a cohort."""
         for client, draft in self._drafts.get(cohort, {}).items():
             if client in clients:
-                self.kept[client] = trees.to(draft.memory, CPU)
+                self.kept[client] = moved(draft.memory, CPU)
 
     def forget(self, cohort: int) -> None:
         """Drops the drafts of a cohort."""
