@@ -3,11 +3,12 @@
 import threading
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from hyperfed import federation, training, trees
-from hyperfed.engines.loop import LoopEngine
+from hyperfed.engines.loop import LoopEngine, fair_workers
 from hyperfed.federation import Each, Task, step
 from hyperfed.nets.targets import LeNet
 from hyperfed.randomness import seeded
@@ -115,6 +116,14 @@ def test_dropout_is_a_function_of_client_and_round_and_leaves_the_global_generat
     assert losses([2, 0], workers=2, cores_per_client=1) == [first[2], first[0]]
     assert losses([0], 1) != first[:1]
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("clients", "places", "workers"),
+    [(1, 1, 1), (2, 2, 2), (3, 2, 3), (4, 2, 2), (5, 2, 3), (50, 2, 2), (17, 3, 3), (45, 16, 23)],
+)
+def test_as_many_workers_as_keep_all_places_busy(clients: int, places: int, workers: int) -> None:
+    assert fair_workers(clients, places) == workers
 
 
 def test_other_cores_per_client_agree_to_1e_6_on_a_network_that_uses_them() -> None:

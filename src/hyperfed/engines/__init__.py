@@ -43,7 +43,7 @@ class EngineConfig:
 
     Attributes:
         name: the engine; ``auto`` is ``loop`` on a CPU and ``vmap`` on an accelerator.
-        workers: clients computed at once; None for as many as the cores allow.
+        workers: clients computed at once; None for as many as keep all cores busy to the end.
         cores_per_client: intra-op threads of each. It changes the last bits of the results, the
             number of workers does not. None for all cores where one client trains alone, or
             several together, else 1.

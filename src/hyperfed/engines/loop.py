@@ -39,7 +39,7 @@ class LoopEngine:
         client: the method's Client.
         config: the method's settings, handed to each client.
         seed: the run's seed.
-        workers: clients at once; by default as many as the cores allow.
+        workers: clients at once; by default as many as keep all cores busy to the end.
         cores_per_client: threads of one client's arithmetic; by default all cores for a cohort of
             one and 1 for a larger one.
         faults: what to inject into training rounds.
@@ -119,11 +119,11 @@ class LoopEngine:
     def _answer(self, calls: Sequence[Call]) -> list[Tree | Exception]:
         """Runs calls of one cohort, as many at once as there are workers."""
         cores = self._cores_of_one(len(calls))
-        workers = min(self.workers or max(1, self.cores // cores), len(calls))
+        places = max(1, self.cores // cores)
+        workers = min(self.workers or fair_workers(len(calls), places), len(calls))
         if self._stochastic or self.device != CPU:
-            workers = (
-                1  # dropout draws from the one global generator; an accelerator does one thing
-            )
+            # Dropout draws from the one global generator; an accelerator does one thing.
+            workers = 1
 
         def run(call: Call) -> Answer | Exception:
             torch.set_num_threads(cores)
@@ -205,6 +205,20 @@ class LoopEngine:
     def _randomness(self, *keys: str | int) -> AbstractContextManager[None]:
         """Returns a block in which dropout draws as a function of ``keys``, where there is any."""
         return seeded(self.seed, *keys) if self._stochastic else nullcontext()
+
+
+def fair_workers(clients: int, places: int) -> int:
+    """Returns how many workers end first with so many clients on cores for ``places``.
+
+    Five clients at two places would take three turns, the last of them with a place left empty.
+    Three that share two places, and then two, take two turns and a half.
+    """
+
+    def turns(workers: int) -> float:
+        full, rest = divmod(clients, workers)
+        return full * max(1, workers / places) + (max(1, rest / places) if rest else 0)
+
+    return min(range(places, 2 * places), key=turns)
 
 
 @contextmanager

@@ -104,7 +104,7 @@ class Site:
         client: the method's Client.
         config: the method's settings.
         seed: the run's seed.
-        workers: clients at once; by default as many as the cores allow.
+        workers: clients at once; by default as many as keep all cores busy to the end.
         cores_per_client: threads of one client's arithmetic.
         precision: of that.
         device: where the site computes.
