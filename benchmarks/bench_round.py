@@ -60,6 +60,12 @@ def task(sizes: Sizes) -> Task:
     return make_task(sizes.clients, train=sizes.train, held_out=sizes.held_out)
 
 
+@pytest.fixture(scope="module")
+def elsewhere() -> Iterator[Callable[..., object]]:
+    with process_of_its_own() as call:
+        yield call
+
+
 @contextmanager
 def federation(task: Task, method: ModuleType, sizes: Sizes) -> Iterator[Rounds]:
     ours = Rounds(task, method, local_steps=sizes.local_steps, batch_size=sizes.batch)
@@ -88,7 +94,15 @@ def scripts(net: torch.nn.Module, clients: int, training: Mapping[str, Any]) -> 
 
 
 @pytest.mark.parametrize("name", ["pfedhn", "pefll"])
-def test_round(benchmark: Any, sizes: Sizes, task: Task, name: str, findings: Any) -> None:
+def test_round(
+    benchmark: Any,
+    *,
+    sizes: Sizes,
+    task: Task,
+    name: str,
+    elsewhere: Callable[..., object],
+    findings: Any,
+) -> None:
     method, cohort = METHODS[name], 1 if name == "pfedhn" else sizes.cohort
     net, usual = LeNet(SHAPE, CLASSES, width=16), textbook.Textbook()
     matrix = torch.randn(1024, 1024)
@@ -98,7 +112,7 @@ def test_round(benchmark: Any, sizes: Sizes, task: Task, name: str, findings: An
         for _ in range(products):
             matrix @ matrix
 
-    with federation(task, method, sizes) as ours, process_of_its_own() as elsewhere:
+    with federation(task, method, sizes) as ours:
         training = local_training(task, sizes, ours.config)
         fast = training | {
             "x": training["x"].contiguous(memory_format=torch.channels_last),
