@@ -57,6 +57,7 @@ def moved(tree: Tree, device: torch.device) -> Tree:
     What has to move does so in one transfer for each dtype, and is part of one tensor afterwards.
     Values, dtypes and order in memory stay.
     """
+    device = torch.empty(0, device=device).device  # "cuda:0" where it was called "cuda"
     leaves = [leaf for _, leaf in trees.leaves(tree)]
     away = defaultdict(list)
     for place, leaf in enumerate(leaves):

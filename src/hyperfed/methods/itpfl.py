@@ -188,8 +188,9 @@ class Server(federation.Server):
     def rehearse(self, clients: Cohort) -> Each:
         """Serves clients as novel ones; on known clients it tells which round is the best."""
         descriptor = self.describe(clients)
-        if self.tuning and not clients.novel and len(descriptor) > 1:
-            explained = share_explained(descriptor, self.embed(clients).detach())
+        there = clients.weight > 0
+        if self.tuning and not clients.novel and there.sum() > 1:
+            explained = share_explained(descriptor[there], self.embed(clients).detach()[there])
             if explained < EXPLAINED:
                 log.warning(
                     "the encoder explains %.0f %% of what tells the clients' embeddings apart, so "
