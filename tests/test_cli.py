@@ -438,8 +438,10 @@ class TestEvaluate:
         only = json.loads(cli("evaluate", trained, "--novel", "--json").out)
         assert list(only) == ["novel"]
         few = json.loads(cli("evaluate", trained, "--novel", "--samples", 3, "--json").out)
+        twice = json.loads(cli("evaluate", trained, "--novel", "--draws", 2, "--json").out)
         assert few["novel"]["clients"] == only["novel"]["clients"]
         assert few["novel"]["loss"] != only["novel"]["loss"]
+        assert twice["novel"]["count"] == [2 * count for count in only["novel"]["count"]]
         otherwise = ("method.novel_models=ensemble", "task.unlabelled=true")
         mixed = json.loads(cli("evaluate", trained, *otherwise, "--json").out)
         assert list(mixed) == ["val", "test", "novel"]
@@ -452,6 +454,7 @@ class TestEvaluate:
             (["method.hidden=7"], "must not change what was trained"),
             (["task.unlabelled=true"], "needs labels"),
             (["--samples", 100_000], "samples must be 1 to"),
+            (["--draws", 0], "draws must be at least 1"),
         ],
     )
     def test_refuses_to_serve_in_a_way_that_needs_other_training(

@@ -168,6 +168,18 @@ def test_a_run_serves_novel_clients_by_another_protocol_without_training_again()
         run.served_otherwise(["task.unlabelled=true"])
 
 
+def test_novel_clients_are_served_several_times_with_noise_of_their_own() -> None:
+    run = finished("itpfl", make_task(novel=1), private=True)
+    noisy = run.served_otherwise(["method.epsilon=0.5", "method.delta=0.01"])
+    once, thrice = noisy.evaluate_novel(), noisy.evaluate_novel(draws=3)
+    assert thrice.count == tuple(3 * count for count in once.count)
+    assert thrice.loss != pytest.approx(once.loss, rel=1e-6)
+    assert noisy.evaluate_best(draws=3)["novel"].loss == thrice.loss
+    assert run.evaluate_novel(draws=3).loss == pytest.approx(run.evaluate_novel().loss, rel=1e-9)
+    with pytest.raises(UserError, match="draws must be at least 1"):
+        run.evaluate_novel(draws=0)
+
+
 def test_settings_that_decide_what_is_trained_are_refused_when_serving() -> None:
     run = finished("pfedhn", make_task(novel=1))
     with pytest.raises(UserError, match="must not change what was trained"):

@@ -139,10 +139,15 @@ def evaluate(
             "task.unlabelled, task.novel_corruption.",
         ),
     ] = None,
+    *,
     samples: Annotated[
         int | None, Option(help="Training examples that each novel client has; default: all.")
     ] = None,
     novel: Annotated[bool, Option("--novel", help="Evaluate novel clients only.")] = False,
+    draws: Annotated[
+        int,
+        Option(help="Times that novel clients are served, each with noise and batches of its own."),
+    ] = 1,
     as_json: Json = False,
 ) -> None:
     """Evaluate the models of a run's best round on every client's data."""
@@ -151,7 +156,7 @@ def evaluate(
         if settings or samples is not None:
             otherwise = run.served_otherwise(settings or (), samples=samples)
             run = opened.enter_context(closing(otherwise))
-        found = {"novel": run.evaluate_novel()} if novel else run.evaluate_best()
+        found = {"novel": run.evaluate_novel(draws)} if novel else run.evaluate_best(draws)
     if as_json:
         _print_json({split: asdict(evaluation) for split, evaluation in found.items()})
         return

@@ -7,7 +7,7 @@ differ from what it would have been: all its state is in one file, written whole
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from time import monotonic
@@ -313,20 +313,29 @@ class Run:
         run.round, run._best, run._bytes = self.round, self.best, dict(self._bytes)
         return run
 
-    def evaluate_novel(self) -> Evaluation:
+    def evaluate_novel(self, draws: int = 1) -> Evaluation:
         """Evaluates novel clients, by the method's own protocol, with the best round's server.
+
+        Args:
+            draws: how often they are served, at least once, each time with noise and batches of its
+                own; the counts are those of all times together.
 
         Raises:
             UserError: there are none, or the run has not come to its first evaluation.
         """
+        if draws < 1:
+            raise UserError(f"draws must be at least 1, got {draws}; leave it out for one")
         if not self.task.novel:
             raise UserError(
                 "there must be novel clients to evaluate; train with task.novel above 0"
             )
-        return self._evaluate_novel(self.best.round)
+        return self._evaluate_novel(self.best.round, draws)
 
-    def evaluate_best(self) -> dict[str, Evaluation]:
+    def evaluate_best(self, draws: int = 1) -> dict[str, Evaluation]:
         """Evaluates the models of the best validation round; nothing is recorded.
+
+        Args:
+            draws: how often novel clients are served, as in :meth:`evaluate_novel`.
 
         Returns:
             {"val": record, "test": record} of the known clients, and "novel" where there are any.
@@ -339,14 +348,18 @@ class Run:
             counts = evaluate(server, self.engine, known, best)
         found = {split: self._summarise(split, known, counts[split], best) for split in counts}
         if self.task.novel:
-            found["novel"] = self._evaluate_novel(best)
+            found["novel"] = self.evaluate_novel(draws)
         return found
 
-    def _evaluate_novel(self, round: int) -> Evaluation:
+    def _evaluate_novel(self, round: int, draws: int = 1) -> Evaluation:
         ids = list(self.task.novel_ids)
         with self._at_best() as server:
-            counts = evaluate(server, self.engine, ids, self.config.rounds, novel=True)
-        return self._summarise("novel", ids, counts["test"], round)
+            drawn = [
+                evaluate(server, self.engine, ids, self.config.rounds + draw, novel=True)["test"]
+                for draw in range(draws)
+            ]
+        counts = Counts(*(sum(parts) for parts in zip(*map(astuple, drawn), strict=True)))
+        return self._summarise("novel", ids, counts, round)
 
     # Parts of a round.
 
