@@ -193,15 +193,6 @@ def test_an_encoder_that_phase_two_cannot_use_is_reported(
     assert "of what tells the clients' embeddings apart" in caplog.text
 
 
-def test_the_share_explained_is_that_of_the_variance() -> None:
-    embedding = torch.tensor([[0.0, 1.0], [2.0, 1.0]])  # of variance 1 around (1, 1)
-    assert itpfl.share_explained(embedding, embedding) == 1
-    assert itpfl.share_explained(torch.ones(2, 2), embedding) == 0
-    halfway = torch.tensor([[0.5, 1.0], [1.5, 1.0]])
-    assert itpfl.share_explained(halfway, embedding) == pytest.approx(0.75)
-    assert itpfl.share_explained(embedding.flip(0), embedding) == pytest.approx(-3)
-
-
 # Phase 2
 
 

@@ -36,7 +36,14 @@ from hyperfed.hypernet_training import HyperNetConfig, descend
 from hyperfed.nets.deepsets import DeepSet
 from hyperfed.nets.hypernets import MultiHead, shapes_of
 from hyperfed.privacy import PrivacyConfig, sensitivity
-from hyperfed.training import LocalConfig, batch_statistics, mean_output, regression, sgd
+from hyperfed.training import (
+    LocalConfig,
+    batch_statistics,
+    mean_output,
+    regression,
+    sgd,
+    share_explained,
+)
 from hyperfed.trees import Model, Tree, detach, model_of, subtract, weighted_mean
 
 log = logging.getLogger(__name__)
@@ -193,10 +200,9 @@ class Server(federation.Server):
             explained = share_explained(descriptor[there], self.embed(clients).detach()[there])
             if explained < EXPLAINED:
                 log.warning(
-                    "the encoder explains %.0f %% of what tells the clients' embeddings apart, so "
-                    "novel clients get nearly one model; train phase 1 longer, or with another "
-                    "method.encoder_lr",
-                    100 * explained,
+                    f"the encoder explains {100 * explained:.0f} % of what tells the clients' "
+                    "embeddings apart, so novel clients get nearly one model; train phase 1 "
+                    "longer, or with another method.encoder_lr"
                 )
         with torch.no_grad():
             return Each(self.novel_net(descriptor, clients.size))
@@ -215,12 +221,3 @@ class Server(federation.Server):
         """Returns what a novel client's descriptor reveals at most."""
         found: dict[str, Any] | None = self.config.privacy()
         return found
-
-
-def share_explained(descriptor: Tensor, embedding: Tensor) -> float:
-    """Returns the share of the variance of embeddings (C, l) that descriptors (C, l) explain.
-
-    1 where they are equal; at most 0 where the mean embedding would be as near.
-    """
-    missed = (descriptor - embedding).square().sum()
-    return 1 - float(missed / (embedding - embedding.mean(dim=0)).square().sum())
