@@ -9,7 +9,7 @@ from torch import Tensor
 from hyperfed import trees
 from hyperfed.devices import CPU
 from hyperfed.engines.packing import moved, pack, unpack
-from pretended import DEVICE
+from pretended import DEVICE, NAME
 
 IMAGES = torch.arange(2 * 3 * 4 * 5, dtype=torch.float32).view(2, 3, 4, 5)
 LEAVES = {
@@ -78,3 +78,5 @@ def test_what_moves_is_one_tensor_for_each_dtype_and_begins_at_whole_lines() -> 
 def test_what_is_there_already_is_the_same() -> None:
     leaf = torch.ones(2)
     assert moved({"leaf": leaf}, CPU)["leaf"] is leaf
+    there = moved({"leaf": leaf}, DEVICE)
+    assert moved(there, torch.device(NAME))["leaf"] is there["leaf"]  # the same, without its number
