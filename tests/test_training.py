@@ -190,9 +190,9 @@ def test_classes_are_counted_as_by_bincount() -> None:
 
 
 def test_the_share_explained_is_that_of_the_variance() -> None:
-    target = torch.tensor([[0.0, 1.0], [2.0, 1.0]])  # of variance 1 around (1, 1)
+    target = torch.tensor([[0.0, 5.0], [2.0, 5.0]])  # of variance 1 around (1, 5)
     assert training.share_explained(target, target) == 1
-    assert training.share_explained(torch.ones(2, 2), target) == 0
-    halfway = torch.tensor([[0.5, 1.0], [1.5, 1.0]])
+    assert training.share_explained(target.mean(dim=0).expand(2, 2), target) == 0
+    halfway = torch.tensor([[0.5, 5.0], [1.5, 5.0]])
     assert training.share_explained(halfway, target) == pytest.approx(0.75)
     assert training.share_explained(target.flip(0), target) == pytest.approx(-3)
