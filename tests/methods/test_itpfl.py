@@ -193,6 +193,14 @@ def test_an_encoder_that_phase_two_cannot_use_is_reported(
     assert "of what tells the clients' embeddings apart" in caplog.text
 
 
+def test_novel_clients_have_no_embedding_to_be_explained(caplog: pytest.LogCaptureFixture) -> None:
+    ours = federation(novel=2)
+    ours.server.tuning = torch.tensor(True)
+    novel = ours.engine.cohort(list(ours.task.novel_ids), 0, training=False, fresh=True)
+    assert len(ours.server.personalize(novel).tree["body.weight"]) == 2
+    assert caplog.text == ""
+
+
 # Phase 2
 
 
