@@ -6,7 +6,7 @@ import torch
 from hyperfed.data.datasets import load
 from hyperfed.data.tasks import TaskConfig, divide
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("real data")]  # decoded by one worker
 
 
 @pytest.fixture
