@@ -187,12 +187,3 @@ def test_classes_are_counted_as_by_bincount() -> None:
     y = torch.tensor([3, 0, 3, 1, 3])
     assert torch.equal(training.count_classes(y, 5), torch.bincount(y, minlength=5))
     assert training.count_classes(y[:0], 2).tolist() == [0, 0]
-
-
-def test_the_share_explained_is_that_of_the_variance() -> None:
-    target = torch.tensor([[0.0, 5.0], [2.0, 5.0]])  # of variance 1 around (1, 5)
-    assert training.share_explained(target, target) == 1
-    assert training.share_explained(target.mean(dim=0).expand(2, 2), target) == 0
-    halfway = torch.tensor([[0.5, 5.0], [1.5, 5.0]])
-    assert training.share_explained(halfway, target) == pytest.approx(0.75)
-    assert training.share_explained(target.flip(0), target) == pytest.approx(-3)

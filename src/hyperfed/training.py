@@ -317,15 +317,6 @@ def regression(module: nn.Module, target: Tensor) -> Objective:
     return objective
 
 
-def share_explained(predicted: Tensor, target: Tensor) -> float:
-    """Returns the share of the variance of targets (C, l) that a regression explains.
-
-    1 where all are met; at most 0 where their mean would be as near.
-    """
-    missed = (predicted - target).square().sum()
-    return 1 - float(missed / (target - target.mean(dim=0)).square().sum())
-
-
 def proximal(
     objective: Objective, center: Model, strength: float, names: Collection[str]
 ) -> Objective:

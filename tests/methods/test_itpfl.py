@@ -190,7 +190,10 @@ def test_an_encoder_that_phase_two_cannot_use_is_reported(
     assert caplog.text == ""  # it may still learn
     ours.server.tuning = torch.tensor(True)
     ours.server.rehearse(cohort)
-    assert "of what tells the clients' embeddings apart" in caplog.text
+    same = ours.server.describe(cohort)[0]
+    missed = (descriptor - same).square().sum() / (descriptor - descriptor.mean(0)).square().sum()
+    assert f"explains {100 * (1 - missed):.0f} %" in caplog.text
+    assert "% of the variance of the clients' embeddings" in caplog.text
 
 
 def test_novel_clients_have_no_embedding_to_be_explained(caplog: pytest.LogCaptureFixture) -> None:

@@ -36,14 +36,7 @@ from hyperfed.hypernet_training import HyperNetConfig, descend
 from hyperfed.nets.deepsets import DeepSet
 from hyperfed.nets.hypernets import MultiHead, shapes_of
 from hyperfed.privacy import PrivacyConfig, sensitivity
-from hyperfed.training import (
-    LocalConfig,
-    batch_statistics,
-    mean_output,
-    regression,
-    sgd,
-    share_explained,
-)
+from hyperfed.training import LocalConfig, batch_statistics, mean_output, regression, sgd
 from hyperfed.trees import Model, Tree, detach, model_of, subtract, weighted_mean
 
 log = logging.getLogger(__name__)
@@ -197,12 +190,15 @@ class Server(federation.Server):
         descriptor = self.describe(clients)
         there = clients.weight > 0
         if self.tuning and not clients.novel and there.sum() > 1:
-            explained = share_explained(descriptor[there], self.embed(clients).detach()[there])
+            from sklearn.metrics import r2_score  # takes seconds to import
+
+            pair = (rows[there].detach().cpu() for rows in (self.embed(clients), descriptor))
+            explained = r2_score(*pair, multioutput="variance_weighted")
             if explained < EXPLAINED:
                 log.warning(
-                    f"the encoder explains {100 * explained:.0f} % of what tells the clients' "
-                    "embeddings apart, so novel clients get nearly one model; train phase 1 "
-                    "longer, or with another method.encoder_lr"
+                    f"the encoder explains {100 * explained:.0f} % of the variance of the clients' "
+                    "embeddings, so novel clients get nearly one model; train phase 1 longer, or "
+                    "with another method.encoder_lr"
                 )
         with torch.no_grad():
             return Each(self.novel_net(descriptor, clients.size))
