@@ -2,7 +2,7 @@
 #
 #   make run     train three methods on a bundled data set and compare them
 #   make test    what continuous integration runs: lint, types, tests
-#   make lint    ruff and mypy alone
+#   make lint    ruff, mypy and which room imports which
 #   make bench   speed and memory, written to $(BENCH_JSON)
 #   make clean   remove .venv, caches and builds; runs/ and results/ stay
 #
@@ -38,6 +38,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo --no-cache
 
 # In their order: the few tests that mostly wait, for a real federation, start early. Since they
 # wait, there is one worker more than cores. Those that share what is dear to make are one group.

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from hyperfed.devices import CPU, find_device
-from hyperfed.engines.graphs import Graphs, recorder_on
-from hyperfed.engines.loop import LoopEngine
-from hyperfed.engines.vmapped import VmappedEngine
+from hyperfed.engines.local.graphs import Graphs, recorder_on
+from hyperfed.engines.local.loop import LoopEngine
+from hyperfed.engines.local.vmap import VmappedEngine
 from hyperfed.methods import METHODS
+from hyperfed.system.devices import CPU, find_device
 from random_images import make_task
 from rounds import Rounds
 from side_by_side import milliseconds, ratio, take_turns

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from hyperfed import config
-from hyperfed.run import Run
+from hyperfed.runs import config
+from hyperfed.runs.run import Run
 
 if find_spec("flwr") is None:
     pytest.skip("NOT MEASURED: pip install 'hyperfed[flower]'", allow_module_level=True)
 
-from engines.deployment import Deployment, deployed, write_node_key
+from engines.flower.deployment import Deployment, deployed, write_node_key
 
 
 @dataclass(frozen=True)

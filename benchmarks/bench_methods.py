@@ -14,8 +14,8 @@ import pytest
 
 import textbook
 from hyperfed.engines.cohort import EngineCohort
-from hyperfed.engines.loop import LoopEngine
-from hyperfed.engines.vmapped import VmappedEngine
+from hyperfed.engines.local.loop import LoopEngine
+from hyperfed.engines.local.vmap import VmappedEngine
 from hyperfed.methods import METHODS
 from hyperfed.nets.targets import LeNet
 from random_images import CLASSES, SHAPE, make_task

@@ -15,10 +15,12 @@ import pytest
 import torch
 from torch import nn
 
-from hyperfed import config, hypernet_training, run, trees
+from hyperfed import trees
 from hyperfed.federation import Split
 from hyperfed.methods import pefll, pfedhn
+from hyperfed.methods.parts import hypernet_training
 from hyperfed.nets.hypernets import MultiHead, SingleOutput
+from hyperfed.runs import config, run
 from random_images import make_task
 
 ROUNDS = {"pfedhn": 120, "pefll": 30}

@@ -16,8 +16,8 @@ import pytest
 
 from hyperfed import training, trees
 from hyperfed.engines.cohort import Engine
-from hyperfed.engines.loop import LoopEngine
-from hyperfed.engines.ray import RayEngine
+from hyperfed.engines.local.loop import LoopEngine
+from hyperfed.engines.ray.engine import RayEngine
 from hyperfed.federation import Client, Each, step
 from hyperfed.training import Sgd, Steps
 from hyperfed.trees import Model, Tree

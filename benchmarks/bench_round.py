@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import textbook
-from hyperfed.complexity import count_flops
 from hyperfed.federation import Task
 from hyperfed.methods import METHODS, fedavg, pfedhn
+from hyperfed.methods.parts.complexity import count_flops
 from hyperfed.nets.targets import LeNet
 from random_images import CLASSES, SHAPE, make_task
 from rounds import Rounds

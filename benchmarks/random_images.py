@@ -3,9 +3,9 @@
 import torch
 
 from hyperfed.data.examples import Normalize
-from hyperfed.federation import Task
+from hyperfed.data.own import Task
 from hyperfed.nets.targets import LeNet
-from hyperfed.randomness import generator, seeded
+from hyperfed.system.randomness import generator, seeded
 
 CLASSES = 10
 SHAPE = (3, 32, 32)

@@ -6,10 +6,10 @@ from types import ModuleType
 from typing import Any
 
 from hyperfed.engines.cohort import EngineCohort
-from hyperfed.engines.loop import LoopEngine
-from hyperfed.evaluation import evaluate
+from hyperfed.engines.local.loop import LoopEngine
 from hyperfed.federation import Task
-from hyperfed.randomness import seeded
+from hyperfed.runs.evaluation import evaluate
+from hyperfed.system.randomness import seeded
 
 
 class Rounds:

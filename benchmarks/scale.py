@@ -14,10 +14,10 @@ from time import perf_counter
 
 import torch
 
-from hyperfed import config
-from hyperfed.federation import Task
+from hyperfed.data.own import Task
 from hyperfed.nets.targets import LeNet
-from hyperfed.run import Run
+from hyperfed.runs import config
+from hyperfed.runs.run import Run
 from random_images import CLASSES
 
 SHAPE = (1, 28, 28)

@@ -14,7 +14,7 @@ from rich.console import Console
 from torch import nn
 
 import hyperfed
-from hyperfed import report
+from hyperfed.runs import report
 
 COHORTS = {"local": 18, "fedavg": 5, "pfedhn": 1}
 """Method -> clients of a round, as its paper has it; 18 are all that take part."""

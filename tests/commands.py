@@ -14,7 +14,7 @@ import torch
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
-    ["hyperfed.cli", "hyperfed.run", "sklearn.datasets", "torch._dynamo"]
+    ["hyperfed.apps.cli", "hyperfed.runs.run", "sklearn.datasets", "torch._dynamo"]
 )
 
 
@@ -31,7 +31,7 @@ def start(*arguments: str, said: Path | None = None) -> BaseProcess:
 
 
 def _command(arguments: tuple[str, ...], said: Path) -> None:
-    from hyperfed.cli import main  # preloaded
+    from hyperfed.apps.cli import main  # preloaded
 
     torch.set_num_threads(1)
     with said.open("w", buffering=1) as out:

@@ -7,7 +7,7 @@ from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
 from hyperfed import federation, trees
-from hyperfed.engines.loop import LoopEngine
+from hyperfed.engines.local.loop import LoopEngine
 from hyperfed.federation import Task, step
 from hyperfed.trees import Tree
 from toys import make_task

@@ -16,8 +16,9 @@ from types import ModuleType
 import pytest
 import typer
 
-from hyperfed import cli, config
+from hyperfed.apps import cli
 from hyperfed.methods import METHODS
+from hyperfed.runs import config
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

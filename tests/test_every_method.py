@@ -11,7 +11,7 @@ from hyperfed.engines.calls import Call
 from hyperfed.errors import UserError
 from hyperfed.federation import AllLostError
 from hyperfed.methods import METHODS
-from hyperfed.randomness import seeded
+from hyperfed.system.randomness import seeded
 from toys import Federation, Normed, TwoLayers, make_task, snapshot
 
 ALL = sorted(METHODS)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hyperfed import config
+from hyperfed.runs import config
 
 ROOT = Path(__file__).parents[1] / "experiments"
 FILES = sorted(ROOT.glob("*/*.toml"))

@@ -9,10 +9,10 @@ from torch import nn
 
 import hyperfed
 from hyperfed import trees
-from hyperfed.config import from_keys
 from hyperfed.errors import UserError
 from hyperfed.nets import LeNet
-from hyperfed.randomness import generator, seeded
+from hyperfed.runs.config import from_keys
+from hyperfed.system.randomness import generator, seeded
 from hyperfed.training import Batch, Sgd, arithmetic, sgd, supervised
 
 SETTINGS = Sgd(0.05, momentum=0.9, weight_decay=1e-3)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hyperfed import training, trees
-from hyperfed.randomness import seeded
+from hyperfed.system.randomness import seeded
 from hyperfed.training import Batch, Epochs, LocalConfig, Sgd, Steps, UnlabelledError
 from toys import CLASSES, FEATURES, Normed, TwoLayers
 

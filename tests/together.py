@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hyperfed.engines.calls import Answer, Call
-from hyperfed.engines.vmapped import Kind, VmappedEngine
+from hyperfed.engines.local.vmap import Kind, VmappedEngine
 from hyperfed.trees import Tree
 from toys import Federation, make_task, short
 

@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hyperfed import trees
-from hyperfed.devices import CPU
-from hyperfed.engines.loop import LoopEngine
+from hyperfed.engines.local.loop import LoopEngine
 from hyperfed.federation import Server, Task
 from hyperfed.methods import METHODS
-from hyperfed.randomness import seeded
+from hyperfed.system.devices import CPU
+from hyperfed.system.randomness import seeded
 from hyperfed.trees import Tree
 
 FEATURES, CLASSES = 5, 3

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from hyperfed.errors import UserError
 
 if TYPE_CHECKING:
-    from hyperfed.federation import Task
-    from hyperfed.run import Run, train
+    from hyperfed.data.own import Task
+    from hyperfed.runs.run import Run
 
 __all__ = ["Run", "Task", "UserError", "__version__", "open_run", "resume", "train"]
 
@@ -29,7 +29,7 @@ try:
 except metadata.PackageNotFoundError:  # run from a checkout that was never installed
     __version__ = "0+unknown"
 
-_HOME = {"Run": "hyperfed.run", "Task": "hyperfed.federation", "train": "hyperfed.run"}
+_HOME = {"Run": "hyperfed.runs.run", "Task": "hyperfed.data.own"}
 
 
 def __getattr__(name: str) -> Any:
@@ -37,6 +37,37 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)
+
+
+def train(
+    method: str,
+    task: "Task | None" = None,
+    /,
+    *,
+    out: str | Path | None = None,
+    progress: bool = True,
+    **keys: Any,
+) -> "Run":
+    """Trains a method and returns the finished run.
+
+    Args:
+        method: its name, such as "pfedhn".
+        task: the data; built from ``task={...}`` keys where not given (``digits`` by default).
+        out: a folder below which the run leaves its records; none by default.
+        progress: shows a progress bar where there is a terminal.
+        keys: every key of the command line; dotted ones as dicts: ``method={"local_steps": 20}``.
+
+    Raises:
+        UserError: settings or data are wrong; lists all errors at once.
+    """
+    from hyperfed.runs import config as configuration
+    from hyperfed.runs.progress import watch
+    from hyperfed.runs.run import Run
+
+    config = configuration.from_keys(method, keys)
+    run = Run(config, task) if out is None else Run.start(config, Path(out), task)
+    watch(run, show=progress)
+    return run
 
 
 def open_run(path: str | Path, task: "Task | None" = None) -> "Run":
@@ -49,7 +80,7 @@ def open_run(path: str | Path, task: "Task | None" = None) -> "Run":
     Raises:
         UserError: not a run's folder, a damaged or foreign checkpoint, or other data.
     """
-    from hyperfed.run import Run
+    from hyperfed.runs.run import Run
 
     return Run.open(Path(path), task)
 
@@ -65,8 +96,8 @@ def resume(path: str | Path, task: "Task | None" = None, *, progress: bool = Tru
     Raises:
         UserError: as :func:`open_run`; or the run is done.
     """
-    from hyperfed.progress import watch
-    from hyperfed.run import Run
+    from hyperfed.runs.progress import watch
+    from hyperfed.runs.run import Run
 
     run = Run.resume(Path(path), task)
     watch(run, show=progress)

@@ -1,6 +1,6 @@
 """``python -m hyperfed`` is the ``hyperfed`` command."""
 
-from hyperfed.cli import main
+from hyperfed.apps.cli import main
 
 if __name__ == "__main__":
     main()

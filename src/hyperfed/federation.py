@@ -7,7 +7,7 @@ engine's business: methods know no engine, engines know no method.
 """
 
 import copy
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self, TypeVar, overload
 
@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hyperfed import state, training, trees
+from hyperfed import training, trees
 from hyperfed.training import Batch, Batches
-from hyperfed.trees import Model, Tree
+from hyperfed.trees import Model, Tree, state
 
 BASE = "base"
 """The name of the target's size where a task has only one."""
@@ -101,20 +101,6 @@ class Task:
         train, val, test = (_moved(rows, device) for rows in (self.train, self.val, self.test))
         models = {size: copy.deepcopy(model).to(device) for size, model in self.models.items()}
         return replace(self, x=x, y=y, train=train, val=val, test=test, models=models)
-
-    @staticmethod
-    def from_arrays(
-        x: Any,
-        y: Any,
-        *,
-        client: Sequence[Hashable],
-        model: nn.Module | Callable[[], nn.Module],
-        **options: Any,
-    ) -> "Task":
-        """Builds a task from your own data; see :func:`hyperfed.data.tasks.from_arrays`."""
-        from hyperfed.data.tasks import from_arrays  # data imports the contract, not the reverse
-
-        return from_arrays(x, y, client=client, model=model, **options)
 
 
 def _moved(rows: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:

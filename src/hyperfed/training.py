@@ -18,7 +18,7 @@ from torch.func import grad_and_value
 from torch.linalg import vector_norm
 from torch.optim.swa_utils import update_bn
 
-from hyperfed.devices import CPU
+from hyperfed.system.devices import CPU
 from hyperfed.trees import Model, fill, mapped
 
 

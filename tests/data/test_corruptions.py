@@ -18,7 +18,7 @@ from hyperfed.data.corruptions import (
 )
 from hyperfed.data.partitions import Partition
 from hyperfed.errors import UserError
-from hyperfed.randomness import generator
+from hyperfed.system.randomness import generator
 
 
 def images(*shape, seed=0):

@@ -5,10 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from hyperfed.data.own import Network, mean_squared_error, minus_squared_error
+from hyperfed.data.own import Network, Task, mean_squared_error, minus_squared_error
 from hyperfed.data.tasks import from_arrays, newcomer
 from hyperfed.errors import UserError
-from hyperfed.federation import Task
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(100, 4))

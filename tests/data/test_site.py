@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from hyperfed import cli
+from hyperfed.apps import cli
 from hyperfed.data import site
 from hyperfed.data.roster import Frame, enrol
 from hyperfed.engines.calls import Call
-from hyperfed.engines.site import Site
-from hyperfed.engines.wire import Request
+from hyperfed.engines.flower.site import Site
+from hyperfed.engines.flower.wire import Request
 from hyperfed.errors import UserError
 from hyperfed.methods import METHODS
 from hyperfed.training import Steps

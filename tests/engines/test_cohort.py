@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from hyperfed import trees
-from hyperfed.devices import CPU
 from hyperfed.engines import Engine, EngineCohort, Faults
 from hyperfed.engines.calls import Call
 from hyperfed.engines.cohort import CohortState, Question
-from hyperfed.engines.loop import LoopEngine
+from hyperfed.engines.local.loop import LoopEngine
 from hyperfed.errors import UserError
-from hyperfed.evaluation import evaluate
 from hyperfed.federation import AllLostError, Each, Task, step
+from hyperfed.runs.evaluation import evaluate
+from hyperfed.system.devices import CPU
 from hyperfed.trees import Tree
 from probe import Client, Config, engine_of
 from toys import EXAMPLES, Federation, Normed, TwoLayers, make_task

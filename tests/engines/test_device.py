@@ -10,20 +10,23 @@ import pytest
 import torch
 
 import hyperfed
-from hyperfed import config, toml, trees
-from hyperfed.devices import CPU, describe, find_device
-from hyperfed.engines import EngineConfig, build, site
-from hyperfed.engines.actors import Work, Worker
+from hyperfed import trees
+from hyperfed.engines import EngineConfig, build
 from hyperfed.engines.calls import Call
-from hyperfed.engines.graphs import Graphs, recorder_on
-from hyperfed.engines.loop import LoopEngine
-from hyperfed.engines.packing import pack, unpack
-from hyperfed.engines.vmapped import VmappedEngine, best_engine
+from hyperfed.engines.flower import site
+from hyperfed.engines.local.graphs import Graphs, recorder_on
+from hyperfed.engines.local.loop import LoopEngine
+from hyperfed.engines.local.vmap import VmappedEngine, best_engine
+from hyperfed.engines.ray.actors import Work, Worker
 from hyperfed.errors import UserError
 from hyperfed.federation import step
 from hyperfed.methods import METHODS, fedavg, fedper
-from hyperfed.run import Run
+from hyperfed.runs import config
+from hyperfed.runs.run import Run
+from hyperfed.system import toml
+from hyperfed.system.devices import CPU, describe, find_device
 from hyperfed.trees import Tree
+from hyperfed.trees.packing import pack, unpack
 from pretended import DEVICE, NAME, modules_move_in_place
 from toys import Dropping, Federation, Normed, make_task, short, snapshot
 
@@ -213,8 +216,8 @@ def test_sites_and_their_server_have_devices_of_their_own(
 ) -> None:
     """One site and the server compute on the device, the other site on the CPU."""
     pytest.importorskip("flwr")
-    from engines.sites import DirectLink
-    from hyperfed import flowerapp
+    from engines.flower.sites import DirectLink
+    from hyperfed.apps import flower_app as flowerapp
 
     built: set[tuple[str, str]] = set()
 

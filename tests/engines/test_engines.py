@@ -3,7 +3,7 @@
 import pytest
 
 from hyperfed.engines import ENGINES, EngineConfig, Faults, build
-from hyperfed.engines.loop import LoopEngine
+from hyperfed.engines.local.loop import LoopEngine
 from probe import Client, Config
 from toys import make_task
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hyperfed import trees
-from hyperfed.randomness import generator
+from hyperfed.system.randomness import generator
 from hyperfed.training import Steps
 from toys import EXAMPLES, ONE_STEP, PLAIN, Federation, Normed, client_loss, logits, make_task
 

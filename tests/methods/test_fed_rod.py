@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from hyperfed import training, trees
-from hyperfed.config import from_keys
 from hyperfed.errors import UserError
 from hyperfed.federation import Task, step
 from hyperfed.methods import fed_rod
 from hyperfed.methods.fed_rod import PERSONAL
-from hyperfed.randomness import seeded
+from hyperfed.runs.config import from_keys
+from hyperfed.system.randomness import seeded
 from hyperfed.trees import Model, Tree
 from toys import (
     CLASSES,

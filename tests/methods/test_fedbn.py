@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from hyperfed import trees
-from hyperfed.config import from_keys
 from hyperfed.federation import step
 from hyperfed.methods import fedbn
 from hyperfed.nets.targets import PFedLACNN, batch_norm_names
+from hyperfed.runs.config import from_keys
 from hyperfed.trees import Model, Tree
 from toys import CLASSES, EXAMPLES, FEATURES, ONE_STEP, Federation, client_loss, make_task
 

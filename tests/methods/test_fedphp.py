@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hyperfed import trees
-from hyperfed.config import from_keys
 from hyperfed.errors import UserError
 from hyperfed.methods import fedphp
+from hyperfed.runs.config import from_keys
 from hyperfed.trees import Model
 from toys import EXAMPLES, ONE_STEP, Federation, Normed, TwoLayers, client_loss, logits, make_task
 

@@ -9,10 +9,10 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from hyperfed import trees
-from hyperfed.config import from_keys
 from hyperfed.federation import step
 from hyperfed.methods import fedrep
-from hyperfed.randomness import generator
+from hyperfed.runs.config import from_keys
+from hyperfed.system.randomness import generator
 from hyperfed.training import Epochs, Steps, sgd
 from hyperfed.trees import Model, Tree
 from toys import EXAMPLES, ONE_STEP, PLAIN, Federation, Normed, client_loss, make_task

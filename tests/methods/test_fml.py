@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hyperfed import trees
-from hyperfed.config import from_keys
 from hyperfed.errors import UserError
 from hyperfed.methods import fml
-from hyperfed.randomness import generator, seeded
+from hyperfed.runs.config import from_keys
+from hyperfed.system.randomness import generator, seeded
 from hyperfed.trees import Model
 from toys import EXAMPLES, ONE_STEP, Federation, Normed, TwoLayers, logits, make_task
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from hyperfed import trees
 from hyperfed.errors import UserError
-from hyperfed.evaluation import evaluate
 from hyperfed.federation import AllLostError, Task
 from hyperfed.methods import hypcluster
+from hyperfed.runs.evaluation import evaluate
 from hyperfed.training import UnlabelledError
 from hyperfed.trees import Model, Tree
 from toys import (

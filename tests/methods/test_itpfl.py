@@ -9,16 +9,18 @@ import torch
 from torch import Tensor
 
 import hyperfed
-from hyperfed import evaluation, hypernet_training, trees
-from hyperfed.config import from_keys
+from hyperfed import trees
 from hyperfed.engines import Faults
 from hyperfed.engines.calls import Call
 from hyperfed.errors import UserError
 from hyperfed.federation import AllLostError, Cohort
 from hyperfed.methods import itpfl
-from hyperfed.privacy import GaussianMechanism, PrivacyConfig, analytic_multiplier
-from hyperfed.randomness import generator, seeded
-from hyperfed.run import Run
+from hyperfed.methods.parts import hypernet_training
+from hyperfed.methods.parts.privacy import GaussianMechanism, PrivacyConfig, analytic_multiplier
+from hyperfed.runs import evaluation
+from hyperfed.runs.config import from_keys
+from hyperfed.runs.run import Run
+from hyperfed.system.randomness import generator, seeded
 from hyperfed.training import UnlabelledError
 from toys import CLASSES, FEATURES, ONE_STEP, Federation, Normed, TwoLayers, client_loss, make_task
 

@@ -13,11 +13,11 @@ from torch import Tensor
 
 import hyperfed
 from hyperfed import trees
-from hyperfed.engines.loop import LoopEngine
+from hyperfed.engines.local.loop import LoopEngine
 from hyperfed.errors import UserError
-from hyperfed.evaluation import evaluate
 from hyperfed.federation import Task, step
 from hyperfed.methods import knn_per
+from hyperfed.runs.evaluation import evaluate
 from hyperfed.training import UnlabelledError, outputs_and_features
 from hyperfed.trees import Model, Tree
 from toys import CLASSES, FEATURES, Federation, Normed, TwoLayers, make_task

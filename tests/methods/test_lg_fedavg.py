@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from hyperfed import trees
-from hyperfed.config import from_keys
 from hyperfed.federation import Each, step
 from hyperfed.methods import lg_fedavg
 from hyperfed.nets.targets import head_names
-from hyperfed.randomness import seeded
+from hyperfed.runs.config import from_keys
+from hyperfed.system.randomness import seeded
 from hyperfed.trees import Model, Tree
 from toys import EXAMPLES, ONE_STEP, Federation, Normed, TwoLayers, client_loss, make_task
 

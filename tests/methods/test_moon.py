@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hyperfed import contrast, trees
-from hyperfed.config import from_keys
+from hyperfed import trees
 from hyperfed.methods import moon
+from hyperfed.methods.parts import contrast
+from hyperfed.runs.config import from_keys
 from hyperfed.training import Batch, outputs_and_features
 from hyperfed.trees import Model
 from toys import EXAMPLES, ONE_STEP, Federation, Normed, client_loss, make_task

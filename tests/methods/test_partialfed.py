@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from hyperfed import trees
-from hyperfed.config import from_keys
 from hyperfed.errors import UserError
 from hyperfed.methods import partialfed
 from hyperfed.nets.targets import layers_of
-from hyperfed.randomness import generator
+from hyperfed.runs.config import from_keys
+from hyperfed.system.randomness import generator
 from hyperfed.trees import Model
 from toys import EXAMPLES, ONE_STEP, Federation, Normed, TwoLayers, client_loss, make_task
 

@@ -11,16 +11,19 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from hyperfed import checkpoints, config, engines, hypernet_training, trees
-from hyperfed.engines import EngineCohort, Faults, loop
+from hyperfed import engines, trees
+from hyperfed.engines import EngineCohort, Faults
 from hyperfed.engines.calls import Call
+from hyperfed.engines.local import loop
 from hyperfed.federation import AllLostError, Each, Task
 from hyperfed.methods import pefll
+from hyperfed.methods.parts import hypernet_training
 from hyperfed.nets import LeNet
 from hyperfed.nets.descriptors import Standard
-from hyperfed.randomness import generator, seeded
+from hyperfed.runs import config
+from hyperfed.system.randomness import generator, seeded
 from hyperfed.training import Batch, UnlabelledError
-from hyperfed.trees import Model, Tree
+from hyperfed.trees import Model, Tree, checkpoints
 from toys import (
     CLASSES,
     FEATURES,

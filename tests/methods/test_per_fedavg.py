@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from hyperfed import trees
-from hyperfed.config import from_keys
 from hyperfed.federation import Task, step
 from hyperfed.methods import per_fedavg
-from hyperfed.randomness import generator
+from hyperfed.runs.config import from_keys
+from hyperfed.system.randomness import generator
 from hyperfed.training import Batch, Sgd, sgd
 from hyperfed.trees import Model
 from toys import (

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hyperfed import hypernet_training, trees
+from hyperfed import trees
 from hyperfed.federation import Task
 from hyperfed.methods import pfedhn
-from hyperfed.randomness import seeded
+from hyperfed.methods.parts import hypernet_training
+from hyperfed.system.randomness import seeded
 from toys import (
     CLASSES,
     FEATURES,

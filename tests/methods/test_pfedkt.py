@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from hyperfed import trees
-from hyperfed.config import from_keys
-from hyperfed.contrast import contrastive_loss, distances
 from hyperfed.federation import Outline, Task
 from hyperfed.methods import pfedkt
+from hyperfed.methods.parts.contrast import contrastive_loss, distances
 from hyperfed.nets import CharLSTM, PFedKTCNN
 from hyperfed.nets.hypernets import draw_weights, spread_of
-from hyperfed.randomness import generator, seeded
+from hyperfed.runs.config import from_keys
+from hyperfed.system.randomness import generator, seeded
 from hyperfed.trees import Model
 from toys import (
     CLASSES,

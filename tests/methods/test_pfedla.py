@@ -14,7 +14,7 @@ from hyperfed.engines.calls import Call
 from hyperfed.errors import UserError
 from hyperfed.federation import Task
 from hyperfed.methods import pfedla
-from hyperfed.randomness import seeded
+from hyperfed.system.randomness import seeded
 from toys import FEATURES, ONE_STEP, PLAIN, Federation, Normed, TwoLayers, client_loss, make_task
 
 CLOSE: dict[str, Any] = {"rtol": 1e-8, "atol": 1e-12}

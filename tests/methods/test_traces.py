@@ -10,7 +10,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from hyperfed import trees
-from hyperfed.engines import loop
+from hyperfed.engines.local import loop
 from hyperfed.federation import Task
 from hyperfed.methods import METHODS
 from hyperfed.nets.targets import LeNet

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hyperfed.errors import UserError
 from hyperfed.nets import MLP, CharLSTM, LeNet, OmniglotNet, PFedLACNN
 from hyperfed.nets.descriptors import LabelledTarget, LabelMap, Standard
-from hyperfed.randomness import generator, seeded
+from hyperfed.system.randomness import generator, seeded
 
 CLASSES, LENGTH = 3, 4
 LABELS = torch.tensor([0, 2, 2, 1, 0])

@@ -11,7 +11,7 @@ from torch.func import functional_call, grad, vmap
 from hyperfed.errors import UserError
 from hyperfed.nets import Chunked, LeNet, MultiHead, PFedKTCNN, SingleOutput, shapes_of
 from hyperfed.nets.hypernets import draw_weights, spread_of
-from hyperfed.randomness import generator, seeded
+from hyperfed.system.randomness import generator, seeded
 
 SMALL = {"conv.weight": torch.Size([2, 1, 3]), "conv.bias": torch.Size([2]), "scale": torch.Size()}
 SIZES = {

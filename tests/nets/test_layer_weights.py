@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from hyperfed import trees
 from hyperfed.errors import UserError
 from hyperfed.nets import LayerWeights, PFedLACNN, layers_of
-from hyperfed.randomness import seeded
+from hyperfed.system.randomness import seeded
 
 CLIENTS, LAYERS = 5, {"S": 2, "L": 3}
 

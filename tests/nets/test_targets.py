@@ -18,7 +18,7 @@ from hyperfed.nets import (
     build_target,
     head_names,
 )
-from hyperfed.randomness import generator, seeded
+from hyperfed.system.randomness import generator, seeded
 
 
 def count(model: nn.Module) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor
 from hyperfed.data.examples import IMAGE_DIMENSIONS
 from hyperfed.data.partitions import Partition
 from hyperfed.errors import UserError
-from hyperfed.randomness import generator
+from hyperfed.system.randomness import generator
 
 CorruptionName = Literal["blur", "rotation", "brightness", "contrast", "saturation"]
 

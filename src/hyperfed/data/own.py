@@ -9,12 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hyperfed import federation
 from hyperfed.data import arrays, partitions
 from hyperfed.data.examples import Normalize, channel_statistics, hash_of
 from hyperfed.data.partitions import Partition
 from hyperfed.errors import UserError
-from hyperfed.federation import BASE, Task, accuracy
-from hyperfed.randomness import seeded
+from hyperfed.federation import BASE, accuracy
+from hyperfed.system.randomness import seeded
 
 Network = nn.Module | Callable[[], nn.Module]
 OfBatch = Callable[[Tensor, Tensor], Tensor]
@@ -35,7 +36,7 @@ def from_arrays(
     loss: OfBatch | None = None,
     score: OfBatch | None = None,
     name: str = "arrays",
-) -> Task:
+) -> "Task":
     """Makes a task of your own data.
 
     Args:
@@ -101,6 +102,12 @@ def from_arrays(
         score=score or (accuracy if classes else minus_squared_error),
         fingerprint=hash_of(inputs, targets, partition.fingerprint),
     )
+
+
+class Task(federation.Task):
+    """A task that data make; ``hyperfed.Task`` is this one."""
+
+    from_arrays = staticmethod(from_arrays)
 
 
 def newcomer(task: Task, x: Any, y: Any = None, *, size: str | None = None) -> Task:

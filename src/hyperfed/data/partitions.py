@@ -16,7 +16,7 @@ from torch import Tensor
 from hyperfed.data.examples import hash_of
 from hyperfed.data.shares import Integers, Shares
 from hyperfed.errors import UserError
-from hyperfed.randomness import derive
+from hyperfed.system.randomness import derive
 
 TRAIN, VAL, TEST, UNUSED = 0, 1, 2, -1
 """What an example is for."""

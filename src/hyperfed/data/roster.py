@@ -13,10 +13,10 @@ from pydantic.dataclasses import dataclass as validated
 from torch import nn
 
 from hyperfed.data.examples import Normalize, hash_of
-from hyperfed.data.own import mean_squared_error, minus_squared_error
+from hyperfed.data.own import Task, mean_squared_error, minus_squared_error
 from hyperfed.errors import UserError
-from hyperfed.federation import BASE, Task
-from hyperfed.files import atomic_write
+from hyperfed.federation import BASE
+from hyperfed.system.files import atomic_write
 
 _PLAIN = ConfigDict(extra="forbid", strict=True)
 _DTYPES = {str(dtype): dtype for dtype in (torch.uint8, torch.float32, torch.float64, torch.int64)}
@@ -229,8 +229,8 @@ class RemoteTask(Task):
 
     Attributes:
         roster: who the clients are.
-        link: the way to the sites (:class:`hyperfed.engines.flower.Link`); None where there is
-            none, as when a run's folder is read afterwards.
+        link: the way to the sites (:class:`hyperfed.engines.flower.sites.Link`); None where there
+            is none, as when a run's folder is read afterwards.
     """
 
     roster: Roster | None = None

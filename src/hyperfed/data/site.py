@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from hyperfed.data import arrays, partitions, readers
 from hyperfed.data.examples import channel_statistics, hash_of
+from hyperfed.data.own import Task
 from hyperfed.data.roster import Frame, Introduction, Member
 from hyperfed.errors import UserError
-from hyperfed.federation import Task
 
 LONGEST = 100
 """Letters of a client's name, which becomes that of a folder."""

@@ -13,13 +13,13 @@ from torch import nn
 from hyperfed.data import datasets, partitions, shares
 from hyperfed.data.corruptions import CorruptionName, corrupt_novel
 from hyperfed.data.examples import Examples, fingerprint_of, hash_of, is_image
-from hyperfed.data.own import from_arrays, newcomer
+from hyperfed.data.own import Task, from_arrays, newcomer
 from hyperfed.data.partitions import Partition, random_source
 from hyperfed.data.roster import Frame, RemoteTask, Roster, dtype_of
 from hyperfed.errors import UserError
-from hyperfed.federation import BASE, Task
+from hyperfed.federation import BASE
 from hyperfed.nets.targets import build_target
-from hyperfed.randomness import seeded
+from hyperfed.system.randomness import seeded
 
 __all__ = [
     "PARTITIONS",

@@ -10,15 +10,15 @@ from pydantic import AfterValidator, ConfigDict, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 
 from hyperfed.data.roster import RemoteTask
-from hyperfed.devices import find_device
 from hyperfed.engines.cohort import Engine, EngineCohort, Exchange
 from hyperfed.engines.faults import Faults
-from hyperfed.engines.flower import FlowerEngine
-from hyperfed.engines.graphs import Graphs, recorder_on
-from hyperfed.engines.loop import LoopEngine
-from hyperfed.engines.vmapped import VmappedEngine, best_engine
+from hyperfed.engines.flower.engine import FlowerEngine
+from hyperfed.engines.local.graphs import Graphs, recorder_on
+from hyperfed.engines.local.loop import LoopEngine
+from hyperfed.engines.local.vmap import VmappedEngine, best_engine
 from hyperfed.errors import UserError
 from hyperfed.federation import Client, Task
+from hyperfed.system.devices import find_device
 from hyperfed.training import Precision
 
 __all__ = ["ENGINES", "Engine", "EngineCohort", "EngineConfig", "Exchange", "Faults", "build"]
@@ -164,7 +164,7 @@ def _ray(
     device: str,
     **options: Any,
 ) -> Engine:
-    from hyperfed.engines.ray import RayEngine
+    from hyperfed.engines.ray.engine import RayEngine
 
     if home is not None:  # a newcomer: its data are in this process, as the server is
         return _loop(config, task, client, settings, home=home, device="cpu", **options)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hyperfed import trees
 from hyperfed.engines.replies import check_tree
 from hyperfed.federation import Client, Split, StepInfo, Task
-from hyperfed.randomness import generator
+from hyperfed.system.randomness import generator
 from hyperfed.training import Batches, Steps
 from hyperfed.trees import Tree
 

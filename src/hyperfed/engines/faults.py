@@ -7,7 +7,7 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from hyperfed.engines.calls import Call
-from hyperfed.randomness import generator
+from hyperfed.system.randomness import generator
 
 Probability = Annotated[float, Field(ge=0, le=1)]
 

@@ -4,10 +4,10 @@ from collections.abc import Collection
 
 import torch
 
-from hyperfed.devices import CPU
 from hyperfed.engines.calls import Answer, Call
-from hyperfed.engines.packing import moved
+from hyperfed.system.devices import CPU
 from hyperfed.trees import Tree
+from hyperfed.trees.packing import moved
 
 
 class Memories:

@@ -14,7 +14,7 @@ from pydantic.dataclasses import dataclass
 
 from hyperfed import federation
 from hyperfed.federation import Cohort, Each, Outline, average, step
-from hyperfed.presets import DEFAULT, PFEDHN
+from hyperfed.methods.parts.presets import DEFAULT, PFEDHN
 from hyperfed.training import LocalConfig, Steps, sgd
 from hyperfed.trees import Model, Tree
 

@@ -19,8 +19,8 @@ from pydantic.dataclasses import dataclass
 
 from hyperfed import federation
 from hyperfed.federation import Cohort, Outline, average, step
+from hyperfed.methods.parts.presets import DEFAULT
 from hyperfed.nets.targets import batch_norm_names
-from hyperfed.presets import DEFAULT
 from hyperfed.training import LocalConfig, Steps, sgd
 from hyperfed.trees import Model, Tree, partition
 

@@ -36,8 +36,8 @@ from torch import Tensor
 
 from hyperfed import federation, trees
 from hyperfed.federation import EVALUATION_BATCH, Cohort, Each, Outline, step
-from hyperfed.presets import DEFAULT
-from hyperfed.randomness import generator
+from hyperfed.methods.parts.presets import DEFAULT
+from hyperfed.system.randomness import generator
 from hyperfed.training import LocalConfig, Steps, mean_loss, sgd
 from hyperfed.trees import Model, Tree
 

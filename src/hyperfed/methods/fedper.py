@@ -14,8 +14,8 @@ from pydantic.dataclasses import dataclass
 
 from hyperfed import federation
 from hyperfed.federation import Cohort, Outline, average, step
+from hyperfed.methods.parts.presets import DEFAULT, PFEDHN
 from hyperfed.nets.targets import head_names
-from hyperfed.presets import DEFAULT, PFEDHN
 from hyperfed.training import LocalConfig, Steps, sgd
 from hyperfed.trees import Model, Tree, partition
 

@@ -36,9 +36,9 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from hyperfed import federation
-from hyperfed.contrast import check_logits, distances, mean_discrepancy
 from hyperfed.federation import Cohort, Outline, average, step
-from hyperfed.presets import DEFAULT, PFEDKT
+from hyperfed.methods.parts.contrast import check_logits, distances, mean_discrepancy
+from hyperfed.methods.parts.presets import DEFAULT, PFEDKT
 from hyperfed.training import Batch, LocalConfig, Objective, Steps, outputs_and_features, sgd
 from hyperfed.trees import Model, Tree, interpolate
 

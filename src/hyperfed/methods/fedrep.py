@@ -23,8 +23,8 @@ from pydantic.dataclasses import dataclass
 from hyperfed import federation
 from hyperfed.errors import UserError
 from hyperfed.federation import Cohort, Outline, average, step
+from hyperfed.methods.parts.presets import DEFAULT, PEFLL
 from hyperfed.nets.targets import head_names
-from hyperfed.presets import DEFAULT, PEFLL
 from hyperfed.training import Batch, Batches, Epochs, LocalConfig, Steps, sgd
 from hyperfed.trees import Model, Tree, partition
 

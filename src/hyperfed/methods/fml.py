@@ -31,9 +31,9 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from hyperfed import federation
-from hyperfed.contrast import check_logits, distances
 from hyperfed.federation import Cohort, Outline, step
-from hyperfed.presets import DEFAULT, PFEDKT
+from hyperfed.methods.parts.contrast import check_logits, distances
+from hyperfed.methods.parts.presets import DEFAULT, PFEDKT
 from hyperfed.training import Batch, LocalConfig, Steps, forward, sgd
 from hyperfed.trees import Model, Tree, leaves, weighted_mean
 

@@ -32,10 +32,10 @@ from torch import Tensor, nn
 
 from hyperfed import federation
 from hyperfed.federation import EVALUATION_BATCH, Cohort, Each, Outline, step
-from hyperfed.hypernet_training import HyperNetConfig, descend
+from hyperfed.methods.parts.hypernet_training import HyperNetConfig, descend
+from hyperfed.methods.parts.privacy import PrivacyConfig, sensitivity
 from hyperfed.nets.deepsets import DeepSet
 from hyperfed.nets.hypernets import MultiHead, shapes_of
-from hyperfed.privacy import PrivacyConfig, sensitivity
 from hyperfed.training import LocalConfig, batch_statistics, mean_output, regression, sgd
 from hyperfed.trees import Model, Tree, detach, model_of, subtract, weighted_mean
 

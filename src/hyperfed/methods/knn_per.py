@@ -34,7 +34,7 @@ from torch import Tensor
 from hyperfed import federation
 from hyperfed.errors import UserError
 from hyperfed.federation import EVALUATION_BATCH, Cohort, Outline, Split, average, step
-from hyperfed.presets import DEFAULT, PEFLL
+from hyperfed.methods.parts.presets import DEFAULT, PEFLL
 from hyperfed.training import LocalConfig, outputs_and_features, sgd
 from hyperfed.trees import Model, Tree
 

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from hyperfed import federation
 from hyperfed.federation import Cohort, Each, Outline, average, step
+from hyperfed.methods.parts.presets import DEFAULT, PFEDHN, PFEDKT
 from hyperfed.nets.targets import head_names
-from hyperfed.presets import DEFAULT, PFEDHN, PFEDKT
 from hyperfed.training import LocalConfig, Steps, sgd
 from hyperfed.trees import Model, Tree, partition, repeat, weighted_mean
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from hyperfed import federation
 from hyperfed.errors import UserError
 from hyperfed.federation import EVALUATION_BATCH, Cohort, Outline, average, step
-from hyperfed.presets import DEFAULT, PFEDKT
+from hyperfed.methods.parts.presets import DEFAULT, PFEDKT
 from hyperfed.training import Batch, LocalConfig, apply, forward, sgd
 from hyperfed.trees import Model, Tree
 

@@ -24,9 +24,9 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from hyperfed import federation
-from hyperfed.contrast import contrastive_loss, distances
 from hyperfed.federation import Cohort, Outline, average, step
-from hyperfed.presets import DEFAULT, PFEDKT
+from hyperfed.methods.parts.contrast import contrastive_loss, distances
+from hyperfed.methods.parts.presets import DEFAULT, PFEDKT
 from hyperfed.training import Batch, LocalConfig, Objective, outputs_and_features, sgd
 from hyperfed.trees import Model, Tree
 

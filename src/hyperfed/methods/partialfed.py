@@ -39,8 +39,8 @@ from torch import Tensor, nn
 from hyperfed import federation
 from hyperfed.errors import UserError
 from hyperfed.federation import Cohort, Outline, average, step
+from hyperfed.methods.parts.presets import DEFAULT, PFEDKT
 from hyperfed.nets.targets import layers_of
-from hyperfed.presets import DEFAULT, PFEDKT
 from hyperfed.training import Batch, LocalConfig, Sgd, Steps, sgd
 from hyperfed.trees import Model, Tree, partition
 

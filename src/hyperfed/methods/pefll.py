@@ -20,10 +20,10 @@ from torch.optim import SGD, Adam, Optimizer
 
 from hyperfed import federation, trees
 from hyperfed.federation import EVALUATION_BATCH, Cohort, Each, Outline, Pending, step
-from hyperfed.hypernet_training import descend
+from hyperfed.methods.parts.hypernet_training import descend
+from hyperfed.methods.parts.presets import DEFAULT
 from hyperfed.nets.descriptors import LabelledTarget, LabelMap, Standard
 from hyperfed.nets.hypernets import MultiHead, SingleOutput, shapes_of
-from hyperfed.presets import DEFAULT
 from hyperfed.training import Batch, Epochs, LocalConfig, Steps, apply, sgd
 from hyperfed.trees import Model, Tree
 

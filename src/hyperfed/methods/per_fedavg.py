@@ -27,7 +27,7 @@ from torch.func import grad
 
 from hyperfed import federation
 from hyperfed.federation import Cohort, Outline, average, step
-from hyperfed.presets import DEFAULT, PEFLL, PFEDHN
+from hyperfed.methods.parts.presets import DEFAULT, PEFLL, PFEDHN
 from hyperfed.training import Batch, LocalConfig, Sgd, Steps, sgd
 from hyperfed.trees import Model, Tree, detach, partition, tree_map
 

@@ -19,12 +19,13 @@ from pydantic import ConfigDict, NonNegativeInt, PositiveFloat
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
-from hyperfed import a_distance, federation, pools
+from hyperfed import federation
 from hyperfed.federation import Cohort, Each, Outline, step
-from hyperfed.hypernet_training import HyperNetConfig, descend
+from hyperfed.methods.parts import a_distance, pools
+from hyperfed.methods.parts.hypernet_training import HyperNetConfig, descend
+from hyperfed.methods.parts.pools import POOL, PoolConfig
 from hyperfed.nets.hypernets import MultiHead, shapes_of
 from hyperfed.nets.targets import head_names
-from hyperfed.pools import POOL, PoolConfig
 from hyperfed.training import LocalConfig, count_classes, sgd
 from hyperfed.trees import Model, Tree, detach, partition, pull_back, subtract
 

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad
 
 from hyperfed import federation
-from hyperfed.complexity import count_parameters
-from hyperfed.contrast import Contrast, Distance, contrastive_loss, distances
 from hyperfed.federation import Cohort, Outline, average, step
+from hyperfed.methods.parts.complexity import count_parameters
+from hyperfed.methods.parts.contrast import Contrast, Distance, contrastive_loss, distances
+from hyperfed.methods.parts.presets import DEFAULT, PFEDKT
 from hyperfed.nets.hypernets import Chunked, draw_weights, shapes_of, spread_of
-from hyperfed.presets import DEFAULT, PFEDKT
 from hyperfed.training import Batch, LocalConfig, Objective, apply, sgd, supervised
 from hyperfed.trees import Model, Tree, subtract, tree_map
 
@@ -43,8 +43,9 @@ class Config(LocalConfig):
         local_lr: learning rate of the private model.
         lr: learning rate of the hypernetwork, trained by plain gradient descent (equation 1).
         contrast: draws the private model to the global one and away from the previous one
-            (:func:`hyperfed.contrast.contrastive_loss`); ``none``: the supervised loss alone.
-        distance: between two models' outputs (:func:`hyperfed.contrast.distances`).
+            (:func:`hyperfed.methods.parts.contrast.contrastive_loss`); ``none``: the supervised
+            loss alone.
+        distance: between two models' outputs (:func:`hyperfed.methods.parts.contrast.distances`).
         contrast_weight: mu, the weight of that loss; the supervised one has 1 - mu.
         margin: alpha of the triplet loss.
         temperature: of MOON's loss (the value of its own paper).

@@ -33,10 +33,10 @@ from torch import Tensor
 from hyperfed import federation, trees
 from hyperfed.errors import UserError
 from hyperfed.federation import BASE, Cohort, Each, Outline, step
+from hyperfed.methods.parts.presets import DEFAULT
 from hyperfed.nets.hypernets import shapes_of
 from hyperfed.nets.layer_weights import LayerWeights
 from hyperfed.nets.targets import layers_of
-from hyperfed.presets import DEFAULT
 from hyperfed.training import LocalConfig, Steps, sgd
 from hyperfed.trees import Model, Tree
 

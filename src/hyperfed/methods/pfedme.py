@@ -24,7 +24,7 @@ from pydantic.dataclasses import dataclass
 
 from hyperfed import federation
 from hyperfed.federation import Cohort, Outline, step
-from hyperfed.presets import DEFAULT, PEFLL, PFEDHN
+from hyperfed.methods.parts.presets import DEFAULT, PEFLL, PFEDHN
 from hyperfed.training import Batch, Batches, Epochs, LocalConfig, Steps, proximal, sgd
 from hyperfed.trees import Model, Tree, interpolate, weighted_mean
 

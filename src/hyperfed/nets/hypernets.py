@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm as _normalise_spectrum
 
 from hyperfed import trees
-from hyperfed.devices import CPU
 from hyperfed.errors import UserError
+from hyperfed.system.devices import CPU
 
 Shapes = Mapping[str, Mapping[str, torch.Size]]
 """``{target size: {parameter name: shape}}``."""

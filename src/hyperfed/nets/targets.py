@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.backends import cudnn
 
-from hyperfed.devices import CPU
 from hyperfed.errors import UserError
+from hyperfed.system.devices import CPU
 from hyperfed.trees import mapped
 
 

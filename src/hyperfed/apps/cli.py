@@ -1,0 +1,430 @@
+"""The ``hyperfed`` command.
+
+Results go to standard output, everything else to standard error. Exit codes: 0 done, 2 the input is
+wrong, 3 stopped and resumable, 1 our fault.
+"""
+
+import json
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any, NoReturn
+
+import safetensors.torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from typer import Argument, Option
+
+import hyperfed
+from hyperfed.apps import flower_submit as submit
+from hyperfed.data import tasks
+from hyperfed.data.arrays import read_npz
+from hyperfed.data.site import read as read_site
+from hyperfed.engines.flower.store import check_writable
+from hyperfed.errors import UserError
+from hyperfed.methods import METHODS
+from hyperfed.runs import catalogue, config, records, report
+from hyperfed.runs.catalogue import Kind
+from hyperfed.runs.progress import watch
+from hyperfed.runs.run import Run
+from hyperfed.system.files import atomic_write
+from hyperfed.system.toml import literal
+
+ALL = "all"
+"""What stands for every method in the place of a method's name."""
+
+ABORTED = "aborted"
+"""How a run ended that was not even let finish its round."""
+
+STOPPED = 3
+"""Exit code of a run that was asked to stop and can be resumed."""
+
+WIDTH = 160
+"""Columns of a table that no terminal shows."""
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,  # our own faults are to be reported whole
+    rich_markup_mode=None,  # which would take [KEY=VALUE] for a style
+)
+
+RunDir = Annotated[Path, Argument(metavar="RUN_DIR", help="The folder of a run.")]
+Json = Annotated[bool, Option("--json", help="Print the result as JSON and nothing else.")]
+Quiet = Annotated[bool, Option("--quiet", "-q", help="Show neither progress nor numbers.")]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs a command and leaves with its exit code, by ``SystemExit``.
+
+    Args:
+        arguments: of the command line; this process's own where None.
+    """
+    try:
+        app(arguments)
+    except UserError as error:
+        _say(f"error: {error}")
+        sys.exit(2)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"hyperfed {hyperfed.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def command(
+    version: Annotated[
+        bool, Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Personalised federated learning with hypernetworks."""
+
+
+@app.command()
+def run(
+    source: Annotated[
+        str,
+        Argument(
+            metavar="METHOD|all|EXPERIMENT.toml",
+            help="See: hyperfed list methods, experiments. all: every method, one after another.",
+        ),
+    ],
+    settings: Annotated[
+        list[str] | None,
+        Argument(metavar="[KEY=VALUE]...", help="Such as rounds=100 task=cifar10 method.lr=0.05."),
+    ] = None,
+    out: Annotated[Path, Option(help="Where the run gets a folder of its own.")] = Path("runs"),
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train a method on a task, or every method on the same."""
+    if source == ALL:
+        _train_all(settings or (), out, as_json=as_json, quiet=quiet)
+        return
+    experiment = Path(source).stem if source.endswith(".toml") else ""
+    loaded = config.load(source, settings or ())
+    if loaded.engine.name == "flower":
+        _submit(loaded, submit.folder_for(loaded, out, experiment), as_json=as_json, quiet=quiet)
+        return
+    with closing(Run.start(loaded, out, experiment=experiment)) as started:
+        _train(started, as_json=as_json, quiet=quiet)
+
+
+@app.command()
+def resume(run_dir: RunDir, as_json: Json = False, quiet: Quiet = False) -> None:
+    """Go on with a run that was stopped or killed."""
+    if (loaded := submit.resumable(run_dir)) is not None:
+        _submit(loaded, run_dir, as_json=as_json, quiet=quiet)
+        return
+    with closing(Run.resume(run_dir)) as resumed:
+        _train(resumed, as_json=as_json, quiet=quiet)
+
+
+@app.command()
+def evaluate(
+    run_dir: RunDir,
+    settings: Annotated[
+        list[str] | None,
+        Argument(
+            metavar="[KEY=VALUE]...",
+            help="Serve clients otherwise: method.* and engine.*, where what was trained fits, "
+            "task.unlabelled, task.novel_corruption.",
+        ),
+    ] = None,
+    *,
+    samples: Annotated[
+        int | None, Option(help="Training examples that each novel client has; default: all.")
+    ] = None,
+    novel: Annotated[bool, Option("--novel", help="Evaluate novel clients only.")] = False,
+    draws: Annotated[
+        int,
+        Option(help="Times that novel clients are served, each with noise and batches of its own."),
+    ] = 1,
+    as_json: Json = False,
+) -> None:
+    """Evaluate the models of a run's best round on every client's data."""
+    with ExitStack() as opened:
+        run = opened.enter_context(closing(Run.open(run_dir)))
+        if settings or samples is not None:
+            otherwise = run.served_otherwise(settings or (), samples=samples)
+            run = opened.enter_context(closing(otherwise))
+        found = {"novel": run.evaluate_novel(draws)} if novel else run.evaluate_best(draws)
+    if as_json:
+        _print_json({split: asdict(evaluation) for split, evaluation in found.items()})
+        return
+    shown = _table("split", "clients", "accuracy %", "per client %", "worst decile %", "loss")
+    for split, e in found.items():
+        shown.add_row(
+            split,
+            str(len(e.clients)),
+            report.percent(e.accuracy),
+            report.mean_and_std(e.accuracy_client_mean, e.accuracy_client_std),
+            report.percent(e.worst_decile_accuracy),
+            "–" if e.loss is None else f"{e.loss:.3f}",
+        )
+    _print_table(shown)
+
+
+@app.command()
+def personalize(
+    run_dir: RunDir,
+    data: Annotated[Path, Option(help="An .npz file: x (m, ...) and, where labelled, y (m,).")],
+    out: Annotated[Path, Option(help="The .safetensors file to write.")],
+    size: Annotated[str | None, Option(help="Which target, where the task has several.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Make the model of a client that was never seen, from its own data."""
+    arrays = read_npz(data, needed=("x",))
+    with closing(Run.open(run_dir)) as run:
+        model = run.personalize(arrays["x"], arrays.get("y"), size=size)
+    # Copies, because safetensors refuses tensors that share memory.
+    tensors = {name: entry.clone().contiguous() for name, entry in model.state_dict().items()}
+    atomic_write(out, safetensors.torch.save(tensors))
+    if as_json:
+        _print_json({"model": str(out), "examples": len(arrays["x"]), "labelled": "y" in arrays})
+    else:
+        print(out)
+
+
+@app.command()
+def compare(
+    run_dirs: Annotated[
+        list[Path],
+        Argument(metavar="RUN_DIR...", help="Folders of runs, or folders that hold some."),
+    ],
+    figure: Annotated[Path | None, Option(help="Also draw the accuracies to this file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare runs that are done."""
+    found = [records.read_run(folder) for folder in _run_folders(run_dirs)]
+    for unfinished in (record for record in found if record.summary is None):
+        _say(f"warning: left out, not done: {unfinished.path}")
+    done = [record for record in found if record.summary is not None]
+    if not done:
+        raise UserError("a run to compare must be done, but none of these is; resume one")
+    rows = report.comparison(done)
+    if len({row.data_fingerprint for row in rows}) > 1:
+        _say("warning: these runs saw different data, so their numbers do not compare")
+    if figure is not None:
+        report.draw_accuracy(done, figure)
+    if as_json:
+        _print_json(
+            [
+                {"folder": str(record.path), **asdict(row)}
+                for record, row in zip(done, rows, strict=True)
+            ]
+        )
+        return
+    _print_table(report.table(rows))
+    if figure is not None:
+        print(figure)
+
+
+@app.command()
+def node(
+    data: Annotated[Path, Option(help="An .npz or parquet file, or a folder: the site's data.")],
+    state: Annotated[
+        Path | None, Option(help="Where the site keeps what clients remember.")
+    ] = None,
+    site: Annotated[str, Option(help="With which the names of its clients begin.")] = "",
+    check: Annotated[bool, Option("--check", help="Check the data and do no more.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Check a site's data, and say how to start its Flower node. Nothing leaves this machine.
+
+    An .npz file holds x, y and client, one row for each example, and may hold split (train, val or
+    test) and classes (in the whole federation). A parquet file or a folder of Hugging Face's
+    datasets has a column client and an image and a label column, or columns x and y.
+    """
+    found = read_site(data)
+    parts = ("train", "val", "test")
+    clients = {
+        name: dict(zip(parts, map(len, rows), strict=True)) for name, rows in found.rows.items()
+    }
+    start = ""
+    if not check:
+        if state is None:
+            raise UserError("a site must have a folder for what clients remember; give --state")
+        check_writable(state)
+        where = {"data": str(data.resolve()), "state": str(state.resolve()), "site": site}
+        config = " ".join(f"{key}={literal(value)}" for key, value in where.items() if value)
+        start = f"flower-supernode --node-config {shlex.quote(config)}"
+    if as_json:
+        _print_json({"clients": clients, "classes": found.classes, "start": start or None})
+        return
+    shown = _table("client", *parts)
+    for name, counts in clients.items():
+        shown.add_row(name, *(str(counts[part]) for part in parts))
+    _print_table(shown)
+    if start:
+        print(start)
+
+
+@app.command("list")
+def list_known(
+    kind: Annotated[Kind, Argument(help="What to list.")],
+    folder: Annotated[Path, Option(help="Where the experiments are.")] = Path("experiments"),
+    as_json: Json = False,
+) -> None:
+    """List what a run can be made of."""
+    entries = catalogue.entries(kind, folder)
+    if as_json:
+        _print_json(entries)
+        return
+    if not entries:
+        _say(f"no {kind} in {folder.resolve()}")
+        return
+    shown = _table(*entries[0])
+    for entry in entries:
+        shown.add_row(*(", ".join(v) if isinstance(v, list) else v for v in entry.values()))
+    _print_table(shown)
+
+
+# Training, until it is done or somebody stops it.
+
+
+def _train(run: Run, *, as_json: bool, quiet: bool) -> None:
+    """Trains, prints the result and the folder, and exits with 3 where the run was stopped."""
+    why = _watch(run, quiet=quiet)
+    if as_json:
+        _print_json(_result(run))
+    else:
+        if run.summary and not quiet:
+            _print_table(report.table(report.comparison([run])))
+        print(_folder(run), flush=True)
+    if why is not None:
+        _stop(run, why)
+
+
+def _train_all(settings: Sequence[str], out: Path, *, as_json: bool, quiet: bool) -> None:
+    """Trains every method on the same task, and compares them; 3 where one was stopped."""
+    loaded = [config.load(method, settings) for method in METHODS]  # no error after hours
+    build = cache(tasks.build)  # the same data for all, but a preset may have its own
+    results: list[dict[str, Any]] = []
+    for each in loaded:
+        with closing(Run.start(each, out, build(each.task, each.seed))) as run:
+            if not quiet:
+                _say(f"{each.method} ({len(results) + 1} of {len(loaded)})")
+            if (why := _watch(run, quiet=quiet)) is not None:
+                _stop(run, why)
+            results.append(_result(run))
+    if as_json:
+        _print_json(results)
+        return
+    done = [records.read_run(Path(result["folder"])) for result in results]
+    _print_table(report.table(report.comparison(done)))
+    print(out, flush=True)
+
+
+def _watch(run: Run, *, quiet: bool) -> str | None:
+    """Trains; returns None where the run is done, else how it ended."""
+    try:
+        with _stopped_by_signals(run):
+            watch(run, show=not quiet)
+    except KeyboardInterrupt:
+        return ABORTED
+    return None if run.summary else f"stopped after round {run.round} of {run.config.rounds}"
+
+
+def _stop(run: Run, why: str) -> NoReturn:
+    """Says how to go on, and leaves."""
+    _say(f"{why}; go on with: hyperfed resume {shlex.quote(str(_folder(run)))}")
+    if why == ABORTED:
+        os._exit(STOPPED)  # at once: an orderly exit waits for worker threads to end their steps
+    raise typer.Exit(STOPPED)
+
+
+def _folder(run: Run) -> Path:
+    assert run.folder is not None, "a run of the command line has a folder"
+    return run.folder.path
+
+
+def _result(run: Run) -> dict[str, Any]:
+    return {"folder": str(_folder(run)), "round": run.round, "summary": run.summary or None}
+
+
+def _submit(loaded: config.RunConfig, folder: Path, *, as_json: bool, quiet: bool) -> None:
+    """Has a SuperLink train, prints the result and the folder; 3 where the run can be resumed."""
+    how = ""
+    try:
+        submit.train(loaded, folder)
+    except KeyboardInterrupt:
+        how = "stopped"
+    except submit.RunFailedError as error:
+        how = str(error)
+    # The records are the ServerApp's, and here only where the SuperLink is on this host.
+    here = (folder / "summary.json").exists()
+    if as_json:
+        summary = records.read_run(folder).summary if here else None
+        _print_json({"folder": str(folder), "summary": summary})
+    else:
+        if here and not quiet:
+            _print_table(report.table(report.comparison([records.read_run(folder)])))
+        print(folder, flush=True)
+    if how:
+        _say(f"{how}; go on with: hyperfed resume {shlex.quote(str(folder))}")
+        raise typer.Exit(STOPPED)
+
+
+@contextmanager
+def _stopped_by_signals(run: Run) -> Iterator[None]:
+    """Ends the run after the current round on Ctrl-C or SIGTERM; a second Ctrl-C aborts it."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        run.stop()
+        with suppress(OSError):  # the terminal may be gone
+            # Not print(): the signal may have come in the middle of one.
+            os.write(2, b"\nstopping after this round; Ctrl-C aborts it\n")
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# Reading what the arguments name.
+
+
+def _run_folders(paths: Sequence[Path]) -> list[Path]:
+    """Returns the folders of runs that paths name or hold, each once."""
+    found: list[Path] = []
+    for path in paths:
+        below = records.find_runs(path)
+        if not below:
+            raise UserError(f"{path} must be a run's folder or hold some, but holds none")
+        found += below
+    return list(dict.fromkeys(found))
+
+
+# Printing.
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False), flush=True)
+
+
+def _table(*columns: str) -> Table:
+    shown = Table(box=None, header_style="bold", pad_edge=False)
+    for column in columns:
+        shown.add_column(column)
+    return shown
+
+
+def _print_table(shown: Table) -> None:
+    Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False).print(shown)

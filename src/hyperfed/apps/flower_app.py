@@ -1,0 +1,234 @@
+"""The Flower app: a run at the server, and a site at each node.
+
+``flwr run`` starts it (:mod:`hyperfed.apps.flower_submit` does that for ``hyperfed run``). Its run
+config has
+
+- ``settings``, all settings of a run as TOML; or ``method``, ``preset``, ``task``, ``rounds``,
+  ``cohort``, ``evaluate_every``, ``checkpoint_every`` and ``seed``, and ``keys``, any other
+  settings as on the command line: ``keys="task.model=lenet method.local_steps=5"``;
+- ``folder``, where the records go on the SuperLink's host. A run whose folder holds a roster is
+  resumed.
+
+A node's config says what is there: :class:`NodeConfig`.
+"""
+
+import shlex
+import time
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import ConfigDict, Field, PositiveInt, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from hyperfed.data import site as sitedata
+from hyperfed.data import tasks
+from hyperfed.data.roster import Introduction, Roster, enrol
+from hyperfed.engines.flower.grid import GridLink, bytes_of, record_of
+from hyperfed.engines.flower.site import Shard, Site, Source
+from hyperfed.engines.flower.sites import Sites
+from hyperfed.engines.flower.store import check_writable
+from hyperfed.errors import UserError
+from hyperfed.methods import METHODS
+from hyperfed.runs import config as configuration
+from hyperfed.runs.config import RunConfig
+from hyperfed.system import toml
+from hyperfed.system.devices import find_device
+
+if TYPE_CHECKING:
+    from hyperfed.runs.run import Run
+
+try:
+    from flwr.app import Context, Message
+    from flwr.clientapp import ClientApp
+    from flwr.serverapp import Grid, ServerApp
+except ModuleNotFoundError as error:
+    raise UserError(
+        "engine=flower must have Flower, which is not installed; pip install 'hyperfed[flower]'"
+    ) from error
+
+server = ServerApp()
+client = ClientApp()
+
+_INTRODUCTION = TypeAdapter(Introduction)
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
+class NodeConfig:
+    """What a SuperNode's ``--node-config`` says.
+
+    Attributes:
+        state: folder for what clients remember; it must outlive the node's process.
+        data: file or folder of the site's data (:mod:`hyperfed.data.site`).
+        clients: instead of ``data``, for a trial: which clients of the run's own task are here,
+            such as "0-9,12".
+        site: with which the names of its clients begin; needed where two sites use the same names.
+        size: which target its clients run, where the task has several.
+        novel: its clients join after training.
+        workers: clients computed at once.
+        cores_per_client: intra-op threads of each.
+        device: where the site computes: ``cpu``, ``cuda`` or ``cuda:N``.
+    """
+
+    state: Annotated[str, Field(min_length=1)]
+    data: str = ""
+    clients: str = ""
+    site: str = ""
+    size: str = ""
+    novel: bool = False
+    workers: PositiveInt | None = None
+    cores_per_client: PositiveInt | None = None
+    device: str = "cpu"
+
+
+def run_settings(run_config: Mapping[str, Any]) -> RunConfig:
+    """Returns the settings of a run, which the server and all sites validate for themselves.
+
+    Raises:
+        UserError: lists all that is wrong with them.
+    """
+    given = {key: value for key, value in run_config.items() if value != "" and key != "folder"}
+    text, keys = given.pop("settings", None), given.pop("keys", "")
+    if text is not None:
+        table = tomllib.loads(str(text))
+        return configuration.from_keys(table.get("method", {}).get("name", ""), table)
+    overrides = [f"{key}={toml.literal(value)}" for key, value in given.items() if key != "method"]
+    method = str(given.get("method", ""))
+    return configuration.load(method, [*overrides, *shlex.split(str(keys)), "engine=flower"])
+
+
+def node_settings(node_config: Mapping[str, Any]) -> NodeConfig:
+    """Returns what a node's config says.
+
+    Raises:
+        UserError: lists all that is wrong with it.
+    """
+    try:
+        node = NodeConfig(**node_config)
+    except ValidationError as error:
+        told = [
+            f"- {'.'.join(map(str, detail['loc']))}: {detail['msg']}" for detail in error.errors()
+        ]
+        raise UserError("the node's config must be right, but\n" + "\n".join(told)) from error
+    if bool(node.data) == bool(node.clients):
+        raise UserError("the node's config must have either data or clients; give one of them")
+    return node
+
+
+def source_of(node: NodeConfig, config: RunConfig) -> Source:
+    """Opens the data of a node.
+
+    Raises:
+        UserError: they are not there, or wrong.
+    """
+    if node.clients:
+        task = tasks.build(config.task, config.seed)
+        return Shard(task, _numbers(node.clients, task.clients))
+    fractions = {"val": config.task.val, "test": config.task.test}
+    given = {name: fraction for name, fraction in fractions.items() if fraction is not None}
+    data = sitedata.read(Path(node.data), **given)
+    return data.at(
+        site=node.site,
+        size=node.size,
+        novel=node.novel,
+        unlabelled=config.task.unlabelled,
+        models=lambda frame: tasks.targets_of(config.task, frame, config.seed),
+    )
+
+
+def site_of(context: "Context") -> Site:
+    """Builds the site of a node, for one message."""
+    config, node = run_settings(context.run_config), node_settings(context.node_config)
+    return Site(
+        source_of(node, config),
+        Path(node.state),
+        METHODS[config.method].Client,
+        config.settings,
+        seed=config.seed,
+        workers=node.workers,
+        cores_per_client=node.cores_per_client,
+        precision=config.precision,
+        device=find_device(node.device),
+    )
+
+
+@client.query("hello")
+def hello(message: Message, context: Context) -> Message:
+    """Says who the clients of this site are."""
+    site = site_of(context)
+    check_writable(site.state)
+    content = _INTRODUCTION.dump_json(site.source.introduce())
+    return Message(record_of(content), reply_to=message)
+
+
+@client.train("step")
+def step(message: Message, context: Context) -> Message:
+    """Runs the calls of a request."""
+    return answered(site_of(context), message)
+
+
+def answered(site: Site, message: Message) -> Message:
+    """Returns the reply of a site to a message."""
+    return Message(record_of(site.handle(bytes_of(message.content))), reply_to=message)
+
+
+@server.main()
+def serve(grid: Grid, context: Context) -> None:
+    """Trains: the run's loop, with its clients at sites."""
+    from hyperfed.runs.progress import watch  # with all that a server needs, and a site does not
+
+    config = run_settings(context.run_config)
+    run = begin(config, GridLink(grid), str(context.run_config.get("folder", "")))
+    assert run.folder is not None, "a run of the app has a folder"
+    print(f"the records are in {run.folder.path.resolve()}", flush=True)
+    watch(run, show=False)
+
+
+def begin(config: RunConfig, link: GridLink, folder: str) -> "Run":
+    """Starts or resumes a run at the connected sites.
+
+    Args:
+        config: all settings.
+        link: the way to the sites.
+        folder: of the records; a new one below ``runs`` where empty.
+
+    Raises:
+        UserError: too few sites came, or they do not fit together.
+    """
+    from hyperfed.runs.records import RunFolder
+    from hyperfed.runs.run import Run
+
+    place = RunFolder(Path(folder))
+    if folder and place.sites.exists():
+        roster = Roster.read(place.sites)
+        return Run.resume(place.path, tasks.remote(config.task, roster, config.seed, link))
+    introductions = Sites(link, config.engine.timeout).gather(config.engine.sites)
+    sizes = tasks.target_sizes(config.task)
+    roster = enrol(introductions, run=time.time_ns(), sizes=sizes)
+    task = tasks.remote(config.task, roster, config.seed, link)
+    if folder:
+        run = Run(config, task, place)
+        place.state.parent.mkdir(parents=True, exist_ok=True)
+        configuration.dump(config, place.config)
+    else:
+        run = Run.start(config, Path("runs"), task)
+    assert run.folder is not None
+    roster.save(run.folder.sites)
+    return run
+
+
+def _numbers(text: str, clients: int) -> list[int]:
+    """Returns the numbers in a text such as "0-9,12"."""
+    found: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if not first.strip().isdecimal() or not (last or first).strip().isdecimal():
+            raise UserError(f"clients of a node must be numbers such as 0-9,12, got {text}")
+        found += range(int(first), int(last or first) + 1)
+    if max(found, default=clients) >= clients:
+        raise UserError(
+            f"clients of a node must be among the task's {clients}, numbered from 0, got {text}; "
+            "change clients, or raise task.clients"
+        )
+    return found

@@ -1,0 +1,204 @@
+"""``hyperfed run METHOD engine=flower``: hands a run to a SuperLink and waits for its end.
+
+``flwr run`` says that a run was accepted, not that it went well, so its status is asked for until
+it has ended.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import hyperfed
+from hyperfed.errors import UserError
+from hyperfed.runs import config as configuration
+from hyperfed.runs.config import RunConfig
+from hyperfed.runs.records import RunFolder
+from hyperfed.system import toml
+
+POLL = 20
+"""Seconds between two questions for the status, each of which starts a program of Flower's."""
+
+PATIENCE = 10
+"""Questions in a row without an answer before the SuperLink counts as gone."""
+
+APP = """\
+[project]
+name = "hyperfed"
+version = "{version}"
+
+[tool.flwr.app]
+publisher = "hyperfed"
+
+[tool.flwr.app.components]
+serverapp = "hyperfed.apps.flower_app:server"
+clientapp = "hyperfed.apps.flower_app:client"
+
+[tool.flwr.app.config]
+settings = ""
+folder = ""
+"""
+"""What is submitted: all hosts have hyperfed, so the bundle only names it."""
+
+
+class RunFailedError(Exception):
+    """The run ended at the SuperLink without being done."""
+
+
+@dataclass(frozen=True)
+class SuperLink:
+    """A SuperLink that takes runs.
+
+    Attributes:
+        address: host:port.
+        root_certificates: file of the certificate that it is known by; None for no encryption.
+    """
+
+    address: str
+    root_certificates: Path | None = None
+
+    @classmethod
+    def of(cls, config: RunConfig) -> "SuperLink":
+        """Returns that of a configuration.
+
+        Raises:
+            UserError: it names none, a file that is not there, or Flower is not installed.
+        """
+        if find_spec("flwr") is None:
+            raise UserError(
+                "engine=flower must have Flower, which is not installed; "
+                "pip install 'hyperfed[flower]'"
+            )
+        engine = config.engine
+        if engine.superlink is None:
+            raise UserError(
+                "engine=flower must be told where its SuperLink is; set engine.superlink=HOST:PORT"
+            )
+        root = engine.root_certificates
+        if root is not None and not Path(root).is_file():
+            raise UserError(f"engine.root_certificates must be a file, but there is no {root}")
+        return cls(engine.superlink, None if root is None else Path(root).resolve())
+
+    def connection(self) -> str:
+        """Returns the table of Flower's own configuration that names it."""
+        secure: dict[str, Any] = {"insecure": True}
+        if self.root_certificates is not None:
+            secure = {"root-certificates": str(self.root_certificates)}
+        entries = {"address": self.address, **secure}
+        lines = [f"{key} = {toml.literal(value)}" for key, value in entries.items()]
+        return "\n".join(["[superlink]", 'default = "run"', "", "[superlink.run]", *lines, ""])
+
+
+def folder_for(config: RunConfig, out: Path, experiment: str) -> Path:
+    """Makes the folder of a new run and writes its settings into it.
+
+    Raises:
+        UserError: the folder cannot be made, or the settings name no SuperLink.
+    """
+    SuperLink.of(config)
+    folder = RunFolder.create(out, experiment or config.method, config.seed, datetime.now())
+    configuration.dump(config, folder.config)
+    return folder.path
+
+
+def resumable(folder: Path) -> RunConfig | None:
+    """Returns the settings of a run that is at sites and not done; None for any other folder."""
+    place = RunFolder(folder)
+    if not place.config.exists() or place.summary.exists():
+        return None
+    config = configuration.load(str(place.config))
+    return config if config.engine.name == "flower" else None
+
+
+def train(config: RunConfig, folder: Path) -> None:
+    """Has a SuperLink train, and returns when the run is done.
+
+    The ServerApp writes the records into ``folder`` on the SuperLink's host. Where they lie there
+    already, it resumes.
+
+    Args:
+        config: all settings.
+        folder: of the records.
+
+    Raises:
+        UserError: the SuperLink cannot be reached or takes no run.
+        RunFailedError: the run ended without being done.
+        KeyboardInterrupt: somebody gave up; the run is stopped, and can be resumed.
+    """
+    link = SuperLink.of(config)
+    with tempfile.TemporaryDirectory() as scratch:
+        home, app = Path(scratch) / "home", Path(scratch) / "hyperfed"
+        home.mkdir()
+        app.mkdir()
+        (home / "config.toml").write_text(link.connection())
+        (app / "pyproject.toml").write_text(APP.format(version=hyperfed.__version__))
+        settings = toml.dumps(configuration.to_dict(config))
+        values = {"settings": settings, "folder": str(folder.resolve())}
+        given = Path(scratch) / "run.toml"
+        given.write_text(toml.dumps(values))
+        started = _flwr(home, "run", str(app), "run", "--run-config", str(given))
+        if not started.get("success") or "run-id" not in started:
+            raise UserError(
+                f"the SuperLink at {link.address} must take the run, but: "
+                f"{started.get('error-message') or started.get('output')}; see that it runs, and "
+                "that engine.root_certificates is its own"
+            )
+        run = str(started["run-id"])
+        try:
+            status = _wait(home, run, folder)
+        except KeyboardInterrupt:
+            _flwr(home, "stop", run, "run")
+            raise
+    if status != "finished:completed":
+        raise RunFailedError(
+            f"run {run} at {link.address} must end as finished:completed, but is {status}; "
+            "the SuperLink's log says why"
+        )
+
+
+def _wait(home: Path, run: str, folder: Path) -> str:
+    """Returns the status with which a run has ended."""
+    silent, done = 0, RunFolder(folder).summary
+    while silent < PATIENCE:
+        found = _flwr(home, "ls", "run", "--run-id", run)
+        runs = found.get("runs") or [{}]
+        status = str(runs[0].get("status", ""))
+        if status.startswith("finished"):
+            return status
+        silent = 0 if status else silent + 1
+        for _ in range(POLL):
+            time.sleep(1)
+            if done.exists():  # where the SuperLink is on this host, its end is seen at once
+                break
+    return "out of sight"
+
+
+def _flwr(home: Path, *arguments: str) -> Mapping[str, Any]:
+    """Runs a command of Flower's and returns its JSON, or {"output": ...} where that is none."""
+    environment = os.environ | {
+        "FLWR_HOME": str(home),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+    }
+    program = Path(sys.executable).with_name("flwr")
+    done = subprocess.run(
+        [str(program), *arguments, "--format", "json"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    start = done.stdout.find("{")
+    try:
+        found: dict[str, Any] = json.loads(done.stdout[start:])
+    except ValueError:
+        return {"output": (done.stdout + done.stderr).strip()[-500:]}
+    return found

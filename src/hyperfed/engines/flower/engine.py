@@ -1,0 +1,213 @@
+"""Flower: ``ask`` as messages to real, separate sites that keep their data.
+
+One message to each site holds all that its clients are asked. The sites keep what their clients
+remember (:mod:`hyperfed.engines.flower.store`); here are only references to it. How messages travel
+is the business of a :class:`~hyperfed.engines.flower.sites.Link`.
+"""
+
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hyperfed.data.roster import RemoteTask
+from hyperfed.engines.calls import Call
+from hyperfed.engines.cohort import CohortState, Engine, EngineCohort, Question
+from hyperfed.engines.faults import Faults
+from hyperfed.engines.flower import wire
+from hyperfed.engines.flower.sites import STEP, Sites
+from hyperfed.engines.flower.wire import Request, Response, Version
+from hyperfed.engines.replies import BadReplyError, NoAnswerError
+from hyperfed.errors import UserError
+from hyperfed.federation import Client
+from hyperfed.system.devices import CPU
+from hyperfed.trees import Tree
+
+
+class FlowerEngine:
+    """Has sites run the clients of a task; see :class:`hyperfed.engines.cohort.Engine`.
+
+    Args:
+        task: who the clients are, and the way to their sites.
+        client: the method's Client.
+        config: the method's settings, which the sites have from the run's configuration.
+        seed: the run's seed, likewise.
+        timeout: seconds that a site has to answer a message.
+        faults: what to inject into training rounds.
+        device: where the server is.
+
+    Attributes:
+        traffic: bytes of all messages to sites and back, {"down": ..., "up": ...}.
+    """
+
+    name = "flower"
+    home: Engine | None = None
+
+    def __init__(
+        self,
+        task: RemoteTask,
+        client: type[Client],
+        config: Any,
+        *,
+        seed: int,
+        timeout: float = 600.0,
+        faults: Faults | None = None,
+        device: torch.device = CPU,
+    ) -> None:
+        self.task, self.client, self.config, self.seed = task, client, config, seed
+        self.device = device
+        self.faults, self.timeout = faults or Faults(), timeout
+        self.traffic = {"down": 0, "up": 0}
+        self.waiting: list[Question] = []
+        self._sites = None if task.link is None else Sites(task.link, timeout)
+        self._session, self._serials, self._cohorts = time.time_ns(), count(1), count()
+        self._open: set[int] = set()
+        self._memory: dict[int, Tree] = {}
+        self._asked: dict[int, dict[int, bool]] = {}  # cohort -> client -> has it a memory now
+        # References that somebody still holds, by their identity: a site may drop what nobody can
+        # name any more.
+        self._held: dict[int, tuple[int, Version]] = {}
+        self._saved: tuple[list[Mapping[int, Tree]], ...] = ()
+
+    @property
+    def memory(self) -> dict[int, Tree]:
+        """References to what clients remember: {client: {"version": (2,)}}."""
+        return self._memory
+
+    @memory.setter
+    def memory(self, memory: dict[int, Tree]) -> None:
+        self._memory = memory
+        self._hold(memory)
+
+    def saved(self, *memories: Mapping[int, Tree]) -> None:
+        """Keeps what the latest two checkpoints refer to: a run may be resumed from either."""
+        for memory in memories:
+            self._hold(memory)
+        self._saved = (*self._saved[-1:], [dict(memory) for memory in memories])
+
+    def cohort(
+        self, ids: Sequence[int], round: int, *, training: bool, fresh: bool = False
+    ) -> EngineCohort:
+        """Returns the cohort of a round."""
+        state = CohortState(next(self._cohorts), round, training, fresh)
+        self._open.add(state.number)
+        weakref.finalize(state, self._close, state.number)
+        return EngineCohort(self, ids, state)
+
+    def commit(self, cohort: EngineCohort) -> None:
+        """Refers to what a round's clients remember now, but for those that were lost."""
+        number, memory = cohort.state.number, dict(self._memory)
+        for client, remembers in self._asked.get(number, {}).items():
+            if client not in cohort.there:
+                continue
+            memory.pop(client, None)
+            if remembers:
+                memory[client] = {"version": torch.tensor([self._session, number])}
+        self.memory = memory
+
+    def answer(self, calls: Sequence[Call]) -> list[Tree | Exception]:
+        """Sends each site its calls, in one message, and waits for all."""
+        if self._sites is None or self.task.roster is None:
+            raise UserError(
+                "the clients of this run are at their sites, which are asked only while its "
+                "Flower app runs; resume the run, or start a new one"
+            )
+        names = {call.client: self.task.roster.members[call.client].name for call in calls}
+        node_of = self._sites.find(list(names.values()))
+        answers: dict[int, Tree | Exception] = {}
+        by_node: dict[int, dict[int, Call]] = {}
+        for position, call in enumerate(calls):
+            if names[call.client] in node_of:
+                by_node.setdefault(node_of[names[call.client]], {})[position] = call
+            else:
+                answers[position] = NoAnswerError("its site is not connected")
+        serial = next(self._serials)
+        contents = {
+            node: wire.pack_request(self._request(serial, list(part.values()), names))
+            for node, part in by_node.items()
+        }
+        self.traffic["down"] += sum(map(len, contents.values()))
+        replies = self.task.link.exchange(STEP, contents, self.timeout)
+        for node, part in by_node.items():
+            read = self._read(node, serial, list(part.values()), replies.get(node))
+            answers |= zip(part, read, strict=True)
+        return [answers[position] for position in range(len(calls))]
+
+    def resources(self, clients: int) -> dict[str, Any]:
+        """Returns the number of sites and the bytes of all messages, with their framing."""
+        sites = 0 if self._sites is None else len(self._sites.introduced())
+        down, up = self.traffic["down"], self.traffic["up"]
+        return {"sites": sites, "message_bytes_down": down, "message_bytes_up": up}
+
+    def close(self) -> None:
+        """Does nothing: the connection is the ServerApp's."""
+
+    def _hold(self, memory: Mapping[int, Tree]) -> None:
+        for client, tree in memory.items():
+            reference: Tensor = tree["version"]
+            if id(reference) not in self._held:
+                self._held[id(reference)] = client, _version(tree)
+                weakref.finalize(reference, self._held.pop, id(reference), None)
+
+    def _close(self, cohort: int) -> None:
+        self._open.discard(cohort)
+        self._asked.pop(cohort, None)
+
+    def _request(self, serial: int, calls: Sequence[Call], names: Mapping[int, str]) -> Request:
+        roster = self.task.roster
+        assert roster is not None
+        clients = [call.client for call in calls]
+        keep: dict[int, list[Version]] = {client: [] for client in clients}
+        for client, version in set(self._held.values()):
+            if client in keep:
+                keep[client].append(version)
+        return Request(
+            run=roster.run,
+            session=self._session,
+            serial=serial,
+            frame=roster.frame,
+            names={client: names[client] for client in clients},
+            calls=calls,
+            begin={c: _version(self._memory[c]) for c in clients if c in self._memory},
+            keep=keep,
+            open=sorted(self._open),
+        )
+
+    def _read(
+        self, node: int, serial: int, calls: Sequence[Call], reply: bytes | Exception | None
+    ) -> list[Tree | Exception]:
+        """Returns the answers in a site's reply; one that is none answers no call."""
+        response: Response | Exception
+        if isinstance(reply, bytes):
+            self.traffic["up"] += len(reply)
+            try:
+                response = wire.unpack_response(reply)
+            except UserError as error:
+                response = BadReplyError(f"the site's reply cannot be read: {error}")
+        else:
+            response = reply or NoAnswerError("its site did not answer")
+        if isinstance(response, Response) and (response.session, response.serial) != (
+            self._session,
+            serial,
+        ):
+            response = BadReplyError("the site's reply is to another message")
+        if isinstance(response, Exception):
+            assert self._sites is not None
+            self._sites.forget(node)
+            return [response] * len(calls)
+        missing = NoAnswerError("its site did not answer for it")
+        answers = [response.answers.get(place, missing) for place in range(len(calls))]
+        for place, (call, answer) in enumerate(zip(calls, answers, strict=True)):
+            if not isinstance(answer, Exception):
+                remembers = place in response.remembers
+                self._asked.setdefault(call.cohort, {})[call.client] = remembers
+        return answers
+
+
+def _version(tree: Tree) -> Version:
+    session, cohort = tree["version"].tolist()
+    return session, cohort

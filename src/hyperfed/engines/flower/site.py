@@ -1,0 +1,208 @@
+"""A site: it has the data of its clients, runs what they are asked and keeps what they remember.
+
+Nothing of it stays in memory between two messages, so each may be answered by a new process.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from hyperfed.data.examples import Normalize
+from hyperfed.data.roster import Frame, Introduction, Member
+from hyperfed.engines.calls import Answer, Call
+from hyperfed.engines.flower import wire
+from hyperfed.engines.flower.store import Draft, Store
+from hyperfed.engines.flower.wire import Request, Response, Version
+from hyperfed.engines.local.vmap import best_engine
+from hyperfed.errors import UserError
+from hyperfed.federation import Client, Task
+from hyperfed.system.devices import CPU
+from hyperfed.training import Precision
+from hyperfed.trees import Tree
+
+
+class Source(Protocol):
+    """Where a site's data come from."""
+
+    def introduce(self) -> Introduction:
+        """Returns what the server may know of the data."""
+
+    def task(self, frame: Frame, names: Mapping[int, str]) -> Task:
+        """Returns a task in which the clients that are called have their data.
+
+        Args:
+            frame: what the site must know of the whole.
+            names: number -> name of each client that is called.
+
+        Raises:
+            UserError: one of them is not at this site.
+        """
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Some clients of a task, as if they were at a site of their own: for trials and tests.
+
+    Attributes:
+        whole: the task.
+        clients: numbers of those here.
+    """
+
+    whole: Task
+    clients: Sequence[int]
+
+    def introduce(self) -> Introduction:
+        """Returns what the server may know; a name is a number with leading zeros."""
+        task = self.whole
+        normal = task.transform if isinstance(task.transform, Normalize) else Normalize((), ())
+        sized = len(task.models) > 1
+        members = tuple(
+            Member(
+                _name(client),
+                len(task.train[client]),
+                task.size_of(client) if sized else "",
+                client in task.novel_ids,
+            )
+            for client in self.clients
+        )
+        return Introduction(
+            members=members,
+            shape=tuple(task.x.shape[1:]),
+            dtype=str(task.x.dtype),
+            classes=task.classes,
+            pixels=sum(member.examples for member in members),
+            mean=normal.mean,
+            std=normal.std,
+            fingerprint=task.fingerprint,
+        )
+
+    def task(self, frame: Frame, names: Mapping[int, str]) -> Task:
+        """Returns the whole task."""
+        for client, name in names.items():
+            if client not in self.clients or name != _name(client):
+                raise UserError(
+                    f"client {client} ({name}) must be one of this site's, which has "
+                    f"{', '.join(map(_name, self.clients))}; let the nodes have all clients of the "
+                    "task, each once"
+                )
+        return self.whole
+
+
+def _name(client: int) -> str:
+    return f"{client:06d}"
+
+
+class Site:
+    """Answers requests for the clients of a site.
+
+    Args:
+        source: the data.
+        state: folder for what clients remember.
+        client: the method's Client.
+        config: the method's settings.
+        seed: the run's seed.
+        workers: clients at once; by default as many as keep all cores busy to the end.
+        cores_per_client: threads of one client's arithmetic.
+        precision: of that.
+        device: where the site computes.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        state: Path,
+        client: type[Client],
+        config: Any,
+        *,
+        seed: int,
+        workers: int | None = None,
+        cores_per_client: int | None = None,
+        precision: Precision = "float32",
+        device: torch.device = CPU,
+    ) -> None:
+        self.source, self.state = source, state
+        self._client, self._config, self._seed = client, config, seed
+        self._workers, self._cores = workers, cores_per_client
+        self._precision, self._device = precision, device
+
+    def handle(self, content: bytes) -> bytes:
+        """Answers a request as it came over the network.
+
+        Raises:
+            UserError: it is no request.
+        """
+        request = wire.unpack_request(content)
+        return wire.pack_response(self.answer(request))
+
+    def answer(self, request: Request) -> Response:
+        """Runs the calls of a request, but none that has been answered before."""
+        try:
+            task = self.source.task(request.frame, request.names)
+            store = Store(self.state, request.run)
+            with store.alone():
+                store.receive(request.session, request.serial)
+                return self._answer(request, task, store)
+        except Exception as error:  # concerns all that this message called, and nobody else
+            everyone = dict.fromkeys(range(len(request.calls)), error)
+            return Response(request.session, request.serial, everyone)
+
+    def _answer(self, request: Request, task: Task, store: Store) -> Response:
+        engine = best_engine(self._device)(
+            task,
+            self._client,
+            self._config,
+            seed=self._seed,
+            workers=self._workers,
+            cores_per_client=self._cores,
+            precision=self._precision,
+            device=self._device,
+        )
+        answers: dict[int, Tree | Exception] = {}
+        remembers: set[int] = set()
+        to_run: dict[int, Call] = {}
+        for place, call in enumerate(request.calls):
+            name, version = request.names[call.client], (request.session, call.cohort)
+            try:
+                draft = store.draft(name, version)
+                if draft is not None and draft.serial == request.serial:
+                    answers[place] = draft.reply
+                    remembers |= {place} if draft.memory else set()
+                    continue
+                begin = Answer({}, *_beginning(request, call, name, store, draft))
+            except Exception as error:
+                answers[place] = error
+                continue
+            engine.memories.note(call, begin)
+            to_run[place] = call
+        try:
+            replies = engine.answer(list(to_run.values()))
+        finally:
+            engine.close()
+        for (place, call), reply in zip(to_run.items(), replies, strict=True):
+            answers[place] = reply
+            memory, scratch = engine.memories.of(call)
+            if not isinstance(reply, Exception):
+                name, version = request.names[call.client], (request.session, call.cohort)
+                store.write(name, version, Draft(request.serial, memory, scratch, reply))
+            remembers |= {place} if memory else set()
+        for client, name in request.names.items():
+            opened = [(request.session, cohort) for cohort in request.open]
+            store.prune(name, _needed(request, client, opened))
+        return Response(request.session, request.serial, answers, frozenset(remembers))
+
+
+def _beginning(
+    request: Request, call: Call, name: str, store: Store, draft: Draft | None
+) -> tuple[Tree, Tree]:
+    """Returns memory and scratch with which a call begins."""
+    if draft is not None:
+        return draft.memory, draft.scratch
+    return store.memory(name, None if call.fresh else request.begin.get(call.client)), {}
+
+
+def _needed(request: Request, client: int, opened: Sequence[Version]) -> set[Version]:
+    begin = [request.begin[client]] if client in request.begin else []
+    return {*opened, *request.keep.get(client, ()), *begin}

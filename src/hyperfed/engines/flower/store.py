@@ -1,0 +1,157 @@
+"""What the clients of a site remember, on the site's own disk.
+
+``<folder>/<run>/<client>/<session>-<cohort>.safetensors`` is what a client remembers after its
+latest call in a cohort: its memory, its scratch and its last reply, in one file that is written
+whole or not at all. While the cohort is open it is a draft. It becomes a version of the client's
+memory when the server names it as what a later cohort begins with, so nothing has to be committed
+at the site: a message that is lost, late or repeated cannot commit too much or too little.
+"""
+
+import fcntl
+import json
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+from hyperfed.engines.flower.wire import Version
+from hyperfed.errors import UserError
+from hyperfed.system.files import atomic_write, refused
+from hyperfed.trees import Tree
+from hyperfed.trees.checkpoints import load_state, save_state
+
+_SUFFIX = ".safetensors"
+
+
+class LostMemoryError(Exception):
+    """The site does not have the memory that a client is to begin with."""
+
+
+class SupersededError(Exception):
+    """The message is older than one that the site has had."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What a client remembers after a call.
+
+    Attributes:
+        serial: of the message that held the call.
+        memory: what is to survive rounds.
+        scratch: what is to survive the messages of this cohort.
+        reply: what it replied.
+    """
+
+    serial: int
+    memory: Tree
+    scratch: Tree
+    reply: Tree
+
+
+class Store:
+    """The memories of one run at one site.
+
+    Args:
+        folder: of the site's state; made where it does not exist.
+        run: number of the run.
+
+    Raises:
+        UserError: the folder cannot be made.
+    """
+
+    def __init__(self, folder: Path, run: int) -> None:
+        self._folder = folder / f"run-{run}"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise refused(self._folder, error) from error
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Waits until no other process works with these memories, and keeps others waiting.
+
+        Flower starts a process for each message, and a late one may meet its successor.
+        """
+        with (self._folder / "lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield  # the lock goes with the file, even where the process is killed
+
+    def receive(self, session: int, serial: int) -> None:
+        """Notes that a message has come.
+
+        Raises:
+            SupersededError: a later one came before. Its answer is not wanted any more, and what
+                it says may be dropped is not what the server knows now.
+        """
+        path = self._folder / "latest.json"
+        latest = json.loads(path.read_text()) if path.exists() else [0, 0]
+        if [session, serial] < latest:
+            raise SupersededError(
+                f"message {serial} of session {session} came after message {latest[1]} of session "
+                f"{latest[0]}; if the server's clock went back, set it right and start again"
+            )
+        atomic_write(path, json.dumps([session, serial]).encode())
+
+    def draft(self, client: str, version: Version) -> Draft | None:
+        """Returns what a client remembers after its latest call in a cohort, if it had any."""
+        path = self._path(client, version)
+        if not path.exists():
+            return None
+        tree, meta = load_state(path)
+        return Draft(meta["serial"], tree["memory"], tree["scratch"], tree["reply"])
+
+    def memory(self, client: str, version: Version | None) -> Tree:
+        """Returns the memory that a client is to begin a cohort with; empty where it has none.
+
+        Raises:
+            LostMemoryError: the site does not have it.
+        """
+        if version is None:
+            return {}
+        draft = self.draft(client, version)
+        if draft is None:
+            raise LostMemoryError(
+                f"the memory {version[0]}-{version[1]} of client {client} must be in "
+                f"{self._folder}, but is not; restore the folder from a copy"
+            )
+        return draft.memory
+
+    def write(self, client: str, version: Version, draft: Draft) -> None:
+        """Keeps what a client remembers after a call, in place of what it did before.
+
+        Raises:
+            UserError: the disk refuses.
+        """
+        path = self._path(client, version)
+        path.parent.mkdir(exist_ok=True)
+        tree = {"memory": draft.memory, "scratch": draft.scratch, "reply": draft.reply}
+        save_state(path, tree, {"serial": draft.serial})
+
+    def prune(self, client: str, needed: Collection[Version]) -> None:
+        """Drops all that a client remembers but some versions and drafts."""
+        names = {self._path(client, version) for version in needed}
+        for path in self._path(client, (0, 0)).parent.glob(f"*{_SUFFIX}"):
+            if path not in names:
+                path.unlink(missing_ok=True)
+
+    def _path(self, client: str, version: Version) -> Path:
+        session, cohort = version
+        return self._folder / f"_{quote(client, safe='')}" / f"{session}-{cohort}{_SUFFIX}"
+
+
+def check_writable(folder: Path) -> None:
+    """Finds out whether a site's state can be kept in a folder, which is made.
+
+    Raises:
+        UserError: it cannot.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise refused(folder, error) from error
+    if not folder.is_dir():
+        raise UserError(f"{folder} must be a folder")
+    trial = folder / ".writable"
+    atomic_write(trial, b"")
+    trial.unlink()

@@ -1,0 +1,243 @@
+"""Calls and answers as bytes: one message to a site holds all that its clients are asked.
+
+A message is a safetensors file (:mod:`hyperfed.trees.checkpoints`), so nothing in it can run code:
+the tensors, and a header of plain JSON that is validated on arrival. A tree that goes to several
+clients alike travels once.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import ConfigDict, NonNegativeInt, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as validated
+
+from hyperfed.data.roster import Frame, plain
+from hyperfed.engines.calls import Call
+from hyperfed.engines.replies import BadReplyError
+from hyperfed.errors import UserError
+from hyperfed.training import Batches, Epochs, Steps, UnlabelledError
+from hyperfed.trees import Tree
+from hyperfed.trees.checkpoints import dumps, loads
+
+_PLAIN = ConfigDict(extra="forbid", strict=True)
+
+Version = tuple[int, int]
+"""A committed memory of a client: (session of the server, number of the cohort)."""
+
+
+class SiteError(Exception):
+    """What a client raised at its site, in words."""
+
+
+_RAISED: Mapping[str, type[Exception]] = {
+    kind.__name__: kind for kind in (UserError, UnlabelledError, BadReplyError)
+}
+"""Errors that mean something to the server; all others become a :class:`SiteError`."""
+
+_BATCHES: Mapping[str, Callable[[int, int], Batches]] = {"Steps": Steps, "Epochs": Epochs}
+
+LONGEST = 500
+"""Letters of an error's text that travel."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a server sends to a site.
+
+    Attributes:
+        run: number of the run at the sites.
+        session: when the server's process began to ask; a later process has a larger number.
+        serial: number of the message in its session; one that is repeated keeps it.
+        frame: what the site must know of the whole.
+        names: number -> name of each client that is called.
+        calls: one for each client of a cohort.
+        begin: client -> the version of its memory that its cohort begins with; absent for none.
+        keep: client -> versions that may be asked for again. A site may drop all others.
+        open: numbers of the cohorts that may still be asked.
+    """
+
+    run: int
+    session: int
+    serial: int
+    frame: Frame
+    names: Mapping[int, str]
+    calls: Sequence[Call]
+    begin: Mapping[int, Version]
+    keep: Mapping[int, Sequence[Version]]
+    open: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Response:
+    """What a site answers: to each call a reply or what it raised.
+
+    Attributes:
+        session: that of the request.
+        serial: that of the request.
+        answers: place of the call in the request -> reply or exception.
+        remembers: places of the calls after which their client has a memory.
+    """
+
+    session: int
+    serial: int
+    answers: Mapping[int, Tree | Exception]
+    remembers: frozenset[int] = frozenset()
+
+
+@validated(frozen=True, config=_PLAIN)
+class _Call:
+    """A call without its payload, which is named by number."""
+
+    cohort: NonNegativeInt
+    round: NonNegativeInt
+    client: NonNegativeInt
+    step: str
+    payload: list[NonNegativeInt]
+    batches: tuple[Literal["Steps", "Epochs"], int, int] | None
+    turn: NonNegativeInt
+    fresh: bool
+
+
+@validated(frozen=True, config=_PLAIN)
+class _Request:
+    run: int
+    session: int
+    serial: int
+    frame: Frame
+    names: dict[int, str]
+    calls: list[_Call]
+    begin: dict[int, Version]
+    keep: dict[int, list[Version]]
+    open: list[int]
+
+
+@validated(frozen=True, config=_PLAIN)
+class _Response:
+    session: int
+    serial: int
+    errors: dict[int, tuple[str, str]]
+    remembers: list[int]
+
+
+_REQUEST, _RESPONSE = TypeAdapter(_Request), TypeAdapter(_Response)
+
+
+def pack_request(request: Request) -> bytes:
+    """Returns a request as bytes."""
+    different: dict[int, Tree] = {}  # by identity: one tree may go to many clients
+    for call in request.calls:
+        different |= {id(tree): tree for tree in call.payload}
+    place = {identity: number for number, identity in enumerate(different)}
+    calls = [
+        {
+            "cohort": call.cohort,
+            "round": call.round,
+            "client": call.client,
+            "step": call.step,
+            "payload": [place[id(tree)] for tree in call.payload],
+            "batches": _batches(call),
+            "turn": call.turn,
+            "fresh": call.fresh,
+        }
+        for call in request.calls
+    ]
+    meta = {
+        "run": request.run,
+        "session": request.session,
+        "serial": request.serial,
+        "frame": plain(request.frame),
+        "names": {str(client): name for client, name in request.names.items()},
+        "calls": calls,
+        "begin": {str(client): list(version) for client, version in request.begin.items()},
+        "keep": {str(client): list(map(list, kept)) for client, kept in request.keep.items()},
+        "open": list(request.open),
+    }
+    return dumps({str(number): tree for number, tree in enumerate(different.values())}, meta)
+
+
+def unpack_request(content: bytes) -> Request:
+    """Reads what :func:`pack_request` returned.
+
+    Raises:
+        UserError: the bytes are no request, or one that contradicts itself.
+    """
+    tree, found = _read(_REQUEST, content, "a request")
+    if any(str(number) not in tree for call in found.calls for number in call.payload):
+        raise UserError("a request must hold the trees that its calls name; ask for it again")
+    if not {call.client for call in found.calls} <= set(found.names):
+        raise UserError("a request must name the clients that it calls; ask for it again")
+    calls = [
+        Call(
+            call.cohort,
+            call.round,
+            call.client,
+            call.step,
+            tuple(tree[str(number)] for number in call.payload),
+            None if call.batches is None else _BATCHES[call.batches[0]](*call.batches[1:]),
+            call.turn,
+            call.fresh,
+        )
+        for call in found.calls
+    ]
+    return Request(**{**vars(found), "calls": calls})
+
+
+def pack_response(response: Response) -> bytes:
+    """Returns a response as bytes."""
+    replies = {
+        str(place): answer
+        for place, answer in response.answers.items()
+        if not isinstance(answer, Exception)
+    }
+    errors = {
+        str(place): [type(answer).__name__, str(answer)[:LONGEST]]
+        for place, answer in response.answers.items()
+        if isinstance(answer, Exception)
+    }
+    meta = {
+        "session": response.session,
+        "serial": response.serial,
+        "errors": errors,
+        "remembers": sorted(response.remembers),
+    }
+    return dumps(replies, meta)
+
+
+def unpack_response(content: bytes) -> Response:
+    """Reads what :func:`pack_response` returned.
+
+    Raises:
+        UserError: the bytes are no response.
+    """
+    tree, found = _read(_RESPONSE, content, "a reply")
+    if not all(name.isdecimal() and isinstance(reply, dict) for name, reply in tree.items()):
+        raise UserError("a reply must hold one tree for each call; ask for it again")
+    answers: dict[int, Tree | Exception] = {int(name): reply for name, reply in tree.items()}
+    answers |= {place: _raised(*error) for place, error in found.errors.items()}
+    return Response(found.session, found.serial, answers, frozenset(found.remembers))
+
+
+def _read(adapter: TypeAdapter[Any], content: bytes, what: str) -> tuple[Tree, Any]:
+    tree, meta = loads(content, what)
+    try:
+        # Strict, but keys of JSON are strings and its lists tuples.
+        return tree, adapter.validate_json(json.dumps(meta), strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise UserError(
+            f"the header of {what} must be of this version of hyperfed, but "
+            f"{'.'.join(map(str, first['loc']))}: {first['msg']}; install the same one everywhere"
+        ) from error
+
+
+def _batches(call: Call) -> list[str | int] | None:
+    if call.batches is None:
+        return None
+    return [type(call.batches).__name__, call.batches.count, call.batches.size]
+
+
+def _raised(kind: str, text: str) -> Exception:
+    known = _RAISED.get(kind)
+    return SiteError(f"{kind}: {text}") if known is None else known(text)

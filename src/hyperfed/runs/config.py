@@ -1,0 +1,350 @@
+"""From what a user writes to a validated :class:`RunConfig`, and back to a file.
+
+Four sources, the weakest first: the defaults below, the method's preset, an experiment file in
+TOML, and ``key=value`` overrides. They share one set of dotted keys, such as ``task.clients``;
+``method.*`` are the fields of the method's own ``Config``. ``task``, ``engine`` and ``method`` are
+short for ``task.name``, ``engine.name`` and ``method.name``, so in TOML ``method = "pfedhn"`` and
+a table ``[method]`` with a ``name`` mean the same.
+
+TOML has no null: a key that admits ``None`` takes the word ``none``.
+"""
+
+import dataclasses
+import difflib
+import json
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, get_args, get_type_hints
+
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    NonNegativeInt,
+    PositiveInt,
+    TypeAdapter,
+    ValidationError,
+)
+from pydantic.dataclasses import dataclass
+from pydantic_core import ErrorDetails
+
+from hyperfed.data.tasks import TaskConfig
+from hyperfed.engines import EngineConfig, Faults
+from hyperfed.errors import UserError
+from hyperfed.methods import METHODS
+from hyperfed.system import toml
+from hyperfed.system.files import atomic_write
+from hyperfed.training import Precision
+
+_STRICT = ConfigDict(extra="forbid", strict=True)
+_SHORT = {"method": "method.name", "task": "task.name", "engine": "engine.name"}
+
+
+def _number_or_fraction(cohort: int | float) -> int | float:
+    if isinstance(cohort, int) and cohort < 1:
+        raise ValueError("must be at least 1 client, or a fraction such as 0.25")
+    if isinstance(cohort, float) and not 0 < cohort <= 1:
+        raise ValueError("must be a whole number of clients, or a fraction above 0 and at most 1.0")
+    return cohort
+
+
+@dataclass(frozen=True, config=_STRICT)
+class RunConfig:
+    """Everything that decides what a run computes.
+
+    Attributes:
+        method: a name in :data:`hyperfed.methods.METHODS`.
+        settings: an instance of that method's ``Config``.
+        preset: which of the method's published settings the run started from.
+        rounds: server iterations.
+        cohort: clients of a round: their number, or a fraction of those that train (1.0 is all).
+        evaluate_every: rounds between evaluations.
+        checkpoint_every: rounds between checkpoints.
+        seed: of every draw.
+        device: where clients compute, and the server beside them: ``cpu``, ``cuda`` or ``cuda:N``.
+            With ``flower`` that of the server; each site says its own.
+        precision: of the clients' arithmetic. ``bf16`` computes products and convolutions of local
+            steps and evaluations in bfloat16; weights and messages stay float32.
+        task: data, split and target model.
+        engine: who computes.
+        faults: faults made on purpose.
+    """
+
+    method: str
+    settings: Any
+    preset: str = "default"
+    rounds: PositiveInt = 200
+    cohort: Annotated[int | float, AfterValidator(_number_or_fraction)] = 0.25
+    evaluate_every: PositiveInt = 20
+    checkpoint_every: PositiveInt = 100
+    seed: NonNegativeInt = 0
+    device: str = "cpu"
+    precision: Precision = "float32"
+    task: TaskConfig = TaskConfig()
+    engine: EngineConfig = EngineConfig()
+    faults: Faults = Faults()
+
+
+def load(
+    source: str, overrides: Sequence[str] = (), *, methods: Mapping[str, Any] = METHODS
+) -> RunConfig:
+    """Builds the configuration of a run.
+
+    Args:
+        source: a method's name, or the path of an experiment file (or of a run's ``config.toml``),
+            which ends in ``.toml``.
+        overrides: ``key=value`` each. A value is read as a TOML literal; a bare word is a string.
+        methods: name -> module with ``Config`` and ``PRESETS``.
+
+    Raises:
+        UserError: lists all errors at once.
+    """
+    problems: list[str] = []
+    written = _read(Path(source)) if source.endswith(".toml") else {"method.name": source}
+    return _build(written | dict(_parse(overrides, problems)), problems, methods)
+
+
+def from_keys(
+    method: str, keys: Mapping[str, Any], *, methods: Mapping[str, Any] = METHODS
+) -> RunConfig:
+    """Builds the configuration of a run from Python values: ``{"rounds": 10, "task.clients": 5}``.
+
+    Raises:
+        UserError: lists all errors at once.
+    """
+    return _build({"method.name": method, **dict(_flatten(keys))}, [], methods)
+
+
+def override(config: RunConfig, overrides: Sequence[str], *, allowed: Sequence[str]) -> RunConfig:
+    """Returns a configuration with some keys changed.
+
+    Args:
+        config: all settings.
+        overrides: ``key=value`` each.
+        allowed: how the keys that may change begin.
+
+    Raises:
+        UserError: another key, or a value that it does not admit; lists all errors at once.
+    """
+    problems: list[str] = []
+    changed = dict(_parse(overrides, problems))
+    for key in list(changed):
+        if not key.startswith(tuple(allowed)) or key == "method.name":
+            del changed[key]
+            problems.append(
+                f"{_shown(key)}: must begin with {' or '.join(allowed)} to change after training"
+            )
+    return _build(dict(_flatten(to_dict(config))) | changed, problems, METHODS)
+
+
+def known_keys(method: str, *, methods: Mapping[str, Any] = METHODS) -> list[str]:
+    """Returns every key that a run of ``method`` understands, as a user writes it."""
+    return [_shown(key) for key in _known(methods[method].Config)]
+
+
+def to_dict(config: RunConfig) -> dict[str, Any]:
+    """Returns all settings as nested dicts of plain values, with the keys that users write."""
+    plain = TypeAdapter(RunConfig).dump_python(config, mode="json")
+    settings = plain.pop("settings")
+    return {**plain, "method": {"name": config.method, **settings}}
+
+
+def dump(config: RunConfig, path: Path) -> None:
+    """Writes all settings as TOML; :func:`load` makes an equal configuration of the file."""
+    atomic_write(path, toml.dumps(to_dict(config)).encode())
+
+
+# Keys and values.
+
+
+def _fields(kind: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields (dotted key, type) of each field of a dataclass, nested dataclasses unfolded."""
+    hints = get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield from _fields(hints[field.name], f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, hints[field.name]
+
+
+def _known(settings: type | None) -> dict[str, Any]:
+    """Returns {dotted key: type}, with ``method.*`` where the method's ``Config`` is known."""
+    known = dict(_fields(RunConfig))
+    del known["method"], known["settings"]
+    own = _fields(settings, "method.") if settings else ()
+    return {"method.name": str, **known, **dict(own)}
+
+
+def _shown(key: str) -> str:
+    """Returns a key as a user writes it: ``task`` for ``task.name``."""
+    return next((short for short, full in _SHORT.items() if full == key), key)
+
+
+def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in table.items():
+        key = prefix + name
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{key}.")
+        else:
+            yield _SHORT.get(key, key), value
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Undoes :func:`_flatten`."""
+    table: dict[str, Any] = {}
+    for key, value in flat.items():
+        *path, name = key.split(".")
+        inner = table
+        for part in path:
+            inner = inner.setdefault(part, {})
+        inner[name] = value
+    return table
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return dict(_flatten(tomllib.loads(path.read_text(encoding="utf-8"))))
+    except OSError as error:
+        raise UserError(
+            f"the experiment file must be readable: {path} is not ({error.strerror}); "
+            "give a method's name or the path of a .toml file"
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"the experiment file must be TOML: in {path}, {error}") from error
+
+
+def _parse(overrides: Iterable[str], problems: list[str]) -> Iterator[tuple[str, Any]]:
+    """Yields (dotted key, value) of each ``key=value``; a table as value gives several."""
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if equals and key.strip():
+            yield from _flatten({key.strip(): toml.read_value(value.strip())})
+        else:
+            problems.append(f"{override}: must be key=value, such as rounds=100")
+
+
+# Validation.
+
+
+def _build(
+    written: Mapping[str, Any], problems: list[str], methods: Mapping[str, Any]
+) -> RunConfig:
+    """Validates section by section, so that one error does not hide the others."""
+    name = written.get("method.name")
+    module = methods.get(name) if isinstance(name, str) else None
+    if module is None:
+        came = f"came {toml.literal(name)}{_nearest(name, methods)}" if name else "it is missing"
+        problems.append(f"method: must be one of {', '.join(methods)}; {came}")
+
+    keys = _preset(module, name, written, problems) | dict(written)
+    known = _known(module.Config if module else None)
+    for key in [key for key in keys if key not in known]:
+        value = keys.pop(key)
+        if module is None and key.startswith("method."):
+            continue  # nobody knows the keys of an unknown method
+        hint = _nearest_key(key, known)
+        problems.append(
+            f"{_shown(key)}: must be a key of this run, came {toml.literal(value)}; {hint}"
+        )
+    for key, value in keys.items():
+        if value == "none" and NoneType in get_args(known[key]):
+            keys[key] = None
+
+    table = _nested(keys)
+    method = table.pop("method", {})
+    own = {key: value for key, value in method.items() if key != "name"}
+    sections = [("task", TaskConfig), ("engine", EngineConfig), ("faults", Faults)]
+    parts = {
+        section: _section(kind, section, table.pop(section, {}), known, problems) or kind()
+        for section, kind in sections
+    }
+    config = settings = None
+    if module is not None:
+        settings = _section(module.Config, "method", own, known, problems)
+    try:
+        config = RunConfig(method=str(name), settings=settings, **table, **parts)
+    except ValidationError as error:
+        problems += _explain(error, "", known)
+    if problems or config is None:
+        count = "1 error" if len(problems) == 1 else f"{len(problems)} errors"
+        raise UserError("\n  - ".join([f"the configuration has {count}:", *problems]))
+    return config
+
+
+def _preset(
+    module: Any, method: Any, written: Mapping[str, Any], problems: list[str]
+) -> dict[str, Any]:
+    """Returns the keys that the method's preset sets; ``default`` may set none."""
+    preset = written.get("preset", "default")
+    if module is None or not isinstance(preset, str):
+        return {}
+    presets = {"default": {}, **module.PRESETS}
+    if preset not in presets:
+        problems.append(
+            f"preset: must be one of {', '.join(presets)} for {method}; "
+            f"came {toml.literal(preset)}{_nearest(preset, presets)}"
+        )
+    return dict(_flatten(presets.get(preset, {})))
+
+
+def _section(
+    kind: Any, section: str, table: dict[str, Any], known: Iterable[str], problems: list[str]
+) -> Any:
+    """Returns ``kind`` made of ``table``, or None and the reasons in ``problems``."""
+    try:
+        # JSON's strict mode is that of a text file: no "5" for 5, but a list for a tuple.
+        return TypeAdapter(kind).validate_json(json.dumps(table, default=str), strict=True)
+    except ValidationError as error:
+        problems += _explain(error, section, known)
+        return None
+
+
+def _explain(error: ValidationError, section: str, known: Iterable[str]) -> list[str]:
+    """Returns one line for each key, which joins what the members of a union would have taken."""
+    lines: dict[str, tuple[list[str], str]] = {}
+    for detail in error.errors(include_url=False):
+        key = _shown(_key_at(section, detail["loc"], known))
+        came = (
+            "" if isinstance(detail["input"], dict) else f"; came {toml.literal(detail['input'])}"
+        )
+        lines.setdefault(key, ([], came))[0].append(_requirement(detail))
+    return [
+        f"{key}: {', or '.join(dict.fromkeys(musts))}{came}" for key, (musts, came) in lines.items()
+    ]
+
+
+def _key_at(section: str, location: tuple[int | str, ...], known: Iterable[str]) -> str:
+    """Returns the key of an error. A location goes on below it: list index, member of a union."""
+    key = section
+    for part in location:
+        below = f"{key}.{part}" if key else str(part)
+        if not any(name == below or name.startswith(f"{below}.") for name in known):
+            break
+        key = below
+    return key
+
+
+def _requirement(detail: ErrorDetails) -> str:
+    if detail["type"] == "missing":
+        return "must be given"
+    return detail["msg"].removeprefix("Value error, ").replace("Input should be", "must be", 1)
+
+
+def _nearest(word: object, options: Iterable[str]) -> str:
+    """Returns "; did you mean ...?", or nothing where nothing is near."""
+    near = difflib.get_close_matches(str(word), options, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _nearest_key(key: str, known: Iterable[str]) -> str:
+    """Returns a question, by the last word of the key, or the keys there are if none is near."""
+    section, _, last = key.rpartition(".")
+    # Where two keys end in one word, the later here is asked for: that of the same section.
+    by_section = sorted(known, key=lambda name: name.rpartition(".")[0] == section)
+    ends = {_shown(name).rpartition(".")[2]: _shown(name) for name in by_section}
+    if near := difflib.get_close_matches(last, ends, n=1):
+        return f"did you mean {ends[near[0]]}?"
+    inside = [name for name in known if name.startswith(f"{key}.")]
+    beside = [name for name in known if name.rpartition(".")[0] == section]
+    return f"the keys are {', '.join(map(_shown, inside or beside or known))}"

@@ -1,0 +1,162 @@
+"""Running a run to its end and telling of it: a bar on a terminal, ``log.txt``, TensorBoard."""
+
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.progress import Progress as RichProgress
+
+from hyperfed.errors import UserError
+from hyperfed.runs.records import Evaluation, Lost, Number, RunFolder
+from hyperfed.runs.report import megabytes, percent
+from hyperfed.runs.tensorboard import scalars
+from hyperfed.system.files import refused
+
+if TYPE_CHECKING:
+    from hyperfed.runs.run import Progress, Run
+
+
+def watch(run: "Run", show: bool = True) -> None:
+    """Trains until the run is done or stopped.
+
+    A run with a folder gets a line in ``log.txt`` for each evaluation, the lost clients and why
+    among it, and its scalars in ``tensorboard/`` where TensorBoard is installed.
+
+    Args:
+        run: what to train.
+        show: shows a progress bar on standard error, where that is a terminal.
+
+    Raises:
+        UserError: the disk refuses a record. The run can be resumed once it does not.
+    """
+    log = _Log(run.folder)
+    log.write(f"{run.config.method} on {run.task.name}: {run.round} of {run.config.rounds} rounds")
+    try:
+        _train(run, log, show)
+    except KeyboardInterrupt:
+        log.write_if_possible(f"aborted after round {run.round}")
+        raise
+    except UserError as error:
+        log.write_if_possible(f"error after round {run.round}: {error}")
+        raise
+    except Exception:
+        log.write_if_possible(f"failed after round {run.round}\n{traceback.format_exc()}")
+        raise
+    log.write(f"{'done' if run.done else 'stopped'} after round {run.round}")
+
+
+def _train(run: "Run", log: "_Log", show: bool) -> None:
+    with ExitStack() as stack:
+        bar = stack.enter_context(_bar(run)) if show and sys.stderr.isatty() else None
+        record = None
+        if run.folder is not None:
+            record = stack.enter_context(scalars(run.folder.path / "tensorboard", run.round))
+        for progress in run.train():
+            if bar is not None:
+                bar.advance(progress)
+            if progress.evaluation:
+                log.write(_line(progress))
+                if record is not None:
+                    record(progress.evaluation)
+
+
+class _Log:
+    """The ``log.txt`` of a run; nothing happens for one without a folder."""
+
+    def __init__(self, folder: RunFolder | None) -> None:
+        self._path = None if folder is None else folder.log
+
+    def write(self, text: str) -> None:
+        """Appends ``text`` with the time of day.
+
+        Raises:
+            UserError: the disk is full, read-only or otherwise refuses.
+        """
+        if self._path is None:
+            return
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S}  {text}\n")
+        except OSError as error:
+            raise refused(self._path, error) from error
+
+    def write_if_possible(self, text: str) -> None:
+        """Appends ``text``; for a failure that must not be hidden by a second one."""
+        with suppress(UserError):
+            self.write(text)
+
+
+def _line(progress: "Progress") -> str:
+    """Returns what the log says of a round with an evaluation."""
+    any_split = next(iter(progress.evaluation.values()))
+    parts = [
+        f"{split} loss {_number(e.loss)}, accuracy {percent(e.accuracy)} %, "
+        f"worst decile {percent(e.worst_decile_accuracy)} %"
+        for split, e in progress.evaluation.items()
+    ]
+    parts.append(
+        f"{megabytes(any_split.bytes_down)} MB down, {megabytes(any_split.bytes_up)} MB up, "
+        f"{any_split.seconds:.1f} s"
+    )
+    if any_split.lost:
+        parts.append(f"lost {', '.join(map(_reason, any_split.lost))}")
+    return f"round {progress.round} of {progress.rounds}: {'; '.join(parts)}"
+
+
+def _reason(lost: Lost) -> str:
+    return f"client {lost.client} ({lost.reason})"
+
+
+class _Bar:
+    """A progress bar with what the latest evaluation said."""
+
+    def __init__(self, bar: RichProgress, task: TaskID) -> None:
+        self._bar, self._task = bar, task
+        self._lost = 0
+        self._found = ""
+
+    def advance(self, progress: "Progress") -> None:
+        """Shows a round more."""
+        self._lost += len(progress.lost)
+        val = progress.evaluation.get("val")
+        if val is not None:
+            self._found = _validation(val)
+        lost = f", lost {self._lost}" if self._lost else ""
+        self._bar.update(self._task, completed=progress.round, status=self._found + lost)
+
+
+def _validation(val: Evaluation) -> str:
+    return f"val loss {_number(val.loss)}, accuracy {percent(val.accuracy)} %"
+
+
+@contextmanager
+def _bar(run: "Run") -> Iterator[_Bar]:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[status]}"),
+        TextColumn("ETA"),
+        TimeRemainingColumn(),
+    )
+    # On standard error, so that standard output holds nothing but results.
+    with RichProgress(*columns, console=Console(stderr=True), expand=True) as bar:
+        task = bar.add_task(
+            run.config.method, total=run.config.rounds, completed=run.round, status=""
+        )
+        yield _Bar(bar, task)
+
+
+def _number(value: Number) -> str:
+    return "–" if value is None else f"{value:.3f}"

@@ -1,0 +1,372 @@
+"""What a run leaves on disk, and reading it back.
+
+``runs/<experiment>/<timestamp>-seed<k>/`` holds ``config.toml``, ``metrics.jsonl`` (one
+:class:`Evaluation` per line), ``summary.json``, ``log.txt`` and ``checkpoint/``. Files are replaced
+whole or not at all, lines are appended, and JSON says ``null`` where a number is not finite.
+"""
+
+import contextlib
+import errno
+import itertools
+import json
+import math
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from hyperfed.errors import UserError
+from hyperfed.system.files import atomic_write, refused
+from hyperfed.system.provenance import commit, versions
+from hyperfed.trees.checkpoints import load_state, save_state
+
+__all__ = [
+    "Evaluation",
+    "Lost",
+    "Number",
+    "RunFolder",
+    "RunRecord",
+    "atomic_write",
+    "client_mean",
+    "client_std",
+    "commit",
+    "find_runs",
+    "load_state",
+    "read_run",
+    "save_state",
+    "summarise",
+    "versions",
+    "weighted_mean",
+    "worst_decile",
+]
+
+Number = float | None
+"""A measured number; None where there is none, or none that is finite."""
+
+# Aggregates over clients, which are those with examples: None where there are none.
+
+
+def weighted_mean(values: Sequence[float], count: Sequence[int]) -> Number:
+    """Returns the mean over examples: (C,) clients' values weighted with their (C,) counts."""
+    total = sum(count)
+    if not total:
+        return None
+    return _finite(sum(v * n for v, n in zip(values, count, strict=True)) / total)
+
+
+def client_mean(values: Sequence[float]) -> Number:
+    """Returns the mean over (C,) clients, each counting once."""
+    return _finite(sum(values) / len(values)) if values else None
+
+
+def client_std(values: Sequence[float]) -> Number:
+    """Returns the population standard deviation over (C,) clients."""
+    mean = client_mean(values)
+    if mean is None:
+        return None
+    return _finite(math.sqrt(sum((v - mean) ** 2 for v in values) / len(values)))
+
+
+def worst_decile(values: Sequence[float]) -> Number:
+    """Returns the mean over the worst tenth of (C,) clients, rounded down but at least one."""
+    return client_mean(sorted(values)[: max(1, len(values) // 10)])
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A client that gave no usable reply since the evaluation before, and why."""
+
+    client: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One line of ``metrics.jsonl``: the models of some clients on one split.
+
+    Attributes:
+        round: server iterations so far.
+        split: ``val``, ``test`` or ``novel``.
+        clients: (C,) ids.
+        count: (C,) examples of each.
+        client_accuracy: (C,) from 0 to 1.
+        client_loss: (C,) mean over a client's examples.
+        client_masked_accuracy: (C,) accuracy among the classes that a client has.
+        accuracy: mean over examples.
+        loss: mean over examples.
+        masked_accuracy: mean over examples.
+        accuracy_client_mean: mean over clients.
+        accuracy_client_std: population standard deviation over clients.
+        worst_decile_accuracy: mean over the worst tenth of the clients, at least one.
+        bytes_down: sent to clients since the start.
+        bytes_up: sent by clients since the start.
+        seconds: since the start, time before a resume included.
+        lost: clients lost since the evaluation before.
+    """
+
+    round: int
+    split: str
+    clients: tuple[int, ...]
+    count: tuple[int, ...]
+    client_accuracy: tuple[Number, ...]
+    client_loss: tuple[Number, ...]
+    client_masked_accuracy: tuple[Number, ...]
+    accuracy: Number
+    loss: Number
+    masked_accuracy: Number
+    accuracy_client_mean: Number
+    accuracy_client_std: Number
+    worst_decile_accuracy: Number
+    bytes_down: int
+    bytes_up: int
+    seconds: float
+    lost: tuple[Lost, ...] = ()
+
+
+_EVALUATION = TypeAdapter(Evaluation)
+
+
+def summarise(
+    *,
+    round: int,
+    split: str,
+    clients: Sequence[int],
+    count: Sequence[int],
+    correct: Sequence[float],
+    loss: Sequence[float],
+    masked_correct: Sequence[float],
+    bytes_down: int,
+    bytes_up: int,
+    seconds: float,
+    lost: Sequence[Lost] = (),
+) -> Evaluation:
+    """Turns what clients report, sums over their examples, into an :class:`Evaluation`.
+
+    Args:
+        round: server iterations so far.
+        split: ``val``, ``test`` or ``novel``.
+        clients: (C,) ids.
+        count: (C,) examples; a client may have none.
+        correct: (C,) sums of the task's score.
+        loss: (C,) sums of the loss.
+        masked_correct: (C,) sums of the score among the classes that a client has.
+        bytes_down: sent to clients since the start.
+        bytes_up: sent by clients since the start.
+        seconds: since the start.
+        lost: clients lost since the evaluation before.
+    """
+    held = [index for index, examples in enumerate(count) if examples]
+    shares = [count[index] for index in held]
+    accuracy, losses, masked = (
+        [sums[index] / count[index] for index in held] for sums in (correct, loss, masked_correct)
+    )
+
+    def per_client(values: Sequence[float]) -> tuple[Number, ...]:
+        found = dict(zip(held, map(_finite, values), strict=True))
+        return tuple(found.get(index) for index in range(len(clients)))
+
+    return Evaluation(
+        round=round,
+        split=split,
+        clients=tuple(clients),
+        count=tuple(count),
+        client_accuracy=per_client(accuracy),
+        client_loss=per_client(losses),
+        client_masked_accuracy=per_client(masked),
+        accuracy=weighted_mean(accuracy, shares),
+        loss=weighted_mean(losses, shares),
+        masked_accuracy=weighted_mean(masked, shares),
+        accuracy_client_mean=client_mean(accuracy),
+        accuracy_client_std=client_std(accuracy),
+        worst_decile_accuracy=worst_decile(accuracy),
+        bytes_down=bytes_down,
+        bytes_up=bytes_up,
+        seconds=seconds,
+        lost=tuple(lost),
+    )
+
+
+def _finite(value: float) -> Number:
+    return value if math.isfinite(value) else None
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The folder of one run.
+
+    Attributes:
+        path: where it is.
+    """
+
+    path: Path
+
+    @classmethod
+    def create(cls, parent: Path, experiment: str, seed: int, timestamp: datetime) -> "RunFolder":
+        """Makes ``parent/experiment/<timestamp>-seed<k>``, numbered from 2 where that is taken.
+
+        Raises:
+            UserError: the folder cannot be made.
+        """
+        name = f"{timestamp:%Y%m%d-%H%M%S}-seed{seed}"
+        group = parent / experiment
+        try:
+            group.mkdir(parents=True, exist_ok=True)
+            for number in itertools.count(1):
+                folder = cls(group / (name if number == 1 else f"{name}-{number}"))
+                with contextlib.suppress(FileExistsError):  # a run that began in the same second
+                    folder.path.mkdir()
+                    break
+            folder.state.parent.mkdir()
+        except OSError as error:
+            raise refused(group, error) from error
+        return folder
+
+    @property
+    def config(self) -> Path:
+        """All settings, as :func:`hyperfed.runs.config.dump` writes them."""
+        return self.path / "config.toml"
+
+    @property
+    def metrics(self) -> Path:
+        """One :class:`Evaluation` per line."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        """The final numbers; there is none before a run ends."""
+        return self.path / "summary.json"
+
+    @property
+    def log(self) -> Path:
+        """What a run says on the way."""
+        return self.path / "log.txt"
+
+    @property
+    def state(self) -> Path:
+        """The latest checkpoint."""
+        return self.path / "checkpoint" / "state.safetensors"
+
+    @property
+    def sites(self) -> Path:
+        """Who the clients are, where they are at sites (:class:`hyperfed.data.roster.Roster`)."""
+        return self.path / "sites.json"
+
+    def append(self, evaluation: Evaluation) -> None:
+        """Adds a line to the metrics, whole or not at all.
+
+        Raises:
+            UserError: the disk is full, read-only or otherwise refuses.
+        """
+        try:
+            with self.metrics.open("ab", buffering=0) as file:
+                start, line = file.tell(), _EVALUATION.dump_json(evaluation) + b"\n"
+                try:
+                    if file.write(line) != len(line):
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                except OSError:
+                    file.truncate(start)
+                    raise
+        except OSError as error:
+            raise refused(self.metrics, error) from error
+
+    def truncate_after(self, round: int) -> None:
+        """Drops what a resumed run writes again: later rounds, and novel clients (the end's).
+
+        A last line that a kill cut short goes too.
+
+        Raises:
+            UserError: the metrics are damaged, or the disk refuses.
+        """
+        kept = [e for e in self.evaluations() if e.round <= round and e.split != "novel"]
+        atomic_write(self.metrics, b"".join(_EVALUATION.dump_json(e) + b"\n" for e in kept))
+
+    def evaluations(self) -> list[Evaluation]:
+        """Returns the metrics so far, without a last line that a kill cut short.
+
+        Raises:
+            UserError: the metrics are damaged.
+        """
+        whole = _read(self.metrics).rpartition(b"\n")[0] if self.metrics.exists() else b""
+        found = []
+        for number, line in enumerate(whole.splitlines(), start=1):
+            try:
+                found.append(_EVALUATION.validate_json(line))
+            except ValidationError as error:
+                raise UserError(
+                    f"every line of {self.metrics} must be an evaluation, but line {number} is "
+                    f"not: {line[:60]!r}; restore the file or remove that line"
+                ) from error
+        return found
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Writes the final numbers; those that are not finite become null.
+
+        Raises:
+            UserError: the disk is full, read-only or otherwise refuses.
+        """
+        text = json.dumps(_finite_only(summary), indent=2, ensure_ascii=False, allow_nan=False)
+        atomic_write(self.summary, f"{text}\n".encode())
+
+
+def _finite_only(value: Any) -> Any:
+    match value:
+        case Mapping():
+            return {key: _finite_only(inner) for key, inner in value.items()}
+        case list() | tuple():
+            return [_finite_only(inner) for inner in value]
+        case float():
+            return _finite(value)
+    return value
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(
+            f"{path} must be a readable file, but: {error.strerror}; "
+            f"{path.parent} must be the folder of a run"
+        ) from error
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run as it stands on disk.
+
+    Attributes:
+        path: its folder.
+        config: all settings, nested as in the file.
+        evaluations: in the order of the run.
+        summary: the final numbers; None for a run that has not ended.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    evaluations: tuple[Evaluation, ...]
+    summary: dict[str, Any] | None
+
+
+def read_run(path: Path) -> RunRecord:
+    """Reads a run's folder.
+
+    Raises:
+        UserError: it is not one, or a file in it is damaged.
+    """
+    folder = RunFolder(path)
+    settings = _read(folder.config)
+    numbers = _read(folder.summary) if folder.summary.exists() else b"null"
+    try:
+        config, summary = tomllib.loads(settings.decode()), json.loads(numbers)
+    except ValueError as error:
+        raise UserError(f"{path} must hold a TOML config and JSON summary, but: {error}") from error
+    return RunRecord(path, config, tuple(folder.evaluations()), summary)
+
+
+def find_runs(parent: Path) -> list[Path]:
+    """Returns the folders of all runs in ``parent`` or below, sorted by name."""
+    return sorted(config.parent for config in parent.rglob("config.toml"))

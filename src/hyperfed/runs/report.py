@@ -1,0 +1,286 @@
+"""Finished runs side by side: one table, one figure."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from rich.table import Table
+
+from hyperfed.errors import UserError
+from hyperfed.runs.config import RunConfig, to_dict
+from hyperfed.runs.records import Evaluation, Number
+from hyperfed.system.files import atomic_write
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+"""Okabe and Ito's palette, which people with any colour vision can tell apart; yellow left out."""
+
+DASHES = ("-", "--", ":", "-.")
+"""Told apart where colours are used up or not printed."""
+
+MOST_NAMED = 3
+"""Settings by which a run is told from others, at most."""
+
+CHANGE_NO_NUMBER = ("engine.", "device", "checkpoint_every", "preset", "task.data_dir")
+"""How the keys begin that a run is not told from others by."""
+
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+
+
+class FinishedRun(Protocol):
+    """What a report needs: a :class:`hyperfed.runs.run.Run` that is done, or its record on disk."""
+
+    @property
+    def config(self) -> RunConfig | Mapping[str, Any]:
+        """All settings; of a record, nested as in its file."""
+
+    @property
+    def evaluations(self) -> Sequence[Evaluation]:
+        """In the order of the run."""
+
+    @property
+    def summary(self) -> Mapping[str, Any] | None:
+        """The final numbers."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run in the comparison; accuracies from 0 to 1, at the best validation round.
+
+    Attributes:
+        label: the method, with settings or a number where that is needed to tell runs apart.
+        method: its name.
+        seed: of the run.
+        rounds: server iterations.
+        best_round: the one with the best validation accuracy.
+        test_accuracy: mean over examples.
+        test_accuracy_client_mean: mean over clients.
+        test_accuracy_client_std: population standard deviation over clients.
+        worst_decile_accuracy: mean over the worst tenth of the clients.
+        novel_accuracy: of clients that joined after training; None where there are none.
+        bytes_down: sent to clients.
+        bytes_up: sent by clients.
+        seconds: of the run.
+        data_fingerprint: a hash of the data and of who holds what.
+    """
+
+    label: str
+    method: str
+    seed: int
+    rounds: int
+    best_round: int
+    test_accuracy: Number
+    test_accuracy_client_mean: Number
+    test_accuracy_client_std: Number
+    worst_decile_accuracy: Number
+    novel_accuracy: Number
+    bytes_down: int
+    bytes_up: int
+    seconds: float
+    data_fingerprint: str
+
+
+def comparison(runs: Sequence[FinishedRun]) -> list[Row]:
+    """Returns a row for each run, in their order.
+
+    Rows can be compared where their ``data_fingerprint`` is the same.
+
+    Raises:
+        UserError: a run is not done, or its summary lacks a number.
+    """
+    numbers = [_numbers(run) for run in runs]
+    return [Row(label=label, **row) for label, row in zip(_labels(runs), numbers, strict=True)]
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """Returns the comparison for a :class:`rich.console.Console` to print."""
+    # Two-line headers and narrow gaps: it is to fit into 80 columns.
+    shown = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=True)
+    shown.add_column("\nmethod")
+    for column in (
+        "\nrounds",
+        "best\nround",
+        "test\n%",
+        "per client\n%",
+        "worst\ndecile %",
+        "novel\n%",
+        "MB\ndown",
+        "MB\nup",
+        "\nseconds",
+    ):
+        shown.add_column(column, justify="right")
+    for row in rows:
+        shown.add_row(
+            row.label,
+            str(row.rounds),
+            str(row.best_round),
+            percent(row.test_accuracy),
+            mean_and_std(row.test_accuracy_client_mean, row.test_accuracy_client_std),
+            percent(row.worst_decile_accuracy),
+            percent(row.novel_accuracy),
+            megabytes(row.bytes_down),
+            megabytes(row.bytes_up),
+            f"{row.seconds:.1f}",
+        )
+    return shown
+
+
+def draw_accuracy(runs: Sequence[FinishedRun], path: Path) -> None:
+    """Draws test accuracy over rounds, and that of each client at the best validation round.
+
+    Args:
+        runs: at least one, each with an evaluation on test examples.
+        path: the figure; its ending says the format (.png, .pdf, .svg).
+
+    Raises:
+        UserError: a run is not done or has no test accuracy, or the figure cannot be written.
+    """
+    # Not pyplot, which would keep every figure in memory and ask for a display.
+    from matplotlib.figure import Figure
+
+    rows = comparison(runs)
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    formats = figure.canvas.get_supported_filetypes()
+    ending = path.suffix.removeprefix(".")
+    if ending not in formats:
+        raise UserError(
+            f"the figure's file must end in one of {', '.join(sorted(formats))}, came {path}"
+        )
+    left, right = figure.subplots(1, 2, sharey=True)
+    _draw_over_rounds(left, runs, rows)
+    _draw_clients(right, runs, rows)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="0.9")
+        axes.set_axisbelow(True)
+    atomic_write(path, lambda file: figure.savefig(file, format=ending, dpi=200))
+
+
+def _draw_over_rounds(axes: "Axes", runs: Sequence[FinishedRun], rows: Sequence[Row]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    for index, (run, row) in enumerate(zip(runs, rows, strict=True)):
+        points = [(e.round, e.accuracy) for e in run.evaluations if e.split == "test"]
+        measured = [(number, 100 * value) for number, value in points if value is not None]
+        if not measured:
+            raise UserError(f"a run to draw must have test examples, but {row.label} has none")
+        rounds, accuracy = zip(*measured, strict=True)
+        axes.plot(
+            rounds,
+            accuracy,
+            color=COLOURS[index % len(COLOURS)],
+            linestyle=DASHES[index % len(DASHES)],
+            marker=MARKERS[index % len(MARKERS)],
+            markevery=[rounds.index(row.best_round)],
+            label=row.label,
+        )
+    axes.set_title("All clients; marked: best validation round", fontsize="medium")
+    axes.set_xlabel("round")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_ylabel("test accuracy (%)")
+    axes.legend(frameon=False)
+
+
+def _draw_clients(axes: "Axes", runs: Sequence[FinishedRun], rows: Sequence[Row]) -> None:
+    """Draws a box and a point for each client."""
+    for index, (run, row) in enumerate(zip(runs, rows, strict=True)):
+        best = next(e for e in run.evaluations if (e.round, e.split) == (row.best_round, "test"))
+        accuracy = [100 * value for value in best.client_accuracy if value is not None]
+        colour = COLOURS[index % len(COLOURS)]
+        axes.boxplot(
+            accuracy,
+            positions=[index],
+            widths=0.5,
+            showfliers=False,  # every client has its point
+            medianprops={"color": colour, "linewidth": 2},
+        )
+        aside = np.random.default_rng(index).uniform(-0.15, 0.15, len(accuracy))
+        axes.scatter(
+            index + aside,
+            accuracy,
+            s=14,
+            color=colour,
+            marker=MARKERS[index % len(MARKERS)],
+            alpha=0.6,
+            linewidths=0,
+            zorder=3,
+        )
+    crowded = sum(len(row.label) for row in rows) > 60
+    axes.set_xticks(
+        range(len(rows)),
+        [row.label for row in rows],
+        rotation=30 if crowded else 0,
+        ha="right" if crowded else "center",
+    )
+    axes.set_title("Each client, at the best validation round", fontsize="medium")
+    axes.set_xlabel("method")
+    axes.set_ylabel("test accuracy of a client (%)")
+    axes.tick_params(labelleft=True)  # shared axes hide them
+
+
+def _numbers(run: FinishedRun) -> dict[str, Any]:
+    """Returns the fields of a row but its label."""
+    if not run.summary:
+        raise UserError("a run to compare must be done, but one has no summary; resume it first")
+    names = [field.name for field in fields(Row) if field.name != "label"]
+    missing = [name for name in names if name not in run.summary]
+    if missing:
+        raise UserError(
+            f"a run's summary must have {', '.join(names)}, but one lacks {', '.join(missing)}; "
+            "run it again with this version of hyperfed"
+        )
+    return {name: run.summary[name] for name in names}
+
+
+def _labels(runs: Sequence[FinishedRun]) -> list[str]:
+    """Names runs by method, several of one by the settings that differ, and else by number."""
+    settings = [_settings(run) for run in runs]
+    methods = [own["method.name"] for own in settings]
+    labels = []
+    for method, own in zip(methods, settings, strict=True):
+        others = [it for name, it in zip(methods, settings, strict=True) if name == method]
+        # A record of an earlier version may lack a key, which says nothing of its value.
+        told = [key for key in own if any(it.get(key, own[key]) != own[key] for it in others)]
+        named = [f"{key.removeprefix('method.')}={own[key]}" for key in told[:MOST_NAMED]]
+        labels.append(" ".join([method, *named]))
+    total, seen = Counter(labels), Counter[str]()
+    for index, label in enumerate(labels):
+        seen[label] += 1
+        if total[label] > 1:
+            labels[index] = f"{label} ({seen[label]})"
+    return labels
+
+
+def _settings(run: FinishedRun) -> dict[str, Any]:
+    """Returns {dotted key: value} of a run's settings, but for those that change no number."""
+    nested = run.config if isinstance(run.config, Mapping) else to_dict(run.config)
+    flat = dict(_flat(nested))
+    return {key: flat[key] for key in flat if not key.startswith(CHANGE_NO_NUMBER)}
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def percent(fraction: Number) -> str:
+    """Returns a fraction in per cent, without the sign, or a dash where there is none."""
+    return "–" if fraction is None else f"{100 * fraction:.1f}"
+
+
+def mean_and_std(mean: Number, std: Number) -> str:
+    """Returns mean ± standard deviation of fractions in per cent, or a dash."""
+    return "–" if mean is None or std is None else f"{percent(mean)} ± {percent(std)}"
+
+
+def megabytes(count: int) -> str:
+    """Returns bytes in MB (1e6)."""
+    return f"{count / 1e6:.1f}"

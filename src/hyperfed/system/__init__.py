@@ -1,0 +1,1 @@
+"""What the machine has: files, devices, memory, seeds, and what code ran."""

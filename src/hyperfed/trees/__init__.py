@@ -1,0 +1,58 @@
+"""Trees: (nested) dicts of tensors, in memory, in one piece and on disk.
+
+The arithmetic is at hand here, as ``trees.subtract(sent, trained)``.
+"""
+
+from hyperfed.trees.arithmetic import (
+    Model,
+    Structure,
+    Tree,
+    clone,
+    count_bytes,
+    detach,
+    fill,
+    fill_gradients,
+    finite,
+    interpolate,
+    leaves,
+    mapped,
+    model_of,
+    partition,
+    pull_back,
+    repeat,
+    set_gradients,
+    stack,
+    structure,
+    subtract,
+    take,
+    to,
+    tree_map,
+    weighted_mean,
+)
+
+__all__ = [
+    "Model",
+    "Structure",
+    "Tree",
+    "clone",
+    "count_bytes",
+    "detach",
+    "fill",
+    "fill_gradients",
+    "finite",
+    "interpolate",
+    "leaves",
+    "mapped",
+    "model_of",
+    "partition",
+    "pull_back",
+    "repeat",
+    "set_gradients",
+    "stack",
+    "structure",
+    "subtract",
+    "take",
+    "to",
+    "tree_map",
+    "weighted_mean",
+]

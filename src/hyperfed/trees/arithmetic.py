@@ -1,0 +1,214 @@
+"""Arithmetic on trees: (nested) dicts of tensors.
+
+A model is the flat tree {parameter or buffer name: tensor}.
+
+``delta`` has one definition, and this is it: :func:`subtract` gives **sent minus trained**. It
+stands in for the gradient, so a server that hands it to an optimiser *descends*.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from hyperfed.system.devices import CPU
+
+Tree: TypeAlias = dict[str, Any]
+"""A tensor under each name, or another tree."""
+
+Model: TypeAlias = dict[str, Tensor]
+"""A flat tree: {parameter or buffer name: tensor}."""
+
+T = TypeVar("T")
+
+Structure: TypeAlias = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+"""Path, shape and dtype of every leaf."""
+
+
+def leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yields (path, tensor) for every leaf, depth first; a path joins names with '/'."""
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{name}/")
+        else:
+            yield prefix + name, value
+
+
+def tree_map(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
+    """Applies ``function`` leaf by leaf to trees of one structure."""
+    return {
+        name: tree_map(function, value, *(other[name] for other in others))
+        if isinstance(value, dict)
+        else function(value, *(other[name] for other in others))
+        for name, value in tree.items()
+    }
+
+
+def model_of(module: nn.Module) -> Model:
+    """Returns a copy of a module's parameters and buffers as a model tree."""
+    named = dict(module.named_parameters()) | dict(module.named_buffers())
+    return {name: value.detach().clone() for name, value in named.items()}
+
+
+def fill(module: nn.Module, model: Model) -> nn.Module:
+    """Copies a model's values into the parameters and buffers of a module, and returns it."""
+    with torch.no_grad():
+        for name, target in [*module.named_parameters(), *module.named_buffers()]:
+            target.copy_(model[name])
+    return module
+
+
+def subtract(sent: Tree, trained: Tree) -> Tree:
+    """Returns delta = sent - trained, the stand-in for a gradient."""
+    return tree_map(torch.sub, sent, trained)
+
+
+def detach(tree: Tree) -> Tree:
+    """Returns the same values, cut off from the autograd graph."""
+    return tree_map(Tensor.detach, tree)
+
+
+def clone(tree: Tree) -> Tree:
+    """Returns a copy that shares no memory with ``tree`` and no autograd graph."""
+    return tree_map(lambda leaf: leaf.detach().clone(), tree)
+
+
+def to(tree: Tree, device: torch.device) -> Tree:
+    """Returns a tree on a device; a tensor that is there already is not copied."""
+    return tree_map(lambda leaf: leaf.to(device), tree)
+
+
+def stack(trees: Sequence[Tree]) -> Tree:
+    """Stacks C trees of one structure: a leaf of shape (...) becomes (C, ...)."""
+    return tree_map(lambda *values: torch.stack(values), *trees)
+
+
+def take(tree: Tree, index: int | Tensor) -> Tree:
+    """Takes one slice (an int) or several (a tensor of indices) of a stacked tree."""
+    return tree_map(lambda leaf: leaf[index], tree)
+
+
+def repeat(tree: Tree, count: int) -> Tree:
+    """Stacks ``count`` views of one tree: (...) becomes (count, ...), without a copy."""
+    return tree_map(lambda leaf: leaf.expand(count, *leaf.shape), tree)
+
+
+def partition(model: Mapping[str, T], names: Collection[str]) -> tuple[dict[str, T], dict[str, T]]:
+    """Splits a model into the entries in ``names`` and the rest; ``a | b`` joins them again."""
+    chosen = {name: value for name, value in model.items() if name in names}
+    rest = {name: value for name, value in model.items() if name not in names}
+    return chosen, rest
+
+
+def weighted_mean(tree: Tree, weight: Tensor) -> Tree:
+    """Averages a stacked tree over clients.
+
+    Args:
+        tree: leaves of shape (C, ...). Integer leaves (batch-norm's step counters) are rounded
+        back.
+        weight: (C,) non-negative and not all zero; need not sum to one.
+
+    Returns:
+        leaves of shape (...), of the dtype they had.
+    """
+    share = weight.double() / weight.double().sum()
+
+    def mean(leaf: Tensor) -> Tensor:
+        if leaf.is_floating_point():
+            return torch.einsum("c,c...->...", share.to(leaf.dtype), leaf)
+        return torch.einsum("c,c...->...", share, leaf.double()).round().to(leaf.dtype)
+
+    return tree_map(mean, tree)
+
+
+def interpolate(start: Tree, end: Tree, share: float) -> Tree:
+    """Returns (1 - share) start + share end, leaf by leaf; integer leaves are rounded back."""
+
+    def between(first: Tensor, second: Tensor) -> Tensor:
+        if first.is_floating_point():
+            return torch.lerp(first, second, share)
+        return torch.lerp(first.double(), second.double(), share).round().to(first.dtype)
+
+    return tree_map(between, start, end)
+
+
+def pull_back(
+    model: Model,
+    delta: Model,
+    weight: Tensor,
+    onto: Sequence[Tensor] | None = None,
+    *,
+    retain: bool = False,
+) -> None:
+    """Back-propagates sum_i weight_i <model_i, delta_i> into whatever made ``model``.
+
+    This is the chain rule of pFedHN (section 3.2) with delta in the place of the gradient. It adds
+    to the ``.grad`` of every leaf of the graph, so that an optimiser step afterwards *descends*.
+
+    Args:
+        model: what a hypernetwork made, leaves (C, ...), part of an autograd graph.
+        delta: sent minus trained, the same names and shapes. Entries beyond those of ``model`` (the
+            buffers a client returned) are ignored.
+        weight: (C,) 1 for "unscaled", 1/C for the mean over a cohort, 0 for a lost client.
+        onto: the only tensors whose ``.grad`` is filled, where the rest of the graph is frozen.
+        retain: keep the graph, to pull back through it again.
+    """
+
+    def weighted(leaf: Tensor) -> Tensor:
+        return leaf * weight.to(leaf.dtype).view(-1, *[1] * (leaf.dim() - 1))
+
+    outputs = list(model.values())
+    gradients = [weighted(delta[name]) for name in model]
+    torch.autograd.backward(outputs, gradients, retain_graph=retain, inputs=onto)
+
+
+def set_gradients(module: nn.Module, gradient: Mapping[str, Tensor]) -> None:
+    """Puts ``gradient`` {parameter name: tensor} into the ``.grad`` of a module's parameters."""
+    for name, parameter in module.named_parameters():
+        parameter.grad = gradient[name]
+
+
+def fill_gradients(parameters: Iterable[Tensor]) -> None:
+    """Gives parameters that nothing flowed into a zero gradient.
+
+    An optimiser skips a parameter without a gradient; with a zero one, momentum and weight decay
+    move it as the dense gradient of the whole objective would.
+    """
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+def structure(tree: Tree) -> Structure:
+    """Returns path, shape and dtype of every leaf, in the order of paths."""
+    return tuple(sorted((path, tuple(leaf.shape), leaf.dtype) for path, leaf in leaves(tree)))
+
+
+def finite(trees: Sequence[Tree]) -> list[bool]:
+    """Returns of each of C trees whether none of its floating-point leaves has a NaN or infinity.
+
+    An accelerator is waited for once.
+    """
+    floating = [[leaf for _, leaf in leaves(tree) if leaf.is_floating_point()] for tree in trees]
+    alike = len({tuple(leaf.shape for leaf in own) for own in floating}) == 1 and floating[0]
+    if not alike or alike[0].device == CPU:
+        return [all(bool(leaf.isfinite().all()) for leaf in own) for own in floating]
+    # Leaf by leaf, of all trees at once.
+    stacked = [torch.stack(leaf).unsqueeze(-1).flatten(1) for leaf in zip(*floating, strict=True)]
+    told: list[bool] = torch.stack([leaf.isfinite().all(1) for leaf in stacked]).all(0).tolist()
+    return told
+
+
+def count_bytes(tree: Tree) -> int:
+    """Returns the bytes of all leaves as they would travel, without any framing."""
+    return sum(leaf.numel() * leaf.element_size() for _, leaf in leaves(tree))
+
+
+def mapped() -> bool:
+    """Returns whether this is computed under ``torch.func``, as by the engine ``vmap``.
+
+    It has no rules for ``torch._foreach`` and none for memory formats, and what it maps cannot be
+    added in place to what it does not map.
+    """
+    return torch._C._functorch.maybe_current_level() is not None

@@ -1,0 +1,172 @@
+"""The state of a run on disk: a tree of tensors, and what else it takes to go on.
+
+One safetensors file, so any of its tools can read the tensors. Its header says, under the one key
+"hyperfed", the format, the order, nesting and memory formats of the tree (which safetensors does
+not keep), the caller's values, and a digest of it all.
+"""
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from hyperfed.errors import UserError
+from hyperfed.system.files import atomic_write
+from hyperfed.trees import Tree
+
+_KEY = "hyperfed"
+_FORMAT = "hyperfed-checkpoint-1"
+_REMEDY = "; restore the file from a copy, or start a new run"
+
+
+def save_state(path: Path, tree: Tree, meta: Mapping[str, Any]) -> None:
+    """Writes a checkpoint, whole or not at all.
+
+    Args:
+        path: the file; its folder must exist.
+        tree: nested dict of tensors, any names, empty dicts included.
+        meta: what is not a tensor; plain JSON values with finite numbers.
+
+    Raises:
+        UserError: the disk is full, read-only or otherwise refuses.
+        ValueError: ``meta`` holds a number that is not finite.
+    """
+    atomic_write(path, dumps(tree, meta))
+
+
+def dumps(tree: Tree, meta: Mapping[str, Any]) -> bytes:
+    """Returns what :func:`save_state` writes.
+
+    Raises:
+        ValueError: ``meta`` holds a number that is not finite.
+    """
+    # Copies, because safetensors refuses tensors that share memory.
+    tensors = {
+        name: leaf.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, leaf in _leaves(tree)
+    }
+    header = {"format": _FORMAT, "layout": _layout(tree), "meta": meta}
+    text = json.dumps(header | {"digest": _digest(header, tensors)}, allow_nan=False)
+    return safetensors.torch.save(tensors, {_KEY: text})
+
+
+def load_state(path: Path) -> tuple[Tree, dict[str, Any]]:
+    """Reads a checkpoint.
+
+    Returns:
+        tree: as it was saved, in the same order, on the CPU.
+        meta: as it was saved.
+
+    Raises:
+        UserError: there is none, it is damaged, or another program wrote it.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            text = (file.metadata() or {}).get(_KEY)
+            # Copies, because the file stays mapped into memory otherwise.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    except FileNotFoundError as error:
+        raise UserError(f"there must be a checkpoint to go on from, but no {path}") from error
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path} is damaged or not a checkpoint ({error}){_REMEDY}") from error
+    return _parsed(text, tensors, str(path))
+
+
+def loads(content: bytes, what: str) -> tuple[Tree, dict[str, Any]]:
+    """Reads what :func:`dumps` returned; ``what`` is its name in an error.
+
+    Raises:
+        UserError: it is damaged, or another program made it.
+    """
+    try:
+        tensors = safetensors.torch.load(content)
+        (length,) = struct.unpack("<Q", content[:8])
+        text = json.loads(content[8 : 8 + length]).get("__metadata__", {}).get(_KEY)
+    except (SafetensorError, ValueError, AttributeError, struct.error) as error:
+        raise UserError(f"{what} is damaged ({error}){_REMEDY}") from error
+    return _parsed(text, tensors, what)
+
+
+def _parsed(
+    text: str | None, tensors: Mapping[str, Tensor], what: str
+) -> tuple[Tree, dict[str, Any]]:
+    if text is None:
+        raise UserError(
+            f"{what} must be a checkpoint of hyperfed, but another program wrote it{_REMEDY}"
+        )
+    try:
+        header = json.loads(text)
+        digest = header.pop("digest")
+        written_as = header["format"]
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise UserError(f"{what} has a damaged header{_REMEDY}") from error
+    if written_as != _FORMAT:
+        raise UserError(
+            f"{what} must have the format {_FORMAT}, but has {written_as}; "
+            "read it with the version of hyperfed that wrote it"
+        )
+    if digest != _digest(header, tensors):
+        raise UserError(f"{what} is damaged: its content is not what was written{_REMEDY}")
+    return _restore(header["layout"], tensors), header["meta"]
+
+
+def _path(prefix: str, name: str) -> str:
+    """Returns the name of a leaf in the file, in which "/" separates the names on the way to it."""
+    return prefix + name.replace("%", "%25").replace("/", "%2F")
+
+
+def _leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    for name, value in tree.items():
+        path = _path(prefix, name)
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{path}/")
+        else:
+            yield path, value
+
+
+def _layout(tree: Tree) -> dict[str, Any]:
+    """Returns the names of a tree, with the memory format in place of the tensors.
+
+    Convolutions round differently in the two formats, so without it a resumed run would drift.
+    """
+    return {
+        name: _layout(value) if isinstance(value, dict) else _memory_format(value)
+        for name, value in tree.items()
+    }
+
+
+def _memory_format(tensor: Tensor) -> str:
+    channels_last = (
+        tensor.dim() == 4
+        and tensor.is_contiguous(memory_format=torch.channels_last)
+        and not tensor.is_contiguous()
+    )
+    return "channels_last" if channels_last else "contiguous"
+
+
+def _restore(layout: Mapping[str, Any], tensors: Mapping[str, Tensor], prefix: str = "") -> Tree:
+    tree: Tree = {}
+    for name, inner in layout.items():
+        path = _path(prefix, name)
+        if isinstance(inner, dict):
+            tree[name] = _restore(inner, tensors, f"{path}/")
+        elif inner == "channels_last":
+            tree[name] = tensors[path].contiguous(memory_format=torch.channels_last)
+        else:
+            tree[name] = tensors[path]
+    return tree
+
+
+def _digest(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.blake2b(json.dumps(header, allow_nan=False).encode(), digest_size=16)
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -1,0 +1,68 @@
+"""What of an object's attributes is state: modules, optimisers, tensors and trees of tensors."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hyperfed import trees
+from hyperfed.system.devices import CPU
+from hyperfed.trees import Tree, leaves
+
+
+def of(attributes: Mapping[str, Any], *, optimizers: bool = True) -> Tree:
+    """Returns references to all tensors among some attributes, {name: tensor or tree}.
+
+    Args:
+        attributes: {name: value}; a value that is no state is left out.
+        optimizers: with those of the optimisers.
+    """
+    return {
+        name: _state(value)
+        for name, value in attributes.items()
+        if _is_state(value) and (optimizers or not isinstance(value, torch.optim.Optimizer))
+    }
+
+
+def _is_state(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(leaf, Tensor) for _, leaf in leaves(value))
+    return isinstance(value, nn.Module | torch.optim.Optimizer | Tensor)
+
+
+def _state(value: Any) -> Tree | Tensor:
+    if isinstance(value, nn.Module):
+        return {name: entry.detach() for name, entry in value.state_dict().items()}
+    if isinstance(value, torch.optim.Optimizer):
+        state = value.state_dict()["state"]
+        return {
+            str(key): {name: leaf for name, leaf in entry.items() if isinstance(leaf, Tensor)}
+            for key, entry in state.items()
+        }
+    return value if isinstance(value, Tensor) else dict(value)
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """Moves a module in place, and returns it; a tensor or a tree is replaced.
+
+    An optimiser stays as it is: it holds the parameters of modules, and has no state of its own
+    before the first step.
+    """
+    if isinstance(value, nn.Module | Tensor):
+        return value.to(device)
+    return trees.to(value, device) if _is_state(value) and isinstance(value, dict) else value
+
+
+def loaded(target: Any, state: Any) -> Any:
+    """Loads a module or an optimiser in place, and returns it; a tensor or a tree replaces it."""
+    if isinstance(target, nn.Module):
+        target.load_state_dict(state)
+        return target
+    if isinstance(target, torch.optim.Optimizer):
+        groups = target.state_dict()["param_groups"]
+        # From the CPU: it moves what belongs elsewhere, and Adam counts its steps on the CPU.
+        entries = {int(key): trees.to(entry, CPU) for key, entry in state.items()}
+        target.load_state_dict({"state": entries, "param_groups": groups})
+        return target
+    return state

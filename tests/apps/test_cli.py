@@ -1,0 +1,646 @@
+"""The command line end to end, on the bundled digits with few rounds."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from io import StringIO
+from pathlib import Path
+from typing import Any, NamedTuple, get_args, get_type_hints
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+import hyperfed
+from hyperfed import federation
+from hyperfed.apps.cli import main
+from hyperfed.data import own
+from hyperfed.data.tasks import TaskConfig, build
+from hyperfed.methods import METHODS, pfedhn
+from hyperfed.runs import catalogue
+from hyperfed.runs.records import RunFolder, read_run
+from hyperfed.runs.run import Run
+
+SMALL = (
+    "rounds=4",
+    "task.clients=4",
+    "task.novel=0.25",
+    "evaluate_every=2",
+    "checkpoint_every=2",
+    "method.local_steps=2",
+)
+pytestmark = pytest.mark.xdist_group("cli")  # which share trained runs
+
+DEADLINE = 120.0
+"""Seconds for what takes a few on a machine that does nothing else."""
+
+
+class Outcome(NamedTuple):
+    """What a command left."""
+
+    code: int
+    out: str
+    err: str
+
+
+Cli = Callable[..., Outcome]
+
+
+@pytest.fixture
+def cli(capsys) -> Cli:
+    """Runs a command in this process."""
+
+    def call(*arguments: object) -> Outcome:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as leaving:
+            main([str(argument) for argument in arguments])
+        code = leaving.value.code
+        assert isinstance(code, int)
+        return Outcome(code, *capsys.readouterr())
+
+    return call
+
+
+def started(*arguments: object, **options: Any) -> subprocess.Popen[str]:
+    """Starts a command in a process of its own, with as many threads as here."""
+    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    return subprocess.Popen(
+        [sys.executable, "-m", "hyperfed", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **threads},
+        **options,
+    )
+
+
+@contextmanager
+def killed_at_the_end(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def run_with_log(process: subprocess.Popen[str], out: Path, text: str) -> Path:
+    """Waits until a run's log says something; returns the run's folder."""
+    deadline = time.monotonic() + DEADLINE
+    while time.monotonic() < deadline:
+        for log in out.glob("*/*/log.txt"):
+            if text in log.read_text():
+                return log.parent
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    pytest.fail(f"no log said {text!r} in {DEADLINE} s")
+
+
+def failure(outcome: Outcome) -> str:
+    """Checks that a command said one thing, on standard error, and nothing else; returns it."""
+    assert outcome.code == 2, outcome
+    assert not outcome.out
+    assert outcome.err.startswith("error: ")
+    assert outcome.err.count("error: ") == 1
+    assert "Traceback" not in outcome.err
+    return outcome.err
+
+
+def measured(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """Leaves out what two equal runs may differ in: the time, and the commit of a busy checkout."""
+    return {key: value for key, value in numbers.items() if key not in ("seconds", "commit")}
+
+
+def same_records(left: Path, right: Path) -> None:
+    """Checks that two runs have the same numbers."""
+    one, other = read_run(left), read_run(right)
+    assert one.summary is not None
+    assert other.summary is not None
+    assert measured(one.summary) == measured(other.summary)
+    assert [measured(vars(e)) for e in one.evaluations] == [
+        measured(vars(e)) for e in other.evaluations
+    ]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """The folder of a finished run; not to be changed."""
+    out = tmp_path_factory.mktemp("trained")
+    with pytest.raises(SystemExit, match="0"):
+        main(["run", "pfedhn", *SMALL, "--out", str(out), "--quiet"])
+    (folder,) = (out / "pfedhn").iterdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory) -> Path:
+    """A folder that holds a finished run on other data."""
+    out = Path(tmp_path_factory.mktemp("other"))
+    with pytest.raises(SystemExit, match="0"):
+        main(["run", "fedavg", *SMALL, "task.clients=5", "--out", str(out), "--quiet"])
+    return out
+
+
+@pytest.fixture
+def copy(trained, tmp_path) -> Path:
+    """A finished run to change."""
+    return Path(shutil.copytree(trained, tmp_path / "copy"))
+
+
+@pytest.fixture(scope="module")
+def client_data(trained) -> dict[str, np.ndarray]:
+    """Raw examples of the task's novel client."""
+    task = Run.open(trained).task
+    index = task.train[task.novel_ids[0]]
+    return {"x": task.x[index].numpy(), "y": task.y[index].numpy()}
+
+
+class TestRun:
+    def test_says_its_numbers_then_its_folder(self, cli, tmp_path):
+        outcome = cli("run", "local", *SMALL, "method.novel_steps=1", "--out", tmp_path)
+        assert outcome.code == 0
+        assert outcome.err == ""  # no progress where there is no terminal
+        *shown, last = outcome.out.splitlines()
+        record = read_run(Path(last))
+        assert record.summary is not None
+        assert Path(last).parent == tmp_path / "local"
+        assert f"{100 * record.summary['test_accuracy']:.1f}" in shown[-1].split()
+
+    def test_quiet_says_only_its_folder(self, cli, tmp_path):
+        outcome = cli("run", "pfedhn", *SMALL, "--out", tmp_path, "--quiet")
+        assert outcome.code == 0
+        assert outcome.err == ""
+        assert RunFolder(Path(outcome.out.rstrip("\n"))).summary.exists()
+
+    def test_json_is_the_summary_and_the_folder(self, cli, tmp_path):
+        outcome = cli("run", "pfedhn", *SMALL, "--out", tmp_path, "--json")
+        result = json.loads(outcome.out)
+        assert set(result) == {"folder", "round", "summary"}
+        assert result["round"] == 4
+        written = (Path(result["folder"]) / "summary.json").read_text()
+        assert result["summary"] == json.loads(written)
+
+    def test_takes_an_experiment_file(self, cli, trained, tmp_path):
+        outcome = cli("run", trained / "config.toml", "--out", tmp_path, "--quiet")
+        same_records(Path(outcome.out.rstrip("\n")), trained)
+
+    def test_shows_progress_on_a_terminal(self, cli, tmp_path, monkeypatch):
+        class Terminal(StringIO):
+            def isatty(self) -> bool:
+                return True
+
+        for quiet in (False, True):
+            terminal = Terminal()
+            monkeypatch.setattr(sys, "stderr", terminal)
+            monkeypatch.setenv("COLUMNS", "120")
+            options = ["--quiet"] if quiet else []
+            faults = ["faults.drop=1"]
+            with pytest.raises(SystemExit, match="0"):
+                main(["run", "pfedhn", *SMALL, *faults, "--out", str(tmp_path), *options])
+            shown = terminal.getvalue()
+            assert ("4/4" in shown) is not quiet
+            assert ("val loss" in shown) is not quiet
+            assert ("lost 4" in shown) is not quiet
+
+    @pytest.mark.parametrize(
+        ("arguments", "told"),
+        [
+            (["pfehdn"], "did you mean pfedhn?"),
+            (["pfedhn", "task.client=4"], "did you mean task.clients?"),
+            (["pfedhn", "rounds=0", "seed=-1"], "2 errors"),
+            (["pfedhn", "task=digitz"], "did you mean 'digits'?"),
+            (["pfedhn", "task.classes_per_client=11"], "11"),
+            (["pfedhn", "task.clients=5000"], "fewer clients"),
+            (["missing.toml"], "missing.toml"),
+        ],
+        ids=str,
+    )
+    def test_refuses_wrong_settings_and_writes_nothing(self, cli, tmp_path, arguments, told):
+        out = tmp_path / "runs"
+        assert told in failure(cli("run", *arguments, "--out", out))
+        assert not out.exists()
+
+    def test_refuses_a_folder_that_cannot_be_made(self, cli, tmp_path):
+        below = tmp_path / "a file"
+        below.write_text("mine")
+        assert str(below) in failure(cli("run", "pfedhn", *SMALL, "--out", below / "runs"))
+        assert below.read_text() == "mine"
+
+    def test_wrong_usage_is_the_users_input(self, cli):
+        assert cli("run").code == 2
+        assert cli("trian").code == 2
+
+    def test_our_own_fault_is_in_the_log_with_a_traceback(self, tmp_path, monkeypatch):
+        def broken(self: Any, clients: Any) -> None:
+            raise RuntimeError("a fault of ours")
+
+        monkeypatch.setattr(pfedhn.Server, "round", broken)
+        # Uncaught, so Python prints it and exits with 1.
+        with pytest.raises(RuntimeError, match="a fault of ours"):
+            main(["run", "pfedhn", *SMALL, "--out", str(tmp_path)])
+        (log,) = tmp_path.glob("*/*/log.txt")
+        assert "Traceback" in log.read_text()
+        assert "RuntimeError: a fault of ours" in log.read_text()
+
+
+class TestRunAll:
+    @pytest.mark.slow
+    def test_every_method_trains_on_the_same_data_and_is_compared(self, cli, tmp_path):
+        code, out, err = cli("run", "all", *SMALL, "--out", tmp_path, "--quiet")
+        assert (code, err) == (0, "")
+        *_, last = lines = out.splitlines()
+        assert last == str(tmp_path)
+        assert [line.split()[0] for line in lines[-1 - len(METHODS) : -1]] == list(METHODS)
+        folders = {
+            path.parent.parent.name: path.parent for path in tmp_path.glob("*/*/summary.json")
+        }
+        assert set(folders) == set(METHODS)
+        summaries = [read_run(folder).summary or {} for folder in folders.values()]
+        assert len({summary["data_fingerprint"] for summary in summaries}) == 1
+        compared = json.loads(cli("compare", tmp_path, "--json").out)
+        assert len(compared) == len(METHODS)
+
+    def test_a_key_that_one_method_lacks_is_refused_before_anything_trains(self, cli, tmp_path):
+        told = failure(cli("run", "all", "method.head_layers=1", "--out", tmp_path))
+        assert "method.head_layers: must be a key of this run" in told
+        assert list(tmp_path.iterdir()) == []
+
+
+class TestRecords:
+    def test_log_has_a_line_for_each_evaluation_and_the_lost_clients(self, cli, tmp_path):
+        faults = ("faults.drop=0.5", "cohort=3", "seed=1")
+        outcome = cli("run", "pfedhn", *SMALL, *faults, "--out", tmp_path, "--quiet")
+        folder = Path(outcome.out.rstrip("\n"))
+        lines = (folder / "log.txt").read_text().splitlines()
+        assert "0 of 4 rounds" in lines[0]
+        assert "done after round 4" in lines[-1]
+        found = [e for e in read_run(folder).evaluations if e.split == "test"]
+        assert len(lines) == 2 + len(found)
+        assert any(e.lost for e in found), "choose another seed"
+        for line, e in zip(lines[1:-1], found, strict=True):
+            assert f"round {e.round} of 4" in line
+            assert f"{e.loss:.3f}" in line
+            assert line.count("injected by faults.drop") == len(e.lost)
+            assert all(f"client {lost.client} " in line for lost in e.lost)
+
+    def test_tensorboard_has_the_evaluations(self, trained):
+        accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+        events = accumulator.EventAccumulator(str(trained / "tensorboard"))
+        events.Reload()
+        for e in read_run(trained).evaluations:
+            if e.split == "novel":
+                continue
+            numbers = {
+                f"accuracy/{e.split}": e.accuracy,
+                f"loss/{e.split}": e.loss,
+                f"worst_decile_accuracy/{e.split}": e.worst_decile_accuracy,
+                "bytes/down": e.bytes_down,
+                "bytes/up": e.bytes_up,
+            }
+            for name, number in numbers.items():
+                values = {point.step: point.value for point in events.Scalars(name)}
+                assert values[e.round] == pytest.approx(number, rel=1e-6), name
+
+    def test_a_run_does_without_tensorboard(self, cli, tmp_path, monkeypatch):
+        monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+        outcome = cli("run", "pfedhn", *SMALL, "--out", tmp_path, "--quiet")
+        assert outcome.code == 0
+        assert not (Path(outcome.out.rstrip("\n")) / "tensorboard").exists()
+
+
+class TestStopping:
+    LONG = (*SMALL, "rounds=8", "evaluate_every=1", "method.local_steps=30", "checkpoint_every=5")
+
+    @pytest.mark.slow
+    def test_sigterm_stops_and_resume_ends_with_the_same_numbers(self, cli, tmp_path):
+        arguments = ("run", "pfedhn", *self.LONG, "--out")
+        with killed_at_the_end(started(*arguments, tmp_path / "stopped")) as process:
+            folder = run_with_log(process, tmp_path / "stopped", "round 1 of 8")
+            process.send_signal(signal.SIGTERM)
+            out, err = process.communicate(timeout=DEADLINE)
+        assert process.returncode == 3
+        assert out == f"{folder}\n"
+        assert "stopped after round" in err
+        assert err.endswith(f"go on with: hyperfed resume {folder}\n")
+        assert not RunFolder(folder).summary.exists()
+
+        resumed = cli("resume", folder, "--quiet")
+        assert resumed == (0, f"{folder}\n", "")
+        whole = cli(*arguments, tmp_path / "whole", "--quiet")
+        same_records(folder, Path(whole.out.rstrip("\n")))
+
+    @pytest.mark.slow
+    def test_a_second_ctrl_c_aborts_at_once(self, cli, tmp_path):
+        endless = (*SMALL, "method.local_steps=1000000", "cohort=2", "engine.workers=2")
+        with killed_at_the_end(started("run", "fedavg", *endless, "--out", tmp_path)) as process:
+            folder = run_with_log(process, tmp_path, "0 of 4 rounds")
+            assert process.stderr is not None
+            process.send_signal(signal.SIGINT)
+            while "stopping after this round" not in process.stderr.readline():
+                assert process.poll() is None
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=DEADLINE)
+        assert process.returncode == 3
+        assert out == f"{folder}\n"
+        assert err == f"aborted; go on with: hyperfed resume {folder}\n"
+        assert "aborted after round 0" in (folder / "log.txt").read_text()
+
+    def test_handlers_are_restored(self, cli, tmp_path):
+        signals = (signal.SIGINT, signal.SIGTERM)
+        before = [signal.getsignal(number) for number in signals]
+        cli("run", "pfedhn", *SMALL, "rounds=1", "--out", tmp_path, "--quiet")
+        assert [signal.getsignal(number) for number in signals] == before
+
+    @pytest.mark.slow
+    def test_a_full_disk_is_the_users_to_mend(self, cli, trained, tmp_path):
+        limit = (trained / "checkpoint" / "state.safetensors").stat().st_size // 2
+
+        def small_disk() -> None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+        arguments = ("run", trained / "config.toml", "--out", tmp_path)
+        with killed_at_the_end(started(*arguments, preexec_fn=small_disk)) as process:
+            outcome = Outcome(0, *process.communicate(timeout=DEADLINE))
+        told = failure(outcome._replace(code=process.returncode))
+        assert "make room" in told
+        (folder,) = (tmp_path / "config").iterdir()
+        assert not list((folder / "checkpoint").iterdir())
+        assert not RunFolder(folder).summary.exists()
+        assert cli("resume", folder, "--quiet").code == 0  # there is room again
+        same_records(folder, trained)
+
+
+class TestResume:
+    def test_refuses_a_finished_run(self, cli, trained):
+        before = contents(trained)
+        assert "must not be done" in failure(cli("resume", trained))
+        assert contents(trained) == before
+
+    @pytest.mark.parametrize("command", ["resume", "evaluate"])
+    def test_refuses_a_folder_that_is_no_run(self, cli, tmp_path, command):
+        assert str(tmp_path) in failure(cli(command, tmp_path))
+        assert not list(tmp_path.iterdir())
+
+    @pytest.mark.parametrize("command", ["resume", "evaluate"])
+    def test_refuses_a_damaged_or_foreign_checkpoint(self, cli, copy, command):
+        folder = RunFolder(copy)
+        folder.summary.unlink()
+        whole = folder.state.read_bytes()
+        middle = len(whole) // 2
+        flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
+        foreign = safetensors.torch.save({"weight": torch.zeros(3)})
+        for content in (flipped, whole[:middle], b"", foreign):
+            folder.state.write_bytes(content)
+            before = contents(copy)
+            assert "state.safetensors" in failure(cli(command, copy))
+            assert contents(copy) == before
+
+
+class TestEvaluate:
+    def test_finds_what_the_run_recorded(self, cli, trained):
+        before = contents(trained)
+        found = json.loads(cli("evaluate", trained, "--json").out)
+        assert contents(trained) == before
+        record = read_run(trained)
+        assert record.summary is not None
+        assert list(found) == ["val", "test", "novel"]
+        best = record.summary["best_round"]
+        recorded = {e.split: e for e in record.evaluations if e.round == best}
+        recorded["novel"] = record.evaluations[-1]
+        for split, evaluation in found.items():
+            assert evaluation["client_accuracy"] == list(recorded[split].client_accuracy)
+            assert evaluation["loss"] == recorded[split].loss
+            assert evaluation["round"] == best
+
+    def test_shows_a_line_for_each_split(self, cli, trained):
+        outcome = cli("evaluate", trained)
+        lines = outcome.out.splitlines()
+        assert [line.split()[0] for line in lines] == ["split", "val", "test", "novel"]
+        summary = read_run(trained).summary
+        assert summary is not None
+        assert f"{100 * summary['test_accuracy']:.1f}" in lines[2].split()
+
+    def test_serves_novel_clients_otherwise_and_changes_nothing(self, cli, trained):
+        before = contents(trained)
+        only = json.loads(cli("evaluate", trained, "--novel", "--json").out)
+        assert list(only) == ["novel"]
+        few = json.loads(cli("evaluate", trained, "--novel", "--samples", 3, "--json").out)
+        twice = json.loads(cli("evaluate", trained, "--novel", "--draws", 2, "--json").out)
+        assert few["novel"]["clients"] == only["novel"]["clients"]
+        assert few["novel"]["loss"] != only["novel"]["loss"]
+        assert twice["novel"]["count"] == [2 * count for count in only["novel"]["count"]]
+        otherwise = ("method.novel_models=ensemble", "task.unlabelled=true")
+        mixed = json.loads(cli("evaluate", trained, *otherwise, "--json").out)
+        assert list(mixed) == ["val", "test", "novel"]
+        assert contents(trained) == before
+
+    @pytest.mark.parametrize(
+        ("arguments", "told"),
+        [
+            (["rounds=9"], "to change after training"),
+            (["method.hidden=7"], "must not change what was trained"),
+            (["task.unlabelled=true"], "needs labels"),
+            (["--samples", 100_000], "samples must be 1 to"),
+            (["--draws", 0], "draws must be at least 1"),
+        ],
+    )
+    def test_refuses_to_serve_in_a_way_that_needs_other_training(
+        self, cli, trained, arguments, told
+    ):
+        assert told in failure(cli("evaluate", trained, *arguments))
+
+    def test_refuses_a_run_without_an_evaluation(self, cli, copy):
+        for name in ("checkpoint/state.safetensors", "metrics.jsonl", "summary.json"):
+            (copy / name).unlink()
+        assert "first evaluation" in failure(cli("evaluate", copy))
+
+
+class TestPersonalize:
+    @pytest.fixture
+    def ask_for_a_model(self, cli, trained, tmp_path) -> Callable[..., Outcome]:
+        """Asks for a model with the data that a function writes; checks that there is none."""
+
+        def ask(write: Callable[[Path], None]) -> Outcome:
+            data, out = tmp_path / "mine.npz", tmp_path / "model.safetensors"
+            write(data)
+            outcome: Outcome = cli("personalize", trained, "--data", data, "--out", out)
+            assert not out.exists()
+            return outcome
+
+        return ask
+
+    @pytest.mark.parametrize("method", ["pfedhn", "fedavg"])
+    def test_writes_the_model_of_a_client_never_seen(self, cli, tmp_path, client_data, method):
+        folder = cli("run", method, *SMALL, "--out", tmp_path, "--quiet").out.rstrip("\n")
+        data, out = tmp_path / "mine.npz", tmp_path / "model.safetensors"
+        np.savez(data, **client_data)
+        outcome = cli("personalize", folder, "--data", data, "--out", out)
+        assert outcome == (0, f"{out}\n", "")
+        expected = Run.open(Path(folder)).personalize(**client_data).state_dict()
+        written = safetensors.torch.load_file(out)
+        assert written.keys() == expected.keys()
+        assert all(torch.equal(written[name], expected[name]) for name in expected)
+
+    def test_needs_no_labels_where_the_method_does_not(self, cli, tmp_path, client_data):
+        folder = cli("run", "fedavg", *SMALL, "--out", tmp_path, "--quiet").out.rstrip("\n")
+        data, out = tmp_path / "mine.npz", tmp_path / "model.safetensors"
+        np.savez(data, x=client_data["x"])
+        outcome = cli("personalize", folder, "--data", data, "--out", out, "--json")
+        assert json.loads(outcome.out) == {
+            "model": str(out),
+            "examples": len(client_data["x"]),
+            "labelled": False,
+        }
+        assert out.exists()
+
+    @pytest.mark.parametrize(
+        ("change", "told"),
+        [
+            (lambda x, y: {"x": x, "y": y + 5}, "labels must lie in 0..9"),
+            (lambda x, y: {"x": np.full(x.shape, np.nan), "y": y}, "finite"),
+            (lambda x, y: {"x": x[..., :-1], "y": y}, "x must hold examples like the task's"),
+            (lambda x, y: {"x": x, "y": y[:-1]}, "same number of rows"),
+            (lambda x, y: {"x": x}, "labels"),
+            (lambda x, y: {"images": x, "y": y}, "must hold x, came images, y"),
+        ],
+        ids=["labels out of range", "NaN", "wrong shape", "lengths", "unlabelled", "no x"],
+    )
+    def test_refuses_data_that_do_not_fit(self, ask_for_a_model, client_data, change, told):
+        def write(data: Path) -> None:
+            np.savez(data, **change(**client_data))
+
+        assert told in failure(ask_for_a_model(write))
+
+    @pytest.mark.parametrize("content", [None, b"not an archive", b"PK\x03\x04 cut short"])
+    def test_refuses_what_is_no_archive(self, ask_for_a_model, content):
+        def write(data: Path) -> None:
+            if content is not None:
+                data.write_bytes(content)
+
+        assert "mine.npz" in failure(ask_for_a_model(write))
+
+    def test_refuses_a_file_that_cannot_be_written(self, cli, trained, tmp_path, client_data):
+        data, out = tmp_path / "mine.npz", tmp_path / "missing" / "model.safetensors"
+        np.savez(data, **client_data)
+        assert "writable" in failure(cli("personalize", trained, "--data", data, "--out", out))
+
+
+class TestCompare:
+    def test_has_a_row_for_each_run(self, cli, trained):
+        outcome = cli("compare", trained, trained.parent, "--json")  # the same one, named twice
+        assert outcome.err == ""
+        (row,) = json.loads(outcome.out)
+        summary = read_run(trained).summary
+        assert summary is not None
+        assert row.pop("folder") == str(trained)
+        assert row.pop("label") == "pfedhn"
+        assert row == {name: summary[name] for name in row}
+
+    def test_warns_where_the_data_differ_and_draws(self, cli, trained, other, tmp_path):
+        figure = tmp_path / "figure.png"
+        outcome = cli("compare", trained, other, "--figure", figure)
+        assert outcome.code == 0
+        assert "different data" in outcome.err
+        *_, first, second, last = outcome.out.splitlines()
+        assert (first.split()[0], second.split()[0], last) == ("pfedhn", "fedavg", str(figure))
+        assert figure.read_bytes().startswith(b"\x89PNG")
+
+    def test_leaves_out_what_is_not_done(self, cli, trained, copy):
+        RunFolder(copy).summary.unlink()
+        outcome = cli("compare", trained, copy, "--json")
+        assert f"not done: {copy}" in outcome.err
+        assert len(json.loads(outcome.out)) == 1
+        outcome = cli("compare", copy)
+        assert outcome.code == 2
+        assert "error: a run to compare must be done" in outcome.err
+
+    def test_refuses_a_folder_without_runs(self, cli, tmp_path):
+        assert str(tmp_path) in failure(cli("compare", tmp_path))
+        assert "missing" in failure(cli("compare", tmp_path / "missing"))
+
+
+class TestList:
+    def test_methods_with_what_they_are_and_their_presets(self, cli):
+        entries = {e["method"]: e for e in json.loads(cli("list", "methods", "--json").out)}
+        assert entries.keys() == METHODS.keys()
+        assert entries["pfedhn"]["about"].startswith("pFedHN (Shamsian et al.")
+        assert entries["pfedhn"]["presets"] == ["default", "paper", "official"]
+        assert "default, paper, official" in cli("list", "methods").out
+
+    def test_partitions_are_those_a_task_takes(self, cli):
+        names = [e["partition"] for e in json.loads(cli("list", "partitions", "--json").out)]
+        assert set(names) == set(get_args(get_type_hints(TaskConfig)["partition"]))
+        assert set(catalogue.PARTITIONS) == set(names) - {"natural"}
+
+    def test_datasets(self, cli):
+        names = [e["dataset"] for e in json.loads(cli("list", "datasets", "--json").out)]
+        assert {"digits", "cifar10", "shakespeare"} <= set(names)
+
+    def test_experiments_of_a_folder(self, cli, tmp_path):
+        (tmp_path / "paper").mkdir()
+        (tmp_path / "paper" / "table1.toml").write_text('method = "pfedhn"\n')
+        (tmp_path / "table2.toml").write_text('[method]\nname = "local"\n')
+        entries = json.loads(cli("list", "experiments", "--folder", tmp_path, "--json").out)
+        assert entries == [
+            {"experiment": str(tmp_path / "paper" / "table1.toml"), "method": "pfedhn"},
+            {"experiment": str(tmp_path / "table2.toml"), "method": "local"},
+        ]
+
+    def test_says_where_there_is_nothing(self, cli, tmp_path):
+        outcome = cli("list", "experiments", "--folder", tmp_path)
+        assert outcome == (0, "", f"no experiments in {tmp_path}\n")
+        assert cli("list", "experiments", "--folder", tmp_path, "--json").out == "[]\n"
+
+
+class TestPackage:
+    def test_version(self, cli):
+        assert cli("--version") == (0, f"hyperfed {hyperfed.__version__}\n", "")
+
+    def test_importing_the_command_line_imports_nothing_rarely_needed(self):
+        heavy = "{'datasets', 'matplotlib', 'tensorboard'}"
+        code = (
+            "import sys, hyperfed; assert 'torch' not in sys.modules; import hyperfed.apps.cli; "
+            f"assert not {heavy} & sys.modules.keys(), {heavy} & sys.modules.keys()"
+        )
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=DEADLINE)
+
+    def test_names_are_those_of_their_modules(self):
+        assert hyperfed.Task is own.Task
+        assert issubclass(hyperfed.Task, federation.Task)
+        assert isinstance(build(TaskConfig(clients=4), seed=0), hyperfed.Task)
+        assert hyperfed.Run is Run
+        assert all(hasattr(hyperfed, name) for name in hyperfed.__all__)
+        with pytest.raises(AttributeError, match="nonsense"):
+            _ = hyperfed.nonsense
+
+    def test_a_run_in_memory_writes_nothing(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        keys: dict[str, Any] = {"task": {"clients": 4}, "method": {"local_steps": 1}}
+        run = hyperfed.train("pfedhn", rounds=2, evaluate_every=1, **keys)
+        assert [e.round for e in run.evaluations if e.split == "val"] == [1, 2]
+        assert run.summary["rounds"] == 2
+        assert not list(tmp_path.iterdir())
+
+    def test_a_run_can_be_opened_and_resumed_in_python(self, trained, copy):
+        assert hyperfed.open_run(str(trained)).round == 4
+        with pytest.raises(hyperfed.UserError, match="must not be done"):
+            hyperfed.resume(str(trained))
+        RunFolder(copy).summary.unlink()
+        (copy / "checkpoint" / "state.safetensors").unlink()
+        assert hyperfed.resume(copy).summary["rounds"] == 4
+        same_records(copy, trained)

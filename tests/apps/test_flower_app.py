@@ -1,0 +1,221 @@
+"""The Flower app: what its configurations mean, and what is told where they are wrong."""
+
+import sys
+import tomllib
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hyperfed.apps import cli
+from hyperfed.apps import flower_submit as submit
+from hyperfed.data.roster import enrol
+from hyperfed.engines.flower.site import Shard
+from hyperfed.engines.replies import NoAnswerError
+from hyperfed.errors import UserError
+from hyperfed.runs import config
+from hyperfed.runs.run import Run
+from hyperfed.system import toml
+
+pytest.importorskip("flwr")
+
+from engines.flower.sites import DirectLink
+from hyperfed.apps import flower_app as flowerapp
+from hyperfed.apps.flower_app import NodeConfig, node_settings, run_settings, site_of, source_of
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_app_of_a_checkout_names_what_there_is() -> None:
+    app = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
+    assert app["components"] == {
+        "serverapp": "hyperfed.apps.flower_app:server",
+        "clientapp": "hyperfed.apps.flower_app:client",
+    }
+    assert run_settings(app["config"]).method == app["config"]["method"]
+    words = (flowerapp.__doc__ or "").split("A node's config")[0]
+    assert [key for key in app["config"] if f"``{key}``" not in words] == []
+
+
+def test_the_app_that_a_run_submits_has_the_same_components() -> None:
+    submitted = tomllib.loads(submit.APP)["tool"]["flwr"]["app"]
+    ours = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
+    assert submitted["components"] == ours["components"]
+    assert set(submitted["config"]) <= set(ours["config"])
+
+
+def test_keys_and_settings_mean_what_they_mean_on_the_command_line() -> None:
+    overrides = ["rounds=3", "cohort=0.5", "task=digits", "method.local_steps=5", "engine=flower"]
+    expected = config.load("pefll", overrides)
+    given = {"method": "pefll", "rounds": 3, "cohort": 0.5, "preset": "", "folder": "x"}
+    assert run_settings(given | {"keys": "task=digits method.local_steps=5"}) == expected
+    text = toml.dumps(config.to_dict(expected))
+    assert run_settings({"settings": text, "method": "fedavg"}) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"method": "pefl"}, "did you mean pefll"),
+        ({"method": "pefll", "rounds": "three"}, "rounds"),
+        ({"method": "pefll", "keys": "method.local_step=3"}, "did you mean method.local_steps"),
+    ],
+)
+def test_wrong_settings_are_told(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        run_settings(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "state"),
+        ({"state": "s"}, "either data or clients"),
+        ({"state": "s", "data": "a.npz", "clients": "0-3"}, "either data or clients"),
+        ({"state": "s", "data": "a.npz", "colour": "red"}, "colour"),
+        ({"state": "s", "data": "a.npz", "workers": 0}, "workers"),
+    ],
+)
+def test_wrong_node_configs_are_told(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        node_settings(given)
+
+
+def test_a_node_may_have_some_clients_of_the_runs_own_task() -> None:
+    settings = config.load("pefll", ["task.clients=6", "engine=flower"])
+    source = source_of(NodeConfig(state="s", clients="0-1,4"), settings)
+    assert isinstance(source, Shard)
+    assert list(source.clients) == [0, 1, 4]
+    for wrong, message in (("0-6", "among the task's 6"), ("a", "numbers such as"), ("", "either")):
+        with pytest.raises(UserError, match=message):
+            source_of(node_settings({"state": "s", "clients": wrong}), settings)
+
+
+def test_a_run_of_the_app_equals_one_on_this_machine_and_can_be_resumed(tmp_path: Path) -> None:
+    """Also after a kill in mid-run: site memory goes back to what the checkpoint names.
+
+    The sites know the run's settings from its app alone, their arithmetic's precision too.
+    """
+    keys = ["rounds=6", "cohort=4", "evaluate_every=2", "checkpoint_every=2", "task.clients=6"]
+    keys += ["method.local_steps=2", "task.novel=0.2", "precision=bf16"]
+    engine = ["engine=flower", "engine.sites=2", "engine.timeout=0.1"]
+    settings = config.load("fedper", [*keys, *engine])
+    run_config = {"settings": toml.dumps(config.to_dict(settings))}
+
+    def link() -> DirectLink:
+        sites = {}
+        for node, clients in ((5, "0-2"), (3, "3-5")):
+            node_config = {"state": str(tmp_path / f"state{node}"), "clients": clients}
+            context = SimpleNamespace(run_config=run_config, node_config=node_config)
+            sites[node] = site_of(context)
+        return DirectLink(sites)
+
+    folder = tmp_path / "run"
+    run = flowerapp.begin(settings, link(), str(folder))
+    for progress in run.train():
+        if progress.round == 5:  # after the checkpoint of round 4
+            break
+    resumed = flowerapp.begin(settings, link(), str(folder))
+    assert resumed.round == 4
+    list(resumed.train())
+    loop = Run(config.load("fedper", [*keys, "engine=loop"]))
+    list(loop.train())
+
+    def numbers(of: Run) -> list[Any]:
+        return [vars(e) | {"seconds": 0} for e in of.evaluations]
+
+    assert numbers(resumed) == numbers(loop)
+    assert resumed.summary["test_accuracy"] == loop.summary["test_accuracy"]
+    assert resumed.summary["novel_accuracy"] == loop.summary["novel_accuracy"]
+    assert resumed.summary["sites"] == 2
+    with pytest.raises(UserError, match="must not be done"):
+        flowerapp.begin(settings, link(), str(folder))
+
+    # Afterwards, without any site: the records can be read, and newcomers served.
+    opened = Run.open(folder)
+    x, y = loop.task.x[loop.task.train[0]], loop.task.y[loop.task.train[0]]
+    model, expected = (each.personalize(x, y).state_dict() for each in (opened, loop))
+    for name, entry in expected.items():
+        assert entry.equal(model[name])
+    with pytest.raises(UserError, match="are at their sites"):
+        opened.model(0)
+
+
+def test_too_few_sites_are_an_error(tmp_path: Path) -> None:
+    settings = config.load("pefll", ["engine=flower", "engine.timeout=0.01"])
+    with pytest.raises(UserError, match=r"engine.sites=1 .* but 0 did"):
+        flowerapp.begin(settings, DirectLink({}), str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_roster_is_made_of_the_sites_that_answer() -> None:
+    link = DirectLink({})
+    assert link.exchange("train.step", {4: b""}, 1.0).keys() == {4}
+    assert isinstance(link.exchange("train.step", {4: b""}, 1.0)[4], NoAnswerError)
+    with pytest.raises(UserError, match="do not make a federation"):
+        enrol([], run=1)
+
+
+def test_without_flower_the_app_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flwr.app", None)
+    spec = spec_from_file_location("flowerapp_again", flowerapp.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    with pytest.raises(UserError, match=r"pip install 'hyperfed\[flower\]'"):
+        spec.loader.exec_module(module_from_spec(spec))
+
+
+def test_the_engine_is_asked_for_by_its_app_alone() -> None:
+    with pytest.raises(UserError, match="must be asked for by its app"):
+        Run(config.load("pefll", ["engine=flower", "task.clients=4"]))
+
+
+def command(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as end:
+        cli.main(arguments)
+    return int(end.value.code or 0)
+
+
+def test_the_command_says_what_is_missing(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = ("--out", str(tmp_path))
+    assert command("run", "pefll", "engine=flower", *out) == 2
+    assert "set engine.superlink=HOST:PORT" in capsys.readouterr().err
+    link = ("engine=flower", "engine.superlink=127.0.0.1:1")
+    assert command("run", "pefll", *link, "engine.root_certificates=none.crt", *out) == 2
+    assert "there is no none.crt" in capsys.readouterr().err
+    monkeypatch.setattr(submit, "find_spec", lambda name: None)
+    assert command("run", "pefll", *link, *out) == 2
+    assert "pip install 'hyperfed[flower]'" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    assert command("run", "pefll", "engine=loop", "rounds=x") == 2
+
+
+@pytest.mark.parametrize(("status", "code"), [("completed", 0), ("failed", 3), ("stopped", 3)])
+def test_the_exit_code_is_that_of_the_run_and_not_of_flwr(
+    status: str, code: int, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def flwr(home: Path, *arguments: str) -> Any:
+        asked.append(arguments[0])
+        if arguments[0] == "run":
+            assert (home / "config.toml").exists()
+            given = tomllib.loads(Path(arguments[-1]).read_text())
+            assert run_settings(given).method == "pefll"
+            return {"success": True, "run-id": "12"}
+        return {"runs": [{"status": f"finished:{status}" if len(asked) > 2 else "running"}]}
+
+    monkeypatch.setattr(submit, "_flwr", flwr)
+    monkeypatch.setattr(submit, "POLL", 0)
+    link = ("engine=flower", "engine.superlink=127.0.0.1:1")
+    assert command("run", "pefll", *link, "--out", str(tmp_path)) == code
+    said = capsys.readouterr()
+    assert asked == ["run", "ls", "ls"]
+    (folder,) = (tmp_path / "pefll").iterdir()
+    assert str(folder) in said.out
+    assert ("hyperfed resume" in said.err) == bool(code)
+    assert config.load(str(folder / "config.toml")).engine.name == "flower"

@@ -1,0 +1,502 @@
+"""The Flower engine keeps the contract, over a Grid that serialises but needs no network."""
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engines.flower.sites import DirectLink, hello, remote, sites_of
+from hyperfed import federation, trees
+from hyperfed.engines.flower import wire
+from hyperfed.engines.flower.engine import FlowerEngine
+from hyperfed.engines.flower.grid import ERRORS, GridLink, bytes_of, record_of
+from hyperfed.engines.flower.site import Site
+from hyperfed.engines.flower.sites import HELLO, Sites
+from hyperfed.engines.replies import NoAnswerError
+from hyperfed.errors import UserError
+from hyperfed.federation import AllLostError, Task, step
+from hyperfed.methods import METHODS
+from hyperfed.runs.config import from_keys
+from hyperfed.runs.evaluation import evaluate
+from hyperfed.runs.run import Run
+from hyperfed.system.randomness import seeded
+from hyperfed.trees import Tree
+from test_every_method import NOVEL, SETTINGS
+from toys import Federation, Normed, TwoLayers, make_task
+
+flwr = pytest.importorskip("flwr")
+
+from flwr.app import ConfigRecord, Error, Message, RecordDict  # noqa: E402
+from flwr.common.serde import message_from_proto, message_to_proto  # noqa: E402
+from flwr.proto.message_pb2 import Message as ProtoMessage  # noqa: E402
+from flwr.serverapp import Grid  # noqa: E402
+from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
+
+from hyperfed.apps.flower_app import answered  # noqa: E402
+
+ALL = sorted(METHODS)
+
+
+def over_the_wire(message: Message) -> Message:
+    """What comes out at the other end: the message as bytes and back."""
+    parsed = ProtoMessage.FromString(message_to_proto(message).SerializeToString())
+    return message_from_proto(parsed)
+
+
+class GridDouble(Grid):
+    """Nodes in this process, which get and give messages as bytes.
+
+    ``behave`` maps a node to what it does with a message instead of answering it; replies come in
+    the reverse order of the requests.
+    """
+
+    def __init__(self, sites: Mapping[int, Site]) -> None:
+        self.sites = dict(sites)
+        self.behave: dict[int, Any] = {}
+        self.delivered: list[tuple[int, str]] = []
+        self._replies: list[Message] = []
+        self._numbers = itertools.count(1)
+
+    def set_run(self, run: Any) -> None: ...
+
+    @property
+    def run(self) -> Any: ...
+
+    def create_message(self, *args: Any, **options: Any) -> Message:
+        raise NotImplementedError
+
+    def get_node_ids(self) -> Iterable[int]:
+        return list(self.sites)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        identities = []
+        for message in messages:
+            message.metadata.__dict__["_message_id"] = f"message {next(self._numbers)}"
+            came = over_the_wire(message)
+            node = came.metadata.dst_node_id
+            self.delivered.append((node, came.metadata.message_type))
+            for reply in self._answer(node, came):
+                self._replies.insert(0, over_the_wire(reply))
+            identities.append(message.metadata.message_id)
+        return identities
+
+    def _answer(self, node: int, message: Message) -> list[Message]:
+        site = self.sites[node]
+        if message.metadata.message_type == HELLO:
+            return [Message(record_of(hello(site)), reply_to=message)]
+        if node in self.behave:
+            return list(self.behave[node](site, message))
+        return [answered(site, message)]
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        wanted = set(message_ids)
+        there = [r for r in self._replies if r.metadata.reply_to_message_id in wanted]
+        self._replies = [r for r in self._replies if r not in there]
+        return there
+
+    def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
+        raise NotImplementedError
+
+
+@pytest.fixture(autouse=True)
+def _inside_a_flower_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages can be made only where Flower has said who we are."""
+    for name, value in (("_run_id", 1), ("_node_id", 1), ("_task_id", 1)):
+        monkeypatch.setattr(TaskIdentity, name, value)
+
+
+def settings_of(method: str) -> dict[str, Any]:
+    known = METHODS[method].Config.__dataclass_fields__
+    return SETTINGS | {key: value for key, value in NOVEL.items() if key in known}
+
+
+class Remote:
+    """A method on sites, round by round; clients 0 and 2 are at node 11, the others at node 7."""
+
+    def __init__(
+        self, method: str, task: Task, state: Path, timeout: float = 5.0, **own: Any
+    ) -> None:
+        module = METHODS[method]
+        self.config = module.Config(**settings_of(method), **own)
+        shares: dict[int, list[int]] = {11: [], 7: []}
+        for client in range(task.clients):
+            shares[7 if client % 2 else 11].append(client)
+        self.sites = sites_of(task, module, self.config, state, shares)
+        self.grid = GridDouble(self.sites)
+        self.task = remote(task, GridLink(self.grid), self.sites)
+        with seeded(0, "server"):
+            self.server = module.Server(task.outline(), self.config)
+        self.module, self.timeout = module, timeout
+        self.engine = self.new_engine()
+
+    def new_engine(self) -> FlowerEngine:
+        return FlowerEngine(
+            self.task, self.module.Client, self.config, seed=0, timeout=self.timeout
+        )
+
+    def round(self, clients: Iterable[int], number: int = 0) -> Any:
+        cohort = self.engine.cohort(list(clients), number, training=True)
+        self.server.round(cohort)
+        self.engine.commit(cohort)
+        return cohort
+
+
+def both(method: str, state: Path, **options: Any) -> tuple[Remote, Federation]:
+    task = make_task(**options)
+    return Remote(method, task, state), Federation(method, task, **settings_of(method))
+
+
+def values(counts: Any) -> dict[str, Tensor]:
+    return {split: torch.stack(list(vars(c).values())) for split, c in counts.items()}
+
+
+@pytest.mark.parametrize("method", ALL)
+def test_a_round_equals_that_of_the_reference_engine(method: str, tmp_path: Path) -> None:
+    ours, loop = both(method, tmp_path, net=Normed)
+    for number, clients in enumerate(([0, 1, 2], [0, 2, 3])):
+        ours.round(clients, number)
+        loop.round(clients, number)
+    expected = loop.server.state()
+    torch.testing.assert_close(ours.server.state(), expected, rtol=1e-9, atol=1e-12)
+    remembering = {client for client, memory in loop.engine.memory.items() if memory}
+    assert set(ours.engine.memory) == remembering
+
+
+@pytest.mark.parametrize("method", ["pfedhn", "pefll", "pfedkt", "itpfl"])
+def test_ten_rounds_give_the_evaluations_of_the_reference_engine(
+    method: str, tmp_path: Path
+) -> None:
+    ours, loop = both(method, tmp_path, novel=1)
+    for number in range(10):
+        clients = [number % 3, (number + 1) % 3]
+        ours.round(clients, number)
+        loop.round(clients, number)
+    for ids, novel in (([0, 1, 2], False), ([3], True)):
+        here = evaluate(ours.server, ours.engine, ids, 10, novel=novel)
+        there = evaluate(loop.server, loop.engine, ids, 10, novel=novel)
+        torch.testing.assert_close(values(here), values(there), rtol=1e-9, atol=1e-9)
+
+
+def test_several_target_sizes(tmp_path: Path) -> None:
+    with seeded(0, "sizes"):
+        models = {"S": TwoLayers().double(), "L": Normed().double()}
+    ours, loop = both("pfedhn", tmp_path, models=models, sizes=("S", "L", "S", "L"))
+    for each in (ours, loop):
+        each.round([0, 1, 2, 3])
+    expected = loop.server.state()
+    torch.testing.assert_close(ours.server.state(), expected, rtol=1e-9, atol=1e-12)
+
+
+def test_one_message_to_a_site_holds_all_that_its_clients_are_asked(tmp_path: Path) -> None:
+    ours, _ = both("pefll", tmp_path)
+    ours.round([0, 1, 2, 3])
+    steps = [node for node, kind in ours.grid.delivered if kind != HELLO]
+    assert sorted(steps) == [7] * 3 + [11] * 3  # PeFLL's three messages, to each of the two
+    assert sorted(set(ours.grid.delivered) - {(7, "train.step"), (11, "train.step")}) == [
+        (7, HELLO),
+        (11, HELLO),
+    ]
+    resources = ours.engine.resources(4)
+    assert resources["sites"] == 2
+    assert resources["message_bytes_down"] > resources["message_bytes_up"] > 0
+
+
+# What is posted travels with the next message.
+
+
+def messages(ours: Remote) -> list[int]:
+    """How many each of the two sites has had."""
+    delivered = [node for node, kind in ours.grid.delivered if kind != HELLO]
+    return [delivered.count(node) for node in (7, 11)]
+
+
+ROUNDS = [[0, 1, 2, 3], [1, 2], [0, 1, 3], [2, 3], [0, 1, 2, 3]]
+"""Cohorts with clients at both sites, some of them twice in a row."""
+
+
+@pytest.mark.parametrize(("delayed", "exchanges"), [(False, 3), (True, 2)])
+def test_a_delayed_gradient_saves_pefll_an_exchange_in_each_round(
+    delayed: bool, exchanges: int, tmp_path: Path
+) -> None:
+    task, own = make_task(Normed), {"delayed_gradient": delayed}
+    ours = Remote("pefll", task, tmp_path, **own)
+    loop = Federation("pefll", task, **settings_of("pefll"), **own)
+    travelled: list[list[Any]] = [[], []]
+    for number, clients in enumerate(ROUNDS):
+        for each, cohorts in zip((ours, loop), travelled, strict=True):
+            cohorts.append(each.round(clients, number).state.exchanges)
+        assert messages(ours) == [exchanges * (number + 1)] * 2
+    expected = loop.server.state()
+    torch.testing.assert_close(ours.server.state(), expected, rtol=1e-9, atol=1e-12)
+    assert travelled[0] == travelled[1]
+    assert messages(ours) == [exchanges * len(ROUNDS) + delayed] * 2  # the state's own
+    left = sorted(int(path.stem.partition("-")[2]) for path in tmp_path.rglob("*.safetensors"))
+    assert set(left) <= {len(ROUNDS) - 2, len(ROUNDS) - 1}  # what older rounds wrote is dropped
+
+
+def test_a_run_with_a_delayed_gradient_equals_that_of_the_reference_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At every evaluation, bytes and losses too; checkpoints fall between evaluations."""
+    late, count = list[Any](), Run._count
+
+    def watched(run: Run) -> None:
+        late.extend(run._late)
+        count(run)
+
+    monkeypatch.setattr(Run, "_count", watched)
+    faults = {"drop": 0.1, "nan": 0.3}
+    own = settings_of("pefll") | {"delayed_gradient": True}
+    keys = {"rounds": 10, "evaluate_every": 3, "checkpoint_every": 2, "cohort": 3, "faults": faults}
+    task, found = make_task(Normed, novel=1), []
+    ours = Remote("pefll", task, tmp_path / "sites", delayed_gradient=True)
+    for name, data in (("loop", task), ("flower", ours.task)):
+        settings = from_keys("pefll", keys | {"method": own, "engine": {"name": name}})
+        run = Run.start(settings, tmp_path / name, data)
+        said = [lost for progress in run.train() for lost in progress.lost]
+        recorded = [lost for each in run.evaluations if each.split == "val" for lost in each.lost]
+        assert said == recorded
+        found.append(run)
+    for here, there in zip(*(run.evaluations for run in found), strict=True):
+        assert here.client_loss == pytest.approx(there.client_loss, rel=1e-9)
+        for field in ("round", "split", "client_accuracy", "bytes_down", "bytes_up", "lost"):
+            assert getattr(here, field) == getattr(there, field)
+    assert late
+
+
+class Remembering(federation.Client):
+    """Counts its rounds."""
+
+    @step
+    def count(self) -> Tree:
+        self.memory["count"] = self.memory.get("count", torch.tensor(0)) + 1
+        self.scratch["count"] = self.memory["count"] * 10
+        return {"count": self.memory["count"]}
+
+    @step(deferrable=True)
+    def recall(self) -> Tree:
+        return {"memory": self.memory["count"], "scratch": self.scratch["count"]}
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_what_is_posted_finds_and_leaves_the_memory_of_its_round(
+    gone: bool, tmp_path: Path
+) -> None:
+    task, method = make_task(), SimpleNamespace(Client=Remembering)
+    sites = sites_of(task, method, None, tmp_path, {7: [0, 1], 11: [2, 3]})
+    link = DirectLink(sites)
+    engine = FlowerEngine(remote(task, link, sites), Remembering, None, seed=0)
+
+    def one_round(number: int, *clients: int) -> tuple[Any, list[int]]:
+        cohort = engine.cohort(clients, number, training=True)
+        counts = cohort.ask(Remembering.count)["count"].tolist()
+        pending = cohort.post(Remembering.recall)
+        engine.commit(cohort)
+        return pending, counts
+
+    pending, counts = one_round(0, 0, 1, 2)
+    assert counts == [1, 1, 1]
+    if gone:
+        link.broken[11] = lambda site, content: NoAnswerError("its site is gone")
+    _, counts = one_round(1, 0, 2, 3)
+    assert counts == ([2, 0, 0] if gone else [2, 2, 1])
+    there = 0 if gone else 1
+    assert pending.weight.sign().tolist() == [1, 1, there]
+    assert pending.reply()["memory"].tolist() == [1, 1, there]
+    assert pending.reply()["scratch"].tolist() == [10, 10, 10 * there]
+    link.broken.clear()
+    _, counts = one_round(2, 0, 1, 2)
+    assert counts == [3, 2, 2 if gone else 3]
+
+
+# Faults: what goes wrong at a site loses its clients, for this round, and nobody else's.
+
+
+def failing(code: int) -> Any:
+    return lambda site, message: [Message(Error(code, "it says"), reply_to=message)]
+
+
+def spoilt(change: Any) -> Any:
+    def behave(site: Site, message: Message) -> Iterator[Message]:
+        response = wire.unpack_response(site.handle(bytes_of(message.content)))
+        answers = {c: trees.tree_map(change, tree) for c, tree in response.answers.items()}
+        changed = wire.Response(**(vars(response) | {"answers": answers}))
+        yield Message(record_of(wire.pack_response(changed)), reply_to=message)
+
+    return behave
+
+
+def garbage(site: Site, message: Message) -> Iterator[Message]:
+    yield Message(record_of(b"garbage" * 10), reply_to=message)
+
+
+def another_record(site: Site, message: Message) -> Iterator[Message]:
+    yield Message(RecordDict({"other": ConfigRecord({"a": 1})}), reply_to=message)
+
+
+def stale(site: Site, message: Message) -> Iterator[Message]:
+    """Answers this message with the reply to an earlier one."""
+    old = wire.Response(1, 1, {1: {}, 3: {}})
+    yield Message(record_of(wire.pack_response(old)), reply_to=message)
+
+
+def silent(site: Site, message: Message) -> Iterator[Message]:
+    yield from ()
+
+
+FAULTS = {
+    "raises": (failing(2), ERRORS[2]),
+    "gone": (failing(5), ERRORS[5]),
+    "crashed": (failing(8), ERRORS[8]),
+    "unknown": (failing(77), "unknown error 77"),
+    "silent": (silent, "did not answer within"),
+    "garbage": (garbage, "cannot be read"),
+    "record": (another_record, "one array of bytes"),
+    "stale": (stale, "another message"),
+    "nan": (spoilt(lambda leaf: leaf * torch.nan), "not finite"),
+    "shape": (spoilt(lambda leaf: leaf.unsqueeze(0)), "names, shapes or dtypes"),
+    "dtype": (spoilt(lambda leaf: leaf.half()), "names, shapes or dtypes"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_site_that_fails_loses_its_clients_for_the_round(fault: str, tmp_path: Path) -> None:
+    behave, reason = FAULTS[fault]
+    ours, loop = both("fedper", tmp_path)
+    ours.engine = FlowerEngine(ours.task, ours.module.Client, ours.config, seed=0, timeout=0.01)
+    for each in (ours, loop):
+        each.round([0, 1, 2], 0)
+    ours.grid.behave[7] = behave
+    cohort = ours.round([0, 1, 2], 1)
+    assert list(cohort.state.lost) == [1]
+    assert reason in cohort.state.lost[1]
+    loop.round([0, 2], 1)
+    ours.grid.behave.clear()
+    for each in (ours, loop):
+        each.round([1, 3], 2)
+    expected = loop.server.state()
+    torch.testing.assert_close(ours.server.state(), expected, rtol=1e-9, atol=1e-12)
+
+
+def test_replies_in_any_order_and_twice_are_known_by_their_message(tmp_path: Path) -> None:
+    ours, loop = both("fedper", tmp_path)
+    ours.grid.behave[7] = lambda site, message: [answered(site, message)] * 2
+    for each in (ours, loop):
+        each.round([3, 0, 2, 1], 0)
+        each.round([1, 0, 3, 2], 1)
+    expected = loop.server.state()
+    torch.testing.assert_close(ours.server.state(), expected, rtol=1e-9, atol=1e-12)
+
+
+def test_a_message_delivered_twice_is_run_once(tmp_path: Path) -> None:
+    """Memory counts: a client that trained twice would have another head."""
+    ours, loop = both("fedper", tmp_path)
+
+    def twice(site: Site, message: Message) -> list[Message]:
+        answered(site, message)
+        return [answered(site, message)]
+
+    ours.grid.behave |= {7: twice, 11: twice}
+    for each in (ours, loop):
+        each.round([0, 1], 0)
+        each.round([0, 1], 1)
+    expected = loop.server.state()
+    torch.testing.assert_close(ours.server.state(), expected, rtol=1e-9, atol=1e-12)
+
+
+def test_a_site_that_has_gone_is_waited_for_only_where_no_other_answers(tmp_path: Path) -> None:
+    ours, _ = both("fedper", tmp_path)
+    gone = ours.grid.sites.pop(7)
+    ours.engine = ours.new_engine()
+    cohort = ours.round([0, 1])
+    assert cohort.state.lost == {1: "its site is not connected"}
+    ours.timeout = 0.01
+    ours.engine = ours.new_engine()
+    with pytest.raises(AllLostError, match="not connected"):
+        ours.round([1, 3])
+    ours.grid.sites[99] = gone  # it is back, as another node
+    assert not ours.round([0, 1]).state.lost
+
+
+def test_an_evaluation_goes_on_without_a_site(tmp_path: Path) -> None:
+    ours, loop = both("fedper", tmp_path)
+    for each in (ours, loop):
+        each.round([0, 1, 2, 3])
+    ours.grid.behave[7] = failing(5)
+    here = values(evaluate(ours.server, ours.engine, range(4), 1))
+    there = values(evaluate(loop.server, loop.engine, range(4), 1))
+    present = torch.tensor([True, False, True, False])
+    for split in here:
+        torch.testing.assert_close(here[split][:, present], there[split][:, present])
+        assert not here[split][:, ~present].any()
+    ours.grid.behave[11] = failing(5)
+    with pytest.raises(AllLostError):
+        evaluate(ours.server, ours.engine, range(4), 1)
+
+
+def test_a_server_that_starts_again_goes_on_with_what_sites_remember(tmp_path: Path) -> None:
+    ours, loop = both("fedper", tmp_path)
+    for number in range(2):
+        for each in (ours, loop):
+            each.round([0, 1, 2, 3], number)
+    memory = trees.clone({str(c): tree for c, tree in ours.engine.memory.items()})
+    ours.engine.saved(ours.engine.memory)
+    ours.round([0, 1], 2)  # a round that no checkpoint has
+    ours.server.load(trees.clone(loop.server.state()))
+    ours.engine = ours.new_engine()
+    ours.engine.memory = {int(client): tree for client, tree in memory.items()}
+    for number in range(2, 5):
+        for each in (ours, loop):
+            each.round([0, 1, 3], number)
+    expected = loop.server.state()
+    torch.testing.assert_close(ours.server.state(), expected, rtol=1e-9, atol=1e-12)
+
+
+def test_sites_keep_what_two_checkpoints_and_whoever_holds_a_memory_refer_to(
+    tmp_path: Path,
+) -> None:
+    ours, _ = both("fedper", tmp_path)
+    held = []
+    for number in range(8):
+        ours.round([0], number)
+        if number in (1, 3, 5):
+            ours.engine.saved(dict(ours.engine.memory))
+        if number == 2:
+            held.append(dict(ours.engine.memory))  # as a run does with its best round
+    kept = sorted(int(path.stem.partition("-")[2]) for path in tmp_path.rglob("*.safetensors"))
+    assert kept == [2, 3, 5, 6, 7]
+    held.clear()
+    ours.round([0], 8)
+    kept = sorted(int(path.stem.partition("-")[2]) for path in tmp_path.rglob("*.safetensors"))
+    assert kept == [3, 5, 7, 8]
+
+
+def test_too_few_sites_are_told(tmp_path: Path) -> None:
+    ours, _ = both("fedper", tmp_path)
+    link = GridLink(ours.grid)
+    assert len(Sites(link, 0.01).gather(2)) == 2
+    with pytest.raises(UserError, match=r"engine.sites=3 .* but 2 did"):
+        Sites(link, 0.01).gather(3)
+
+
+def test_without_its_app_an_engine_asks_nobody(tmp_path: Path) -> None:
+    ours, _ = both("fedper", tmp_path)
+    task = remote(make_task(), None, ours.sites)
+    engine = FlowerEngine(task, ours.module.Client, ours.config, seed=0)
+    with pytest.raises(UserError, match="resume the run"):
+        ours.server.round(engine.cohort([0], 0, training=True))
+
+
+def test_the_server_has_no_example(tmp_path: Path) -> None:
+    task = make_task()
+    ours = Remote("fedper", task, tmp_path)
+    assert len(ours.task.x) == len(ours.task.y) == 0
+    assert [len(rows) for rows in ours.task.train] == [len(rows) for rows in task.train]
+    held = [leaf for leaf in vars(ours.task).values() if isinstance(leaf, Tensor)]
+    assert sum(leaf.numel() for leaf in held) == 0
+    assert isinstance(ours.task.models["base"], nn.Module)

@@ -1,0 +1,143 @@
+"""The reference engine: worker threads, their own copies of modules, their cores."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hyperfed import federation, training, trees
+from hyperfed.engines.local.loop import LoopEngine, fair_workers
+from hyperfed.federation import Each, Task, step
+from hyperfed.nets.targets import LeNet
+from hyperfed.system.randomness import seeded
+from hyperfed.trees import Tree
+from toys import CLASSES, Dropping, Federation, TwoLayers, logits, make_task
+
+
+def test_worker_threads_do_not_share_a_module() -> None:
+    """``functional_call`` swaps weights inside the module: two threads on one would mix models."""
+    rendezvous = threading.Barrier(2, timeout=20)
+
+    class Slow(TwoLayers):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = torch.tanh(self.body(x))
+            rendezvous.wait()  # both clients' weights are swapped in now
+            return self.head(hidden)
+
+    class Predicting(federation.Client):
+        @step
+        def output(self, model: Tree) -> Tree:
+            return {"output": self.predict(model, self.train.batch(slice(3)).x)}
+
+    task = make_task(Slow)
+    engine = LoopEngine(task, Predicting, None, seed=0, workers=2, cores_per_client=1)
+    one = task.outline().initial()
+    models = trees.stack([one, trees.tree_map(torch.neg, one)])
+    cohort = engine.cohort([0, 1], 0, training=False)
+    output = cohort.ask(Predicting.output, Each(models))["output"]
+    for client in (0, 1):
+        x = task.x[task.train[client][:3]]
+        expected = logits(TwoLayers().double(), trees.take(models, client), x)
+        torch.testing.assert_close(output[client], expected.detach())
+
+
+def test_worker_threads_do_not_share_a_methods_other_networks() -> None:
+    """What ``Client.networks`` builds is copied for each worker, as the target is."""
+    rendezvous = threading.Barrier(2, timeout=20)
+
+    class Slow(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            rendezvous.wait()  # both clients' weights are swapped in now
+            return super().forward(x)
+
+    class Encoding(federation.Client):
+        @staticmethod
+        def networks(outline: federation.Outline, config: Any) -> dict[str, nn.Module]:
+            return {"encoder": Slow(outline.classes, outline.clients, dtype=outline.dtype)}
+
+        @step
+        def encode(self, model: Tree) -> Tree:
+            x = torch.ones(1, self.classes, dtype=torch.float64)
+            return {"output": training.apply(self.network("encoder"), model, x)}
+
+    task = make_task(novel=1)
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    engine = LoopEngine(task, Encoding, None, seed=0, workers=2, cores_per_client=1)
+    assert torch.equal(torch.get_rng_state(), before)
+    one = trees.model_of(Encoding.networks(task.outline(), None)["encoder"])
+    models = trees.stack([one, trees.tree_map(torch.neg, one)])
+    output = engine.cohort([0, 1], 0, training=False).ask(Encoding.encode, Each(models))["output"]
+    expected = one["weight"].sum(1) + one["bias"]  # one output for each known client
+    torch.testing.assert_close(output[:, 0], torch.stack([expected, -expected]))
+
+
+def test_a_newcomers_engine_builds_the_networks_of_the_trained_task() -> None:
+    class Encoding(federation.Client):
+        @staticmethod
+        def networks(outline: federation.Outline, config: Any) -> dict[str, nn.Module]:
+            return {"encoder": nn.Linear(1, outline.clients)}
+
+        @step
+        def width(self) -> Tree:
+            return {"width": torch.tensor(len(trees.model_of(self.network("encoder"))["bias"]))}
+
+    trained = make_task()
+    task = make_task(novel=1, examples=(5,))  # the newcomer alone: no known client
+    home = LoopEngine(trained, Encoding, None, seed=0)
+    engine = LoopEngine(task, Encoding, None, seed=0, home=home)
+    assert engine.cohort([0], 0, training=False).ask(Encoding.width)["width"].item() == 4
+
+
+class Losing(federation.Client):
+    """Reports a loss in training mode."""
+
+    @step
+    def training_loss(self, model: Tree) -> Tree:
+        loss, _ = self.objective(model, self.train.batch())
+        return {"loss": loss}
+
+
+def test_dropout_is_a_function_of_client_and_round_and_leaves_the_global_generator() -> None:
+    task = make_task(Dropping)
+    model = task.outline().initial()
+
+    def losses(clients: list[int], number: int = 0, **options: Any) -> list[float]:
+        engine = LoopEngine(task, Losing, None, seed=0, **options)
+        cohort = engine.cohort(clients, number, training=True)
+        values: list[float] = cohort.ask(Losing.training_loss, model)["loss"].tolist()
+        return values
+
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    first = losses([0, 1, 2])
+    assert losses([2, 0], workers=2, cores_per_client=1) == [first[2], first[0]]
+    assert losses([0], 1) != first[:1]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("clients", "places", "workers"),
+    [(1, 1, 1), (2, 2, 2), (3, 2, 3), (4, 2, 2), (5, 2, 3), (50, 2, 2), (17, 3, 3), (45, 16, 23)],
+)
+def test_as_many_workers_as_keep_all_places_busy(clients: int, places: int, workers: int) -> None:
+    assert fair_workers(clients, places) == workers
+
+
+def test_other_cores_per_client_agree_to_1e_6_on_a_network_that_uses_them() -> None:
+    """The arithmetic of the tiny tasks is too small for PyTorch to share among threads."""
+    draw = torch.Generator().manual_seed(0)
+    with seeded(0, "net"):
+        net = LeNet((3, 32, 32), CLASSES, width=16).double()
+    x = torch.randn(96, 3, 32, 32, dtype=torch.float64, generator=draw)
+    y = torch.randint(CLASSES, (96,), generator=draw)
+    rows = [torch.arange(96)]
+    task = Task("images", x, y, rows, rows, rows, {"base": net}, CLASSES)
+    states = []
+    for cores in (1, 2):
+        federation_ = Federation("pfedhn", task, {"cores_per_client": cores}, local_steps=5)
+        federation_.round([0])
+        states.append(federation_.server.state())
+    torch.testing.assert_close(*states, rtol=0, atol=1e-6)

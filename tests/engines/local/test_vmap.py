@@ -1,0 +1,171 @@
+"""The engine that computes clients together equals the loop, whatever is computed."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+import hyperfed
+from hyperfed import federation
+from hyperfed.engines import EngineConfig, build
+from hyperfed.engines.local import vmap as vmapped
+from hyperfed.engines.local.vmap import VmappedEngine
+from hyperfed.federation import step
+from hyperfed.methods import METHODS
+from hyperfed.training import Steps
+from hyperfed.trees import Tree
+from probe import Client as Probe
+from probe import Config as ProbeConfig
+from together import EVEN, RAGGED, Recorded, both, close, left
+from toys import (
+    Normed,
+    TwoLayers,
+    make_task,
+    snapshot,
+)
+
+LEFT: dict[tuple[str, str], str] = {
+    ("fedfomo", "weigh"): "skips a candidate that is the client's own model",
+    ("fedphp", "train_model"): "reads the rounds it has trained, once there are any",
+    ("knn_per", "remember"): "searches neighbours in scikit-learn",
+    ("knn_per", "evaluate"): "the same, as many as the client chose",
+    ("partialfed", "train_model"): "draws batches and noise of its own, once it has a model",
+    ("per_fedavg", "train_model"): "draws batches D' and D'' of its own",
+    ("pfedkt", "train_model"): "draws its hypernetwork, in the first round",
+}
+"""What the loop computes, if not always, and why."""
+
+LEFT_NORMED = {("itpfl", "evaluate"): "measures statistics by writing into the target"}
+"""The same, only of targets with batch-norm."""
+
+NEVER = {
+    ("knn_per", "remember"),
+    ("knn_per", "evaluate"),
+    ("per_fedavg", "train_model"),
+}
+"""What the loop computes always; of the others some go together."""
+
+
+# Every method.
+
+
+@pytest.mark.parametrize("examples", [EVEN, RAGGED], ids=["even", "ragged"])
+@pytest.mark.parametrize("net", [TwoLayers, Normed])
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_two_rounds_equal_the_loop_engine(
+    method: str, net: Any, examples: tuple[int, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    loop, ours = both(method, task={"net": net, "examples": examples, "novel": 2})
+    asked = set()
+    for number, clients in enumerate(([0, 1, 2, 3], [1, 2, 3])):
+        exchanges = [each.round(clients, number).state.exchanges for each in (loop, ours)]
+        assert exchanges[0] == exchanges[1]
+        asked |= {exchange.step for exchange in exchanges[0]}
+        close(snapshot(ours), snapshot(loop))
+    evaluate = loop.method.Client.evaluate
+    for clients, novel in (([0, 1, 2, 3], False), ([4, 5], True)):
+        counts = []
+        for each in (loop, ours):
+            cohort = each.engine.cohort(clients, 9, training=False, fresh=novel)
+            counts.append(cohort.ask(evaluate, each.server.personalize(cohort)))
+        close(*counts)
+        if not novel:
+            asked |= {exchange.step for exchange in cohort.state.exchanges}
+            alone = set(left(caplog))
+    if examples == EVEN:  # of ragged clients no two may be alike
+        reasons = LEFT | (LEFT_NORMED if net is Normed else {})
+        assert alone == {name for m, name in reasons if m == method}
+        never = {
+            name for m, name in NEVER | set(LEFT_NORMED if net is Normed else {}) if m == method
+        }
+        assert asked - {name for name, _ in ours.engine.together} == never & asked
+
+
+def test_a_client_that_draws_otherwise_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mutant of the engine: the comparison above is not blind to which examples are drawn."""
+    draw = vmapped.draw
+    monkeypatch.setattr(vmapped, "draw", lambda call, task, seed: draw(call, task, seed + 1))
+    loop, ours = both("fedavg", task={"examples": EVEN})
+    for each in (loop, ours):
+        each.round([0, 1])
+    assert ours.engine.together
+    with pytest.raises(AssertionError, match="not close"):
+        close(snapshot(ours), snapshot(loop))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"local_clip": 0.05, "local_weight_decay": 0.1, "local_momentum": 0.5},
+        {"local_momentum": 0.0},
+    ],
+)
+@pytest.mark.parametrize("method", ["fedavg", "pfedhn"])
+def test_local_training_has_the_same_settings(method: str, settings: dict[str, Any]) -> None:
+    loop, ours = both(method, task={"examples": EVEN}, **settings)
+    for each in (loop, ours):
+        each.round([0, 1, 2])
+    assert ("train_model", [0, 1, 2]) in ours.engine.together
+    close(snapshot(ours), snapshot(loop))
+
+
+def test_batch_norm_has_the_statistics_of_each_client() -> None:
+    replies = []
+    for each in both("fedavg", task={"net": Normed, "examples": EVEN}):
+        cohort = each.engine.cohort([0, 1, 2], 0, training=True)
+        model = each.task.outline().initial()
+        replies.append(cohort.ask(each.method.Client.train_model, model, batches=Steps(3, 8)))
+    close(*replies)
+    means, counts = replies[1]["norm.running_mean"], replies[1]["norm.num_batches_tracked"]
+    assert len(means.unique(dim=0)) == 3
+    assert counts.tolist() == [3, 3, 3]
+
+
+# What the engine is built with.
+
+
+def test_the_table_builds_it_with_its_settings_and_for_newcomers() -> None:
+    task = make_task()
+    settings = EngineConfig("vmap", workers=2, cores_per_client=3, chunk=5)
+    engine = build(settings, task, Probe, ProbeConfig(), seed=3)
+    assert isinstance(engine, VmappedEngine)
+    assert (engine.name, engine.chunk, engine.workers, engine.seed) == ("vmap", 5, 2, 3)
+    resources = {"cores": engine.cores, "cores_per_client": 3, "chunk": 5}
+    assert engine.resources(4) == resources
+    home = build(EngineConfig("vmap"), task, Probe, ProbeConfig(), seed=0)
+    resources = {"cores": engine.cores, "cores_per_client": engine.cores, "chunk": None}
+    assert home.resources(4) == resources
+    newcomers = build(EngineConfig("vmap"), make_task(novel=4), Probe, None, seed=0, home=home)
+    assert isinstance(newcomers, VmappedEngine)
+    assert newcomers.home is home
+    with pytest.raises(ValueError, match="greater than 0"):
+        EngineConfig("vmap", chunk=0)
+
+
+def test_a_group_is_computed_on_the_cores_of_one_client() -> None:
+    class Client(federation.Client):
+        @step
+        def threads(self) -> Tree:
+            return {"threads": torch.tensor(torch.get_num_threads())}
+
+    before = torch.get_num_threads()
+    ours = Recorded(make_task(), Client, None, seed=0, cores_per_client=before + 1)
+    reply = ours.cohort(range(4), 0, training=False).ask(Client.threads)
+    assert reply["threads"].tolist() == [before + 1] * 4
+    assert len(ours.together) == 1
+    assert torch.get_num_threads() == before
+
+
+def test_a_run_ends_with_the_evaluations_of_the_loop() -> None:
+    task = make_task(Normed, examples=EVEN, novel=2)
+    keys: dict[str, Any] = {"rounds": 4, "evaluate_every": 2, "cohort": 3, "faults": {"drop": 0.2}}
+    keys["method"] = {"local_steps": 3, "batch_size": 4}
+    loop, ours = (
+        hyperfed.train("pefll", task, **keys, engine=engine)
+        for engine in ({"name": "loop"}, {"name": "vmap", "chunk": 2})
+    )
+    assert (ours.summary["engine"], ours.summary["chunk"]) == ("vmap", 2)
+    for key in ("val_accuracy", "test_accuracy", "novel_accuracy", "bytes_up", "bytes_down"):
+        assert ours.summary[key] == loop.summary[key]

@@ -1,0 +1,102 @@
+"""Runs of the command line on actors: the loop's numbers, and no process that stays behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hyperfed.runs import config
+from hyperfed.runs.records import RunFolder
+from hyperfed.runs.run import Run
+from processes import SECONDS, await_end, descendants, linux, name_of
+
+pytestmark = [
+    linux,
+    pytest.mark.xdist_group("ray processes"),
+    pytest.mark.skipif(find_spec("ray") is None, reason="NOT TESTED: pip install 'hyperfed[ray]'"),
+]
+
+KEYS = ["rounds=5", "evaluate_every=1", "task.clients=4", "cohort=3", "method.local_steps=2"]
+ACTORS = ["engine=ray", "engine.workers=2", "engine.cores_per_client=1"]
+
+
+@contextmanager
+def started(*arguments: str, out: Path, **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """A command in a process of its own, which is not left behind."""
+    command = [sys.executable, "-m", "hyperfed", *arguments, "--quiet", "--out", str(out)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=environment, **options
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def watch(process: subprocess.Popen[str], until: str = "") -> set[int]:
+    """Returns the processes that were seen below one until it ended, or until one had a name."""
+    seen: set[int] = set()
+    for _ in range(int(SECONDS / 0.05)):
+        seen |= (now := descendants(process.pid))
+        if until and any(until in name_of(pid) for pid in now):
+            return seen
+        try:
+            process.wait(timeout=0.05)
+        except subprocess.TimeoutExpired:
+            continue
+        return seen
+    raise AssertionError("the command hangs")
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line | {"seconds": None} for line in found]
+
+
+def test_the_command_line_leaves_the_loops_metrics_and_no_process(tmp_path: Path) -> None:
+    settings = config.load("pfedhn", [*KEYS, "engine.cores_per_client=1"])
+    loop = Run.start(settings, tmp_path / "loop")
+    assert len(list(loop.train())) == 5
+    with started("run", "pfedhn", *KEYS, *ACTORS, out=tmp_path / "ray") as process:
+        seen = watch(process)
+        output, _ = process.communicate()
+    assert process.returncode == 0
+    assert seen
+    assert await_end(seen) == set()
+    folder = Path(output.splitlines()[-1])
+    assert loop.folder is not None
+    assert lines(folder) == lines(loop.folder.path)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["engine"], summary["workers"], summary["cores"]) == ("ray", 2, 2)
+
+
+@pytest.mark.slow
+def test_kill_9_leaves_no_process(tmp_path: Path) -> None:
+    arguments = ["run", "pfedhn", *KEYS, *ACTORS, "rounds=100000"]
+    with started(*arguments, out=tmp_path) as process:
+        seen = watch(process, until="ray::Worker")
+    assert process.returncode == -signal.SIGKILL
+    assert await_end(seen) == set()
+
+
+@pytest.mark.slow
+def test_ctrl_c_stops_after_the_round_though_it_reaches_every_process(tmp_path: Path) -> None:
+    arguments = ["run", "pfedhn", *KEYS, *ACTORS, "rounds=100000"]
+    with started(*arguments, out=tmp_path, start_new_session=True) as process:
+        seen = watch(process, until="ray::Worker.answer")
+        os.killpg(process.pid, signal.SIGINT)
+        output, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 3
+    folder = RunFolder(Path(output.splitlines()[-1]))
+    assert folder.state.exists()
+    assert [evaluation.lost for evaluation in folder.evaluations() if evaluation.lost] == []
+    assert await_end(seen) == set()

@@ -1,0 +1,103 @@
+"""Contrastive losses against NumPy."""
+
+from collections.abc import Callable
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from hyperfed.methods.parts.contrast import Distance, contrastive_loss, distances
+
+ROWS, CLASSES = 4, 3
+
+
+def draw(seed: int) -> Tensor:
+    source = torch.Generator().manual_seed(seed)
+    return 2 * torch.randn(ROWS, CLASSES, dtype=torch.float64, generator=source)
+
+
+def by_hand(anchor: Tensor, other: Tensor, distance: Distance) -> list[float]:
+    found = []
+    for a, o in zip(anchor.numpy(), other.numpy(), strict=True):
+        p, q = np.exp(a) / np.exp(a).sum(), np.exp(o) / np.exp(o).sum()
+        found.append(
+            {
+                "kl": (q * np.log(q / p)).sum(),
+                "cosine": 1 - a @ o / np.sqrt((a @ a) * (o @ o)),
+                "l2": np.sqrt(((a - o) ** 2).sum()),
+                "mse": ((a - o) ** 2).sum(),
+            }[distance]
+        )
+    return found
+
+
+@pytest.mark.parametrize("distance", get_args(Distance))
+def test_distances(distance: Distance) -> None:
+    found = distances(draw(0), draw(1), distance)
+    np.testing.assert_allclose(found.numpy(), by_hand(draw(0), draw(1), distance), rtol=1e-12)
+
+
+@pytest.mark.parametrize("distance", get_args(Distance))
+def test_a_model_is_at_no_distance_from_itself_and_its_gradient_is_finite(
+    distance: Distance,
+) -> None:
+    anchor = draw(0).requires_grad_()
+    found = distances(anchor, draw(0), distance)
+    torch.testing.assert_close(found.detach(), torch.zeros_like(found), rtol=0, atol=1e-12)
+    found.sum().backward()
+    torch.testing.assert_close(anchor.grad, torch.zeros_like(anchor), rtol=0, atol=1e-12)
+
+
+def check_that_the_other_is_constant(
+    measure: Callable[[Tensor, Tensor, Distance], Tensor], distance: Distance
+) -> None:
+    """With one leaf in both places, as where a private model starts from the global one."""
+    leaf, anchor = draw(0).requires_grad_(), draw(0).requires_grad_()
+    measure(leaf, 2 * leaf, distance).sum().backward()
+    measure(anchor, 2 * draw(0), distance).sum().backward()
+    torch.testing.assert_close(leaf.grad, anchor.grad, rtol=0, atol=0)
+
+
+def not_detached(anchor: Tensor, other: Tensor, distance: Distance) -> Tensor:
+    if distance == "kl":
+        ours, theirs = anchor.log_softmax(-1), other.log_softmax(-1)
+        return (theirs.exp() * (theirs - ours)).sum(-1)
+    return (anchor - other).square().sum(-1)
+
+
+@pytest.mark.parametrize("distance", get_args(Distance))
+def test_no_gradient_flows_into_the_other_model(distance: Distance) -> None:
+    check_that_the_other_is_constant(distances, distance)
+
+
+@pytest.mark.parametrize("distance", ["kl", "mse"])
+def test_a_gradient_that_does_is_caught(distance: Distance) -> None:
+    with pytest.raises(AssertionError):
+        check_that_the_other_is_constant(not_detached, distance)
+
+
+NEAR, FAR = torch.tensor([0.5, 1.5, 1.0]), torch.tensor([3.0, 0.0, 0.75])
+"""Means of 1 and 1.25."""
+
+
+@pytest.mark.parametrize(("margin", "expected"), [(0.5, 0.25), (0.25, 0.0), (0.1, 0.0)])
+def test_the_hinge_is_on_the_mean_distances(margin: float, expected: float) -> None:
+    found = contrastive_loss(NEAR, FAR, "triplet", margin, 0.5)
+    assert found.item() == pytest.approx(expected)
+
+
+def test_moon_is_the_loss_of_its_paper_on_cosine_similarities() -> None:
+    anchor, positive, negative = draw(0), draw(1), draw(2)
+    near, far = distances(anchor, positive, "cosine"), distances(anchor, negative, "cosine")
+    found = contrastive_loss(near, far, "moon", 0.1, 0.5)
+    expected = []
+    for a, p, n in zip(anchor.numpy(), positive.numpy(), negative.numpy(), strict=True):
+        s, t = (a @ o / np.linalg.norm(a) / np.linalg.norm(o) for o in (p, n))
+        expected.append(-np.log(np.exp(s / 0.5) / (np.exp(s / 0.5) + np.exp(t / 0.5))))
+    assert found.item() == pytest.approx(np.mean(expected), rel=1e-12)
+
+
+def test_regularization_is_the_mean_distance_to_the_positive_model() -> None:
+    assert contrastive_loss(NEAR, FAR, "regularization", 0.1, 0.5).item() == pytest.approx(1.0)

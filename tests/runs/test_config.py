@@ -1,0 +1,293 @@
+"""Settings: four sources in order, every error at once, and a file that loads to the same run."""
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import pytest
+from pydantic import ConfigDict, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
+
+from hyperfed.engines import ENGINES, Faults
+from hyperfed.errors import UserError
+from hyperfed.methods import METHODS
+from hyperfed.runs import config
+from hyperfed.runs.config import EngineConfig, RunConfig, known_keys, to_dict
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class Settings:
+    lr: PositiveFloat = 0.1
+    local_steps: PositiveInt = 50
+    clip: PositiveFloat | None = 5.0
+    decay: Literal["none", "cosine"] = "cosine"
+    hidden: tuple[int, ...] = (100, 100)
+    label: str = ""
+
+    def __post_init__(self):
+        if self.local_steps == 13:
+            raise ValueError("local_steps must not be unlucky")
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class Plain:
+    rate: float = 1.0
+
+
+FAKES = {
+    "hyper": SimpleNamespace(
+        Config=Settings,
+        PRESETS={
+            "default": {"rounds": 70},
+            "paper": {"rounds": 5000, "cohort": 1, "task.clients": 50, "method.lr": 0.01},
+        },
+    ),
+    "plain": SimpleNamespace(Config=Plain, PRESETS={}),
+}
+
+
+def load(source="hyper", *overrides):
+    return config.load(str(source), overrides, methods=FAKES)
+
+
+def errors(source, *overrides):
+    """Returns the bullets of the error that these settings give."""
+    with pytest.raises(UserError) as caught:
+        load(source, *overrides)
+    title, *bullets = str(caught.value).split("\n  - ")
+    assert title.startswith(f"the configuration has {len(bullets)} error")
+    return bullets
+
+
+def write(folder, text):
+    path = folder / "experiment.toml"
+    path.write_text(text)
+    return path
+
+
+def test_a_method_alone_has_the_defaults_and_its_default_preset():
+    run = load("hyper")
+    assert (run.method, run.preset, run.rounds, run.cohort) == ("hyper", "default", 70, 0.25)
+    assert run.settings == Settings()
+    assert run.task.name == "digits"
+    assert load("plain").rounds == RunConfig(method="", settings=None).rounds
+
+
+def test_each_source_overrules_the_weaker_ones(tmp_path):
+    path = write(
+        tmp_path,
+        'method = "hyper"\npreset = "paper"\nrounds = 9\nseed = 3\n[task]\nclients = 30\n',
+    )
+    run = load(path, "seed=4")
+    assert run.settings.lr == 0.01  # preset over default
+    assert (run.rounds, run.task.clients) == (9, 30)  # file over preset
+    assert run.seed == 4  # override over file
+    assert load(path, "preset=default").settings.lr == 0.1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'method = "hyper"\ntask = "digits"\nengine = "loop"\n',
+        '[method]\nname = "hyper"\n[task]\nname = "digits"\n[engine]\nname = "loop"\n',
+        'method.name = "hyper"\ntask.name = "digits"\nengine.name = "loop"\n',
+    ],
+)
+def test_a_section_is_short_for_its_name(tmp_path, text):
+    assert load(write(tmp_path, text)) == load("hyper", "task=digits", "engine=loop")
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("method.lr=.2", 0.2),
+        ("method.lr=5.", 5.0),
+        ("method.lr=1e-2", 0.01),
+        ("method.lr=3", 3.0),
+        ("method.clip=none", None),
+        ("method.decay=none", "none"),  # a word of its own, where the key does not admit None
+        ("method.hidden=[1, 2]", (1, 2)),
+        ("method.label=word", "word"),
+        ("method.label='two words'", "two words"),
+        ("method.label=a = b", "a = b"),
+        ("method.label=2024-01-01", "2024-01-01"),
+        ("method.label=1\nrounds = 2", "1\nrounds = 2"),
+        ('method={label="inline"}', "inline"),
+    ],
+)
+def test_values_are_toml_literals_or_words(override, value):
+    key = "label" if "inline" in override else override.partition("=")[0].removeprefix("method.")
+    found = getattr(load("hyper", override).settings, key)
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(("text", "cohort"), [("1", 1), ("1.0", 1.0), ("7", 7), (".5", 0.5)])
+def test_a_cohort_is_a_number_or_a_fraction(text, cohort):
+    found = load("hyper", f"cohort={text}").cohort
+    assert found == cohort
+    assert type(found) is type(cohort)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "0.0", "1.5", "5.0", "nan", "true", "all"])
+def test_other_cohorts_are_refused(text):
+    (bullet,) = errors("hyper", f"cohort={text}")
+    assert bullet.startswith("cohort: must be ")
+
+
+def test_all_errors_come_at_once():
+    bullets = errors(
+        "hyper",
+        "rounds",
+        "preset=papr",
+        "rounds=0",
+        "seed=1.5",
+        "cohrt=3",
+        "task.clients=many",
+        "engine=loup",
+        "engine.workers=0",
+        "faults.drop=1.5",
+        "method.lr=-1",
+        "method.hidden=[1, 'x']",
+        "local_stpes=5",
+    )
+    *others, last = (f"'{engine}'" for engine in ENGINES)
+    assert sorted(bullets) == [
+        "cohrt: must be a key of this run, came 3; did you mean cohort?",
+        "engine.workers: must be greater than 0; came 0",
+        f'engine: must be {", ".join(others)} or {last}; came "loup"',
+        "faults.drop: must be less than or equal to 1; came 1.5",
+        "local_stpes: must be a key of this run, came 5; did you mean method.local_steps?",
+        'method.hidden: must be a valid integer; came "x"',
+        "method.lr: must be greater than 0; came -1",
+        'preset: must be one of default, paper for hyper; came "papr"; did you mean paper?',
+        "rounds: must be greater than 0; came 0",
+        "rounds: must be key=value, such as rounds=100",
+        "seed: must be a valid integer; came 1.5",
+        'task.clients: must be a valid integer; came "many"',
+    ]
+
+
+def test_an_unknown_method_names_the_nearest_and_hides_no_other_error():
+    bullets = errors("hypr", "method.lr=1", "rounds=-2")
+    assert bullets == [
+        'method: must be one of hyper, plain; came "hypr"; did you mean hyper?',
+        "rounds: must be greater than 0; came -2",
+    ]
+
+
+def test_a_file_must_name_its_method(tmp_path):
+    assert errors(write(tmp_path, "rounds = 5")) == [
+        "method: must be one of hyper, plain; it is missing"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("clients=5", "did you mean task.clients?"),
+        ("clints=5", "did you mean task.clients?"),
+        ("mehtod.lr=5", "did you mean method.lr?"),
+        ("task.rounds=5", "did you mean rounds?"),
+        ("faults.zzzz=5", "the keys are faults.drop, faults.nan"),
+        ("faults=5", "the keys are faults.drop, faults.nan"),
+        ("zzzz.zzzz=5", "the keys are method, preset, rounds, "),
+    ],
+)
+def test_an_unknown_key_is_told_the_nearest_or_all_of_its_section(override, hint):
+    (bullet,) = errors("hyper", override)
+    key = override.partition("=")[0]
+    assert bullet.startswith(f"{key}: must be a key of this run, came 5; {hint}")
+
+
+def test_another_methods_key_is_unknown():
+    (bullet,) = errors("plain", "method.local_steps=5")
+    assert bullet.startswith("method.local_steps: must be a key of this run")
+
+
+def test_a_value_of_another_type_is_not_bent_into_shape():
+    assert len(errors("hyper", "rounds='5'", "seed=true", "engine.workers=2.0")) == 3
+
+
+def test_what_only_holds_of_several_keys_is_reported_for_their_section():
+    assert errors("hyper", "method.local_steps=13") == ["method: local_steps must not be unlucky"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(None, "must be readable"), (b"rounds = ", "TOML"), (b"\xff", "TOML")]
+)
+def test_a_file_that_cannot_be_read(tmp_path, content, message):
+    path = tmp_path / "experiment.toml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError, match=message) as caught:
+        load(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_dumped_configuration_loads_to_an_equal_one(tmp_path):
+    label = 'a "quoted\\ word", π\x7f and\ttab'
+    keys: dict[str, Any] = {
+        "preset": "paper",
+        "method.clip": None,  # not its default, so the file has to say it
+        "method.hidden": [],
+        "method.lr": 1e-30,
+        "method.label": label,
+        "cohort": 1.0,
+        "engine.cores_per_client": 2,
+    }
+    run = config.from_keys("hyper", keys, methods=FAKES)
+    config.dump(run, tmp_path / "config.toml")
+    again = load(tmp_path / "config.toml")
+    assert again == run
+    assert (again.settings.clip, again.settings.label) == (None, label)
+    assert type(again.cohort) is float
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_and_preset_makes_a_configuration_that_a_file_keeps(tmp_path, method):
+    for preset in {"default", *METHODS[method].PRESETS}:
+        run = config.load(method, [f"preset={preset}"])
+        config.dump(run, tmp_path / "config.toml")
+        assert config.load(str(tmp_path / "config.toml")) == run
+
+
+def test_to_dict_holds_every_key(tmp_path):
+    found = to_dict(load("hyper", "faults.drop=0.5"))
+    assert found["method"] == {
+        "name": "hyper",
+        "lr": 0.1,
+        "local_steps": 50,
+        "clip": 5.0,
+        "decay": "cosine",
+        "hidden": [100, 100],
+        "label": "",
+    }
+    assert found["faults"] == {"drop": 0.5, "nan": 0.0}
+    assert found["engine"] == dataclasses.asdict(EngineConfig())
+    assert found["engine"]["name"] == "auto"
+    assert found["rounds"] == 70
+
+
+def test_known_keys_are_those_that_users_write():
+    keys = known_keys("plain", methods=FAKES)
+    assert {"method", "task", "engine", "rounds", "task.clients", "method.rate"} <= set(keys)
+    assert not {"settings", "task.name", "method.name", "method.lr"} & set(keys)
+    assert len(keys) == len(set(keys))
+
+
+def test_python_values_make_the_same_configuration():
+    made = config.from_keys(
+        "hyper",
+        {"rounds": 3, "task.clients": 5, "method": {"hidden": (1, 2)}, "engine": "loop"},
+        methods=FAKES,
+    )
+    written = ["rounds=3", "task.clients=5", "method.hidden=[1, 2]", "engine=loop"]
+    assert made == load("hyper", *written)
+
+
+def test_configurations_made_in_python_are_checked_too():
+    with pytest.raises(ValueError, match="less than or equal to 1"):
+        Faults(drop=2.0)
+    with pytest.raises(ValueError, match="greater than 0"):
+        EngineConfig(workers=0)

@@ -1,0 +1,203 @@
+"""A newcomer's model depends on its training data and on nothing that it is judged by."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import hyperfed
+from hyperfed import federation, trees
+from hyperfed.engines.local.loop import LoopEngine
+from hyperfed.errors import UserError
+from hyperfed.federation import Cohort, Outline, Task, step
+from hyperfed.methods import METHODS
+from hyperfed.runs.evaluation import evaluate, with_samples
+from hyperfed.runs.run import Run
+from hyperfed.training import UnlabelledError
+from hyperfed.trees import Model, Tree
+from toys import Federation, make_task
+
+NOVEL = 3
+SETTINGS = {"local_steps": 3, "batch_size": 4, "local_lr": 0.1}
+
+
+def trained(method: str, task: Task) -> Federation:
+    known = METHODS[method].Config.__dataclass_fields__
+    short = {key: 3 for key in ("novel_steps", "novel_rounds") if key in known}
+    ours = Federation(method, task, **SETTINGS, **short)
+    for number in range(2):
+        ours.round([0, 1, 2], number)
+    return ours
+
+
+def with_other_test_data(task: Task) -> Task:
+    """The same task, but for inputs and labels of all test examples of the novel client."""
+    x, y = task.x.clone(), task.y.clone()
+    x[task.test[NOVEL]] *= -10
+    y[task.test[NOVEL]] = (y[task.test[NOVEL]] + 1) % task.classes
+    return dataclasses.replace(task, x=x, y=y)
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_a_newcomer_is_served_the_same_whatever_its_test_data_are(method: str) -> None:
+    """In training, in personalisation, and in what its validation examples then find."""
+    task = make_task(novel=1)
+    found = []
+    for each in (task, with_other_test_data(task)):
+        ours = trained(method, each)
+        found.append(evaluate(ours.server, ours.engine, [NOVEL], 7, novel=True))
+    honest, spoiled = found
+    for name, counts in vars(honest["val"]).items():
+        assert torch.equal(counts, getattr(spoiled["val"], name)), name
+    assert not torch.equal(honest["test"].loss, spoiled["test"].loss)  # it does tell them apart
+
+
+class Server(federation.Server):
+    """Sends the initial model, after it has asked the client to look at its data, if it can."""
+
+    def __init__(self, outline: Outline, config: Any) -> None:
+        super().__init__(outline, config)
+        self.model = outline.initial()
+
+    def personalize(self, clients: Cohort) -> Model:
+        if hasattr(self.config, "look"):
+            clients.ask(self.config.look)
+        return self.model
+
+
+class LooksInAStep(federation.Client):
+    @step
+    def look(self) -> Tree:
+        return {"sum": self.test.batch().x.sum()}
+
+
+class LooksForItsModel(federation.Client):
+    def personal_model(self, received: Tree) -> Model:
+        return received | {"head.bias": received["head.bias"] + self.test.batch().x.mean()}
+
+
+class LooksToPredict(federation.Client):
+    def predict(self, model: Model, x: Tensor) -> Tensor:
+        return super().predict(model, x) + self.test.batch().x.mean()
+
+
+@pytest.mark.parametrize("cheat", [LooksInAStep, LooksForItsModel, LooksToPredict])
+def test_personalisation_cannot_read_test_data_however_it_tries(cheat: Any) -> None:
+    task = make_task(novel=1)
+    engine, server = LoopEngine(task, cheat, cheat, seed=0), Server(task.outline(), cheat)
+    with pytest.raises(PermissionError, match="only a step marked"):
+        evaluate(server, engine, [NOVEL], 0, novel=True)
+
+
+@pytest.mark.parametrize("part", ["personal_model", "predict"])
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_no_method_opens_its_test_data_to_what_makes_a_model(method: str, part: str) -> None:
+    """A method that has its own ``evaluate`` must not mark it as free to read them."""
+    ours = trained(method, make_task(novel=1))
+
+    def cheats(client: federation.Client, *arguments: Any) -> Any:
+        return client.test.batch()
+
+    ours.engine.client = type("Cheat", (ours.engine.client,), {part: cheats})
+    with pytest.raises(PermissionError, match="only a step marked"):
+        evaluate(ours.server, ours.engine, [NOVEL], 7, novel=True)
+
+
+class ReadsLabels(federation.Client):
+    def personal_model(self, received: Tree) -> Model:
+        return received | {"head.bias": received["head.bias"] + self.train.batch().y.sum()}
+
+
+def test_the_model_of_an_unlabelled_newcomer_cannot_depend_on_its_labels() -> None:
+    task = make_task(novel=1, unlabelled=True)
+    engine = LoopEngine(task, ReadsLabels, ReadsLabels, seed=0)
+    server = Server(task.outline(), ReadsLabels)
+    with pytest.raises(UnlabelledError):
+        evaluate(server, engine, [NOVEL], 0, novel=True)
+
+
+def finished(method: str, task: Task, **settings: Any) -> Run:
+    short = {"local_steps": 3, "batch_size": 4} | settings
+    return hyperfed.train(method, task, rounds=2, evaluate_every=2, method=short)
+
+
+def test_fewer_samples_are_nested_and_leave_all_other_data() -> None:
+    task = make_task(novel=2)
+    few, more = with_samples(task, 3, seed=0), with_samples(task, 5, seed=0)
+    for client in task.novel_ids:
+        own, three, five = (set(each.train[client].tolist()) for each in (task, few, more))
+        assert len(three) == 3
+        assert three < five < own
+    for client in task.known:
+        assert few.train[client] is task.train[client]
+    assert few.val == task.val
+    assert few.test == task.test
+    assert with_samples(task, 3, seed=1).train[3].tolist() != few.train[3].tolist()
+    for wrong in (0, 10):
+        with pytest.raises(UserError, match=r"samples must be 1 to 9.*novel client 3"):
+            with_samples(make_task(novel=1), wrong, seed=0)
+
+
+def test_a_run_serves_novel_clients_from_fewer_samples_as_if_they_had_no_others() -> None:
+    """By PeFLL's one forward pass: the descriptor is the mean over those three examples."""
+    run = finished("pefll", make_task(novel=1))
+    few = run.served_otherwise(samples=3)
+    same = finished("pefll", with_samples(make_task(novel=1), 3, seed=0))
+    whole, from_few, expected = (trees.model_of(each.model(NOVEL)) for each in (run, few, same))
+    torch.testing.assert_close(from_few, expected, rtol=0, atol=0)
+    assert not torch.equal(whole["head.weight"], from_few["head.weight"])
+    assert few.evaluate_novel() != run.evaluate_novel()
+    assert vars(run.evaluate_novel()) | {"seconds": 0} == vars(run.evaluate_best()["novel"]) | {
+        "seconds": 0
+    }
+
+
+def test_a_run_serves_novel_clients_by_another_protocol_without_training_again() -> None:
+    run = finished("pfedhn", make_task(novel=1), novel_rounds=2)
+    zero = run.served_otherwise(["method.novel_rounds=0"])
+    mean = run.server.embeddings.weight.detach().mean(dim=0, keepdim=True)
+    made = run.server.hyper_net(mean, "base")
+    for name, value in zero.model(NOVEL).state_dict().items():
+        torch.testing.assert_close(value, made[name][0].detach())
+    unlabelled = run.served_otherwise(["method.novel_models=ensemble", "task.unlabelled=true"])
+    assert unlabelled.evaluate_novel().split == "novel"
+    with pytest.raises(UserError, match="needs labels"):
+        run.served_otherwise(["task.unlabelled=true"])
+
+
+def test_novel_clients_are_served_several_times_with_noise_of_their_own() -> None:
+    run = finished("itpfl", make_task(novel=1), private=True)
+    noisy = run.served_otherwise(["method.epsilon=0.5", "method.delta=0.01"])
+    once, thrice = noisy.evaluate_novel(), noisy.evaluate_novel(draws=3)
+    assert thrice.count == tuple(3 * count for count in once.count)
+    assert thrice.loss != pytest.approx(once.loss, rel=1e-6)
+    assert noisy.evaluate_best(draws=3)["novel"].loss == thrice.loss
+    assert run.evaluate_novel(draws=3).loss == pytest.approx(run.evaluate_novel().loss, rel=1e-9)
+    with pytest.raises(UserError, match="draws must be at least 1"):
+        run.evaluate_novel(draws=0)
+
+
+def test_settings_that_decide_what_is_trained_are_refused_when_serving() -> None:
+    run = finished("pfedhn", make_task(novel=1))
+    with pytest.raises(UserError, match="must not change what was trained"):
+        run.served_otherwise(["method.hidden=7"])
+    with pytest.raises(UserError, match="3 errors"):
+        run.served_otherwise(["rounds=7", "method=fedavg", "method.novel_lr=-1"])
+    with pytest.raises(UserError, match="must be novel clients"):
+        finished("fedavg", make_task()).evaluate_novel()
+
+
+def test_novel_clients_images_are_corrupted_after_training_too(tmp_path: Path) -> None:
+    keys = {"rounds": 1, "method": {"local_steps": 1}, "task": {"name": "digits", "clients": 10}}
+    run = hyperfed.train("fedavg", out=tmp_path, **keys)
+    blurred = run.served_otherwise(["task.novel_corruption=blur"])
+    given = hyperfed.train("fedavg", run.task, **keys)
+    with pytest.raises(UserError, match="only where settings made the task"):
+        given.served_otherwise(["task.novel_corruption=blur"])
+    novel, known = run.task.train[9], run.task.train[0]
+    assert not torch.equal(blurred.task.x[novel], run.task.x[novel])
+    assert torch.equal(blurred.task.x[known], run.task.x[known])
+    assert blurred.evaluate_novel().loss != run.evaluate_novel().loss

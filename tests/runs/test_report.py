@@ -1,0 +1,169 @@
+"""The comparison and its figure, on runs made by hand."""
+
+from dataclasses import dataclass, replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import pytest
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from hyperfed.errors import UserError
+from hyperfed.runs.records import Evaluation, summarise
+from hyperfed.runs.report import comparison, draw_accuracy, mean_and_std, megabytes, percent, table
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that is done."""
+
+    config: dict[str, Any]
+    summary: dict[str, Any] | None
+    evaluations: tuple[Evaluation, ...]
+
+
+def evaluation(number: int, split: str, correct: list[int]) -> Evaluation:
+    return summarise(
+        round=number,
+        split=split,
+        clients=[0, 1, 2],
+        count=[10, 10, 0],  # the last client has nothing to test on
+        correct=[*correct, 0],
+        loss=[1.0, 1.0, 0.0],
+        masked_correct=[*correct, 0],
+        bytes_down=0,
+        bytes_up=0,
+        seconds=0.0,
+    )
+
+
+def finished(method: str, seed: int = 0, **changes: Any) -> Finished:
+    summary = {
+        "method": method,
+        "seed": seed,
+        "rounds": 20,
+        "best_round": 10,
+        "test_accuracy": 0.75,
+        "test_accuracy_client_mean": 0.7512,
+        "test_accuracy_client_std": 0.25,
+        "worst_decile_accuracy": 0.5,
+        "novel_accuracy": None,
+        "bytes_down": 1_500_000,
+        "bytes_up": 2_000_000,
+        "seconds": 12.34,
+        "data_fingerprint": "abc",
+        "engine": "loop",
+    }
+    found = (evaluation(10, "test", [5, 10]), evaluation(20, "test", [4, 8]))
+    config = {"seed": seed, "method": {"name": method}, "engine": {"name": "loop"}}
+    return Finished(config, summary | changes, found)
+
+
+def test_rows_are_the_summaries_in_order():
+    first, second = finished("pfedhn", test_accuracy=0.8), finished("local", best_round=20)
+    one, other = comparison([first, second])
+    assert (one.label, one.test_accuracy, one.best_round) == ("pfedhn", 0.8, 10)
+    assert (other.label, other.test_accuracy, other.best_round) == ("local", 0.75, 20)
+    assert other.novel_accuracy is None
+    assert first.summary is not None
+    assert all(vars(one)[name] == first.summary[name] for name in vars(one) if name != "label")
+
+
+def test_labels_tell_runs_apart_by_what_differs_and_then_by_number():
+    runs = [finished("pfedhn", 0), finished("local"), finished("pfedhn", 1), finished("pfedhn", 0)]
+    assert [row.label for row in comparison(runs)] == [
+        "pfedhn seed=0 (1)",
+        "local",
+        "pfedhn seed=1",
+        "pfedhn seed=0 (2)",
+    ]
+    first, second = finished("pfedla"), finished("pfedla")
+    first.config["method"] |= {"retain": 1, "lr": 0.1}
+    second.config["method"] |= {"retain": 2, "lr": 0.1}
+    second.config["method"]["new"] = True  # of a version that first did not know
+    second.config["engine"]["name"] = "vmap"  # changes no number
+    labels = [row.label for row in comparison([first, second, finished("local")])]
+    assert labels == ["pfedla retain=1", "pfedla retain=2", "local"]
+
+
+def test_no_more_than_a_few_settings_are_named():
+    runs = [finished("pfedla", seed) for seed in (0, 1)]
+    for run, value in zip(runs, (1, 2), strict=True):
+        run.config["method"] |= dict.fromkeys(("a", "b", "c", "d"), value)
+    labels = [row.label for row in comparison(runs)]
+    assert labels == ["pfedla seed=0 a=1 b=1", "pfedla seed=1 a=2 b=2"]
+
+
+def test_a_run_that_is_not_done_or_of_another_version_is_refused():
+    for summary in (None, {}):
+        with pytest.raises(UserError, match="must be done"):
+            comparison([finished("local"), Finished({}, summary, ())])
+    run = finished("local")
+    assert run.summary is not None
+    short = {name: value for name, value in run.summary.items() if name != "seed"}
+    with pytest.raises(UserError, match="lacks seed"):
+        comparison([replace(run, summary=short)])
+
+
+def test_table_fits_into_80_columns_and_has_every_number():
+    printed = StringIO()
+    rows = comparison([finished("pfedhn_pc", rounds=5000, novel_accuracy=1.0)])
+    Console(width=80, file=printed).print(table(rows))
+    last = printed.getvalue().splitlines()[-1]
+    assert last.split() == [
+        *("pfedhn_pc", "5000", "10", "75.0", "75.1", "±", "25.0", "50.0", "100.0"),
+        *("1.5", "2.0", "12.3"),
+    ]
+
+
+def test_numbers_that_are_not_there_are_dashes():
+    assert percent(None) == mean_and_std(None, None) == "–"
+    assert percent(0.1234) == "12.3"
+    assert mean_and_std(0.5, 0.125) == "50.0 ± 12.5"
+    assert megabytes(1_250_000_000) == "1250.0"
+
+
+def test_figure_names_its_axes_and_runs(tmp_path):
+    path = tmp_path / "figure.svg"
+    with mpl.rc_context({"svg.fonttype": "none"}):  # text stays text
+        draw_accuracy([finished("pfedhn"), finished("local", best_round=20)], path)
+    drawn = path.read_text()
+    for text in ("round", "test accuracy (%)", "test accuracy of a client (%)"):
+        assert f">{text}<" in drawn
+    for label in ("pfedhn", "local"):
+        assert drawn.count(f">{label}<") == 2  # in the legend and below its clients
+
+
+def test_figure_shows_the_best_round_and_the_clients_that_have_examples(tmp_path, monkeypatch):
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    draw_accuracy([finished("a"), finished("b", best_round=20)], tmp_path / "figure.png")
+    left, right = drawn[0].axes
+    for line, label, best in zip(left.lines, ("a", "b"), (0, 1), strict=True):
+        assert line.get_label() == label
+        assert list(line.get_xdata()) == [10, 20]
+        assert list(line.get_ydata()) == [75.0, 60.0]
+        assert line.get_markevery() == [best]
+    points = [scatter.get_offsets()[:, 1].tolist() for scatter in right.collections]
+    assert points == [[50.0, 100.0], [40.0, 80.0]]
+
+
+def test_figure_of_more_runs_than_colours(tmp_path):
+    path = tmp_path / "figure.png"
+    draw_accuracy([finished(f"a long method's name {i}") for i in range(9)], path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", ["figure.docx", "figure", "missing/figure.png"])
+def test_figure_that_cannot_be_written_is_refused(tmp_path, name):
+    with pytest.raises(UserError, match="figure"):
+        draw_accuracy([finished("pfedhn")], tmp_path / name)
+    assert not list(tmp_path.iterdir())
+
+
+def test_figure_needs_test_examples(tmp_path):
+    blank = replace(finished("pfedhn"), evaluations=(evaluation(10, "val", [5, 5]),))
+    with pytest.raises(UserError, match="pfedhn has none"):
+        draw_accuracy([blank], Path(tmp_path / "figure.png"))

@@ -1,0 +1,283 @@
+"""The round loop: repeatable, resumable, the best round by validation, models afterwards."""
+
+import json
+import math
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hyperfed
+from hyperfed import trees
+from hyperfed.engines import Faults
+from hyperfed.errors import UserError
+from hyperfed.methods import METHODS
+from hyperfed.runs import config
+from hyperfed.runs.run import Run
+from toys import Normed, make_task
+
+
+def keys_of(name: str, **keys: Any) -> dict[str, Any]:
+    """Settings of a short run: a newcomer's training is short too."""
+    known = METHODS[name].Config.__dataclass_fields__
+    novel = {key: 3 for key in ("novel_steps", "novel_rounds") if key in known}
+    own = {"local_steps": 3, "batch_size": 4} | novel | keys.pop("method", {})
+    return {"rounds": 6, "evaluate_every": 2, "checkpoint_every": 2, "method": own} | keys
+
+
+def trained(name: str = "pfedhn", out: Path | None = None, task: Any = None, **keys: Any) -> Run:
+    task = task or make_task(Normed, novel=1)
+    return hyperfed.train(name, task, out=out, **keys_of(name, **keys))
+
+
+def numbers(run: Run) -> Any:
+    """All that a run records, but for what time and place decide."""
+    fields = [vars(evaluation) | {"seconds": None} for evaluation in run.evaluations]
+    return fields, {k: v for k, v in run.summary.items() if k not in ("seconds", "commit")}
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_the_same_command_twice_and_more_workers_give_identical_records(method: str) -> None:
+    one = {"engine": {"workers": 1, "cores_per_client": 1}}
+    two = {"engine": {"workers": 2, "cores_per_client": 1}}
+    first = trained(method, cohort=3, **one)
+    assert numbers(first) == numbers(trained(method, cohort=3, **one))
+    assert numbers(first) == numbers(trained(method, cohort=3, **two))
+    assert numbers(first) != numbers(trained(method, cohort=3, seed=1, **one))
+
+
+@pytest.mark.parametrize("faults", [{}, {"drop": 0.3, "nan": 0.2}])
+@pytest.mark.parametrize(
+    ("method", "own"),
+    [*((method, {}) for method in sorted(METHODS)), ("pefll", {"delayed_gradient": True})],
+)
+def test_a_run_abandoned_anywhere_resumes_to_the_same_numbers(
+    method: str, own: Any, faults: Any, tmp_path: Path
+) -> None:
+    keys = keys_of(method, rounds=9, cohort=2, faults=faults, checkpoint_every=3, method=own)
+    whole = hyperfed.train(method, make_task(Normed, novel=1), **keys)
+    for stop in (1, 4, 8):
+        settings = config.from_keys(method, keys)
+        run = Run.start(settings, tmp_path / str(stop), make_task(Normed, novel=1))
+        rounds = run.train()
+        for _ in range(stop):
+            next(rounds)
+        del run, rounds  # killed: what was in memory is gone
+        (folder,) = (tmp_path / str(stop) / method).iterdir()
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write('{"round": 99, "spl')  # in the middle of a line
+        resumed = hyperfed.resume(folder, make_task(Normed, novel=1))
+        assert numbers(resumed) == numbers(whole)
+        on_disk = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        in_memory = [json.loads(json.dumps(vars(e), default=vars)) for e in resumed.evaluations]
+        assert on_disk == in_memory
+        written = json.loads((folder / "summary.json").read_text())
+        assert written == json.loads(json.dumps(resumed.summary))
+
+
+def test_clients_lost_late_are_told_and_recorded_once_whenever_it_is_evaluated(
+    tmp_path: Path,
+) -> None:
+    """Every round loses whom it loses; evaluations and checkpoints only have it travel sooner."""
+    found = []
+    for number, (evaluate_every, checkpoint_every) in enumerate([(8, 8), (3, 2), (1, 1)]):
+        keys = {"evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every}
+        keys |= {"cohort": 3, "faults": {"nan": 0.4}, "method": {"delayed_gradient": True}}
+        settings = config.from_keys("pefll", keys_of("pefll", rounds=8, **keys))
+        run = Run.start(settings, tmp_path / str(number), make_task(Normed, novel=1))
+        told = [lost for progress in run.train() for lost in progress.lost]
+        val = [evaluation for evaluation in run.evaluations if evaluation.split == "val"]
+        assert told == [lost for evaluation in val for lost in evaluation.lost]
+        found.append((told, val[-1].client_loss, run.summary["bytes_down"], run._bytes["up"]))
+    assert found[0][0]
+    assert found == [found[0]] * 3
+
+
+def test_faults_are_recorded_and_the_run_goes_on() -> None:
+    run = trained("fedavg", cohort=3, faults={"drop": 0.5})
+    lost = [lost for evaluation in run.evaluations for lost in evaluation.lost]
+    assert lost
+    assert all("faults.drop" in each.reason for each in lost)
+    assert run.summary["rounds"] == 6
+
+
+def test_rounds_without_any_client_change_nothing_and_are_reported() -> None:
+    run = trained("fedavg", cohort=2, faults={"drop": 1.0})
+    assert len(run.evaluations[0].lost) == 4  # two rounds of two clients
+    initial = run.task.outline().initial()
+    torch.testing.assert_close(run.server.state()["model"]["base"], initial, rtol=0, atol=0)
+
+
+def test_a_network_that_always_fails_is_an_error_and_not_a_run_without_clients() -> None:
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                raise RuntimeError("shapes do not match")
+            return self.weight.expand(len(x), 3)
+
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        hyperfed.train("fedavg", make_task(Broken), rounds=50, evaluate_every=50)
+
+
+def test_the_summary_is_that_of_the_best_validation_round() -> None:
+    run = trained("fedavg", rounds=20, evaluate_every=1, cohort=3)
+    val = [e for e in run.evaluations if e.split == "val"]
+    best = max(val, key=lambda e: (e.accuracy, -e.round))
+    test = next(e for e in run.evaluations if (e.split, e.round) == ("test", best.round))
+    assert run.summary["best_round"] == best.round
+    assert run.summary["test_accuracy"] == test.accuracy
+    assert run.summary["worst_decile_accuracy"] == min(test.client_accuracy)
+    assert run.summary["bytes_down"] == sum(
+        trees.count_bytes(run.task.outline().initial()) for _ in range(3 * 20)
+    )
+    # The models handed out are those of that round, not of the last.
+    model, client = run.model(0), run.task.test[0]
+    right = (model(run.task.x[client]).argmax(1) == run.task.y[client]).double().mean()
+    assert right.item() == test.client_accuracy[0]
+
+
+def test_novel_clients_never_train_and_are_evaluated_at_the_end() -> None:
+    run = trained("pfedhn", rounds=30, task=make_task(novel=2))
+    assert run.server.state()["embeddings"]["weight"].shape[0] == 2
+    assert set(run.engine.memory) <= {0, 1}
+    (novel,) = [e for e in run.evaluations if e.split == "novel"]
+    assert novel.clients == (2, 3)
+    assert run.summary["novel_accuracy"] == novel.accuracy
+
+
+def test_cohorts_are_uniform_without_replacement_and_known_only() -> None:
+    run = Run(config.from_keys("fedavg", {"cohort": 2}), make_task(novel=1))
+    seen = []
+    for number in range(60):
+        run.round = number
+        seen.append(run._sample())
+    assert {len(set(cohort)) for cohort in seen} == {2}
+    counts = np.bincount([client for cohort in seen for client in cohort], minlength=4)
+    assert counts[3] == 0
+    assert counts[:3].min() > 25
+
+
+@pytest.mark.parametrize(("cohort", "size"), [(1, 1), (0.5, 2), (1.0, 4), (9, 4)])
+def test_a_cohort_is_a_number_or_a_fraction(cohort: float, size: int) -> None:
+    run = Run(config.from_keys("fedavg", {"cohort": cohort}), make_task())
+    assert len(run._sample()) == size
+
+
+def test_resume_refuses_a_finished_run_other_data_and_no_run(tmp_path: Path) -> None:
+    run = trained(out=tmp_path)
+    assert run.folder is not None
+    with pytest.raises(UserError, match="must not be done"):
+        hyperfed.resume(run.folder.path, run.task)
+    (run.folder.path / "summary.json").unlink()
+    other = make_task(Normed, novel=1, fingerprint="other")
+    with pytest.raises(UserError, match="data_fingerprint"):
+        hyperfed.resume(run.folder.path, other)
+    with pytest.raises(UserError, match=r"has no config\.toml"):
+        hyperfed.resume(tmp_path, run.task)
+
+
+def test_personalize_serves_a_newcomer_with_its_own_data(tmp_path: Path) -> None:
+    run = trained("fedavg", task=make_task(), out=tmp_path, method={"novel_steps": 50})
+    x, y = run.task.x[run.task.train[0]], run.task.y[run.task.train[0]]
+    model = run.personalize(x, y)
+    assert run.folder is not None
+    again = hyperfed.open_run(run.folder.path, run.task).personalize(x, y)
+    torch.testing.assert_close(trees.model_of(model), trees.model_of(again), rtol=0, atol=0)
+    loss = nn.functional.cross_entropy
+    assert loss(model(x), y) < loss(run.model(0)(x), y)  # fine-tuned on just these
+    for bad, why in [
+        ((x[:, :2], y), "like the task's"),
+        ((x, y + 9), "labels"),
+        ((x * math.nan, y), "finite"),
+    ]:
+        with pytest.raises(UserError, match=why):
+            run.personalize(*bad)
+    with pytest.raises(UserError, match="needs labels"):
+        run.personalize(x)
+
+
+def test_a_method_that_needs_labels_refuses_a_task_without_before_it_trains(
+    tmp_path: Path,
+) -> None:
+    task = make_task(novel=1, unlabelled=True)
+    with pytest.raises(UserError, match="needs labels to personalise"):
+        hyperfed.train("pfedhn", task, out=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert trained("fedavg", task=task, method={"novel_steps": 0}).summary["novel_accuracy"] >= 0
+
+
+def test_a_closed_run_has_ended_its_threads_and_keeps_its_numbers() -> None:
+    others = set(threading.enumerate())
+    run = trained("fedavg", cohort=4, engine={"workers": 2, "cores_per_client": 1})
+    workers = set(threading.enumerate()) - others
+    assert len(workers) == 2
+    before = numbers(run)
+    run.close()
+    assert not any(thread.is_alive() for thread in workers)
+    assert numbers(run) == before
+
+
+def test_no_such_client() -> None:
+    with pytest.raises(UserError, match="must be below 4, came 4"):
+        trained().model(4)
+
+
+class Windows(nn.Module):
+    """A user's own network for (9, 128) sensor windows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv1d(9, 8, 9, stride=4), nn.ReLU(), nn.Conv1d(8, 8, 5, stride=2), nn.ReLU()
+        )
+        self.classifier = nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.classifier(self.layers(x).mean(dim=2))
+        return output
+
+
+def sensor_windows() -> dict[str, Any]:
+    """30 clients, each with two of six activities: frequencies, seen through noisy channels."""
+    draw = np.random.default_rng(0)
+    activity = np.stack([draw.permutation(6)[:2] for _ in range(30)])
+    client = np.repeat(np.arange(30), 40)
+    y = activity[client, draw.integers(2, size=len(client))]
+    time = np.arange(128) / 128
+    phase = draw.uniform(0, 2 * np.pi, (len(y), 9, 1))
+    wave = np.sin(2 * np.pi * (3 + 5 * y)[:, None, None] * time + phase)
+    x = wave + 0.3 * draw.standard_normal((len(y), 9, 128))
+    return {"x": x.astype(np.float32), "y": y, "client": [f"sensor {i}" for i in client]}
+
+
+def test_a_users_own_windows_and_network_train_with_pfedhn() -> None:
+    task = hyperfed.Task.from_arrays(**sensor_windows(), model=Windows, classes=6, novel=2)
+    run = hyperfed.train(
+        "pfedhn",
+        task,
+        rounds=150,
+        evaluate_every=50,
+        cohort=2,
+        method={"local_steps": 10, "batch_size": 16, "local_lr": 0.05, "lr": 0.05},
+    )
+    first, last = run.evaluations[0], run.summary
+    assert last["test_accuracy"] > 0.75  # chance is 1/6, one of its two classes 1/2
+    assert first.accuracy is not None
+    model = run.model(3)
+    assert isinstance(model, Windows)
+    assert model(torch.zeros(5, 9, 128)).shape == (5, 6)
+    x, y = task.x[task.train[29]], task.y[task.train[29]]
+    assert isinstance(run.personalize(x, y), Windows)
+
+
+def test_faults_are_probabilities() -> None:
+    with pytest.raises(ValueError, match="less than or equal to 1"):
+        Faults(drop=1.5)

@@ -1,0 +1,45 @@
+"""The allocator keeps what a step frees, for the next one."""
+
+import platform
+import subprocess
+import sys
+
+import pytest
+
+FAULTS = """
+import resource, sys
+from hyperfed.system.allocation import keep_freed_memory
+
+if sys.argv[1] == "keep":
+    assert keep_freed_memory()
+if sys.argv[1] == "engine":
+    from hyperfed.data.tasks import TaskConfig, build
+    from hyperfed.engines.local.loop import LoopEngine
+    from hyperfed.methods import fedavg
+
+    task = build(TaskConfig(clients=2, novel=0.0), seed=0)
+    LoopEngine(task, fedavg.Client, fedavg.Config(), seed=0)
+
+def step():
+    return [bytearray(b"1") * 2**23 for _ in range(10)]
+
+for _ in range(3):
+    step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(5):
+    step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+"""Prints how many pages the kernel had to give in five steps of ten blocks of 8 MiB."""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="NOT TESTED: this is not glibc")
+def test_pages_are_asked_for_once() -> None:
+    def faults(how: str) -> int:
+        command = [sys.executable, "-c", FAULTS, how]
+        return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+    kept, usual = faults("keep"), faults("leave")
+    assert kept < 1000, "a step still asks the kernel for memory"
+    assert faults("engine") < 1000, "the engine does not ask for it"
+    assert usual > 10 * kept, "the allocator does so by itself: allocation.py is not needed"
