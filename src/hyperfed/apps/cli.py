@@ -35,6 +35,7 @@ from hyperfed.runs import catalogue, config, records, report
 from hyperfed.runs.catalogue import Kind
 from hyperfed.runs.progress import watch
 from hyperfed.runs.run import Run
+from hyperfed.runs.serving import Served
 from hyperfed.system.files import atomic_write
 from hyperfed.system.toml import literal
 
@@ -153,11 +154,11 @@ def evaluate(
 ) -> None:
     """Evaluate the models of a run's best round on every client's data."""
     with ExitStack() as opened:
-        run = opened.enter_context(closing(Run.open(run_dir)))
+        served: Served = opened.enter_context(closing(Run.open(run_dir)))
         if settings or samples is not None:
-            otherwise = run.served_otherwise(settings or (), samples=samples)
-            run = opened.enter_context(closing(otherwise))
-        found = {"novel": run.evaluate_novel(draws)} if novel else run.evaluate_best(draws)
+            otherwise = served.served_otherwise(settings or (), samples=samples)
+            served = opened.enter_context(closing(otherwise))
+        found = {"novel": served.evaluate_novel(draws)} if novel else served.evaluate_best(draws)
     if as_json:
         _print_json({split: asdict(evaluation) for split, evaluation in found.items()})
         return

@@ -4,52 +4,33 @@ The loop is the same on every engine. What a run is when it has been killed and 
 differ from what it would have been: all its state is in one file, written whole or not at all.
 """
 
-import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from time import monotonic
-from types import ModuleType
 from typing import Any
 
 import torch
-from torch import nn
 
-from hyperfed import engines, trees
+from hyperfed import trees
 from hyperfed.data import tasks
 from hyperfed.data.own import Task
 from hyperfed.data.roster import Roster
-from hyperfed.engines import Engine, EngineCohort, Exchange
+from hyperfed.engines import Exchange
 from hyperfed.errors import UserError
-from hyperfed.federation import AllLostError, Server
-from hyperfed.methods import METHODS
+from hyperfed.federation import AllLostError
 from hyperfed.runs import config as configuration
 from hyperfed.runs import records
 from hyperfed.runs.config import RunConfig
-from hyperfed.runs.evaluation import Counts, evaluate, with_samples
+from hyperfed.runs.evaluation import evaluate
 from hyperfed.runs.records import Evaluation, Lost, RunFolder
+from hyperfed.runs.serving import Best, Served
 from hyperfed.system.devices import CPU
-from hyperfed.system.randomness import derive, generator, seeded
-from hyperfed.training import UnlabelledError
+from hyperfed.system.randomness import generator
 from hyperfed.trees import Tree
-
-SERVING = ("method.", "engine.", "task.unlabelled", "task.novel_corruption")
-"""How the keys begin that may change after training; ``method.*`` only where the state fits."""
 
 PATIENCE = 10
 """Rounds in a row whose clients all failed by their own errors before the run gives up."""
-
-
-@dataclass(frozen=True)
-class Best:
-    """The state at the round with the best validation accuracy: the one whose models are used."""
-
-    round: int
-    accuracy: float | None
-    server: Tree
-    memory: dict[int, Tree]
 
 
 @dataclass(frozen=True)
@@ -62,7 +43,7 @@ class Progress:
     evaluation: Mapping[str, Evaluation]
 
 
-class Run:
+class Run(Served):
     """Trains one method on one task.
 
     Args:
@@ -82,38 +63,18 @@ class Run:
     def __init__(
         self, config: RunConfig, task: Task | None = None, folder: RunFolder | None = None
     ) -> None:
-        self.config, self.folder = config, folder
-        self.task = tasks.build(config.task, config.seed) if task is None else task
-        self._built = task is None
-        self.method: ModuleType = METHODS[config.method]
-        self.server = self._new_server()
-        self.engine = engines.build(
-            config.engine,
-            self.task,
-            self.method.Client,
-            config.settings,
-            seed=config.seed,
-            faults=config.faults,
-            precision=config.precision,
-            device=config.device,
-        )
-        self.server.to(self.engine.device)
-        self.round = 0
+        super().__init__(config, task)
+        self.folder = folder
         self.evaluations: list[Evaluation] = []
         self.summary: dict[str, Any] = {}
-        self._best: Best | None = None
-        self._bytes = {"down": 0, "up": 0}
         self._lost: list[Lost] = []
         self._news: list[Lost] = []  # of those, what no progress has said yet
         # Not counted yet: what is posted may travel, and lose clients, after its round.
         self._exchanges: list[Exchange] = []
         self._late: list[tuple[int, str]] = []
         self._failures = 0
-        self._earlier, self._start = 0.0, monotonic()
         self._stop = False
         self._commit = records.commit()  # of the code that runs, whatever is checked out later
-        if self.task.unlabelled and self.task.novel:
-            self._serve_unlabelled(self.engine, self.server, self.task.novel_ids[0])
 
     @classmethod
     def start(
@@ -171,31 +132,10 @@ class Run:
         """Asks the run to checkpoint and end after the current round (for a signal's handler)."""
         self._stop = True
 
-    def close(self) -> None:
-        """Gives back the engine's threads, actors and connections.
-
-        What is in memory and on disk stays; nothing can be asked of clients any more.
-        """
-        self.engine.close()
-
     @property
     def done(self) -> bool:
         """Whether all rounds are done."""
         return self.round >= self.config.rounds
-
-    @property
-    def best(self) -> Best:
-        """The state at the best validation round so far.
-
-        Raises:
-            UserError: the run has not come to its first evaluation.
-        """
-        if self._best is None:
-            raise UserError(
-                "a run to use must have come to its first evaluation, but is at round "
-                f"{self.round}; train or resume it"
-            )
-        return self._best
 
     def train(self) -> Iterator[Progress]:
         """Runs the remaining rounds and yields after each; ends early after :meth:`stop`.
@@ -217,151 +157,6 @@ class Run:
 
     def _over(self) -> bool:
         return self.done or self._stop
-
-    def model(self, client: int) -> nn.Module:
-        """Returns the personal model of a client as a module of its own, ready to use.
-
-        It is the model at the best validation round.
-
-        Raises:
-            UserError: no such client.
-        """
-        if not 0 <= client < self.task.clients:
-            raise UserError(f"a client's number must be below {self.task.clients}, came {client}")
-        novel = client in self.task.novel_ids
-        with self._at_best() as server:
-            cohort = self.engine.cohort([client], self.config.rounds, training=False, fresh=novel)
-            return self._export(server, cohort, self.task.size_of(client))
-
-    def personalize(self, x: Any, y: Any = None, *, size: str | None = None) -> nn.Module:
-        """Returns the model of a client that was never seen, by the method's own protocol.
-
-        Args:
-            x: (m, ...) the client's examples, like the task's.
-            y: (m,) their labels; None for an unlabelled client, where the method can do without.
-            size: which target to run, where the task has several.
-
-        Raises:
-            UserError: the data do not fit the task, or the method needs labels.
-        """
-        task = tasks.newcomer(self.task, x, y, size=size)
-        # Every newcomer is client 0 of its own task: its data tell its draws (of noise, say) apart.
-        seed = derive(self.config.seed, "newcomer", task.fingerprint)
-        # Its data are in this process, wherever those of the known clients are.
-        engine = engines.build(
-            replace(self.config.engine, name="loop"),
-            task,
-            self.method.Client,
-            self.config.settings,
-            seed=seed,
-            home=self.engine,
-            precision=self.config.precision,
-            device=str(self.engine.device),
-        )
-        with closing(engine), self._at_best() as server:
-            if task.unlabelled:
-                self._serve_unlabelled(engine, server, 0)
-            cohort = engine.cohort([0], self.config.rounds, training=False, fresh=True)
-            return self._export(server, cohort, task.size_of(0))
-
-    def _serve_unlabelled(self, engine: Engine, server: Server, client: int) -> None:
-        """Finds out whether the method can do without a novel client's labels."""
-        try:
-            server.personalize(engine.cohort([client], 0, training=False, fresh=True))
-        except UnlabelledError as error:
-            raise UserError(
-                f"{self.config.method} needs labels to personalise, but a novel client has none; "
-                "give them, or choose a method that can do without"
-            ) from error
-
-    def served_otherwise(
-        self, overrides: Sequence[str] = (), *, samples: int | None = None
-    ) -> "Run":
-        """Returns this run, not recorded, with other settings for serving its clients.
-
-        What was trained is the same. So a novel client can be served without labels, from a few
-        examples, by another protocol or with other noise, and without training again.
-
-        Args:
-            overrides: ``key=value`` for ``method.*``, ``engine.*``, ``task.unlabelled`` and
-                ``task.novel_corruption``.
-            samples: training examples that each novel client has; all of its own where None.
-
-        Raises:
-            UserError: another key, a setting that changes what was trained, too few examples,
-                images to corrupt of a task that no settings made; or the run has not come to its
-                first evaluation.
-        """
-        config = configuration.override(self.config, overrides, allowed=SERVING)
-        task = self.task
-        if config.task.novel_corruption != self.config.task.novel_corruption:
-            if not self._built:
-                raise UserError(
-                    "task.novel_corruption can change only where settings made the task, but this "
-                    "run was given one; corrupt its images with hyperfed.data.corruptions"
-                )
-            task = tasks.build(config.task, config.seed)
-        elif config.task.unlabelled != self.config.task.unlabelled:
-            task = replace(task, unlabelled=config.task.unlabelled)
-        if samples is not None:
-            task = with_samples(task, samples, config.seed)
-        run = Run(config, task)
-        ours, theirs = (each._new_server().state(optimizers=False) for each in (self, run))
-        if trees.structure(ours) != trees.structure(theirs):
-            raise UserError(
-                f"settings for serving must not change what was trained, but {', '.join(overrides)}"
-                " does; start a new run with it"
-            )
-        run.round, run._best, run._bytes = self.round, self.best, dict(self._bytes)
-        return run
-
-    def evaluate_novel(self, draws: int = 1) -> Evaluation:
-        """Evaluates novel clients, by the method's own protocol, with the best round's server.
-
-        Args:
-            draws: how often they are served, at least once, each time with noise and batches of its
-                own; the counts are those of all times together.
-
-        Raises:
-            UserError: there are none, or the run has not come to its first evaluation.
-        """
-        if draws < 1:
-            raise UserError(f"draws must be at least 1, got {draws}; leave it out for one")
-        if not self.task.novel:
-            raise UserError(
-                "there must be novel clients to evaluate; train with task.novel above 0"
-            )
-        return self._evaluate_novel(self.best.round, draws)
-
-    def evaluate_best(self, draws: int = 1) -> dict[str, Evaluation]:
-        """Evaluates the models of the best validation round; nothing is recorded.
-
-        Args:
-            draws: how often novel clients are served, as in :meth:`evaluate_novel`.
-
-        Returns:
-            {"val": record, "test": record} of the known clients, and "novel" where there are any.
-
-        Raises:
-            UserError: the run has not come to its first evaluation.
-        """
-        known, best = list(self.task.known), self.best.round
-        with self._at_best() as server:
-            counts = evaluate(server, self.engine, known, best)
-        found = {split: self._summarise(split, known, counts[split], best) for split in counts}
-        if self.task.novel:
-            found["novel"] = self.evaluate_novel(draws)
-        return found
-
-    def _evaluate_novel(self, round: int, draws: int = 1) -> Evaluation:
-        ids = list(self.task.novel_ids)
-        with self._at_best() as server:
-            drawn = [
-                evaluate(server, self.engine, ids, self.config.rounds + draw, novel=True)["test"]
-                for draw in range(draws)
-            ]
-        counts = Counts(*(sum(parts) for parts in zip(*map(astuple, drawn), strict=True)))
-        return self._summarise("novel", ids, counts, round)
 
     # Parts of a round.
 
@@ -428,23 +223,6 @@ class Run:
         self.evaluations.append(evaluation)
         if self.folder is not None:
             self.folder.append(evaluation)
-
-    def _summarise(
-        self, split: str, ids: list[int], counts: Counts, round: int, lost: tuple[Lost, ...] = ()
-    ) -> Evaluation:
-        return records.summarise(
-            round=round,
-            split=split,
-            clients=ids,
-            count=[int(count) for count in counts.count],
-            correct=counts.correct.tolist(),
-            loss=counts.loss.tolist(),
-            masked_correct=counts.masked_correct.tolist(),
-            bytes_down=self._bytes["down"],
-            bytes_up=self._bytes["up"],
-            seconds=self._seconds(),
-            lost=lost,
-        )
 
     def _finish(self) -> None:
         """Evaluates novel clients with the best round's state and writes the summary."""
@@ -526,33 +304,6 @@ class Run:
             memory = _numbered(best["memory"])
             self._best = Best(meta["best_round"], meta["best_accuracy"], best["server"], memory)
         self._tell_of_checkpoint()
-
-    @contextmanager
-    def _at_best(self) -> Iterator[Server]:
-        """Yields a new server as it was at the best validation round.
-
-        Inside the block the clients remember what they did then.
-        """
-        server, device = self._new_server(), self.engine.device
-        server.to(device).load(trees.to(trees.clone(self.best.server), device))
-        now, self.engine.memory = self.engine.memory, dict(self.best.memory)
-        try:
-            yield server
-        finally:
-            self.engine.memory = now
-
-    def _new_server(self) -> Server:
-        with seeded(self.config.seed, "server"):
-            server: Server = self.method.Server(self.task.outline(), self.config.settings)
-        return server
-
-    def _export(self, server: Server, cohort: EngineCohort, size: str) -> nn.Module:
-        """Returns the personal model of a cohort's only client."""
-        model = cohort.ask(self.method.Client.export, server.personalize(cohort))
-        return trees.fill(copy.deepcopy(self.task.models[size]), trees.take(model, 0)).eval()
-
-    def _seconds(self) -> float:
-        return self._earlier + monotonic() - self._start
 
 
 def _keyed(memory: Mapping[int, Tree]) -> Tree:
