@@ -217,7 +217,7 @@ def test_sites_and_their_server_have_devices_of_their_own(
     """One site and the server compute on the device, the other site on the CPU."""
     pytest.importorskip("flwr")
     from engines.flower.sites import DirectLink
-    from hyperfed.apps import flower_app as flowerapp
+    from hyperfed.apps.flower import app as flower_app
 
     built: set[tuple[str, str]] = set()
 
@@ -242,8 +242,8 @@ def test_sites_and_their_server_have_devices_of_their_own(
         state = str(tmp_path / f"state{node}")
         node_config = {"state": state, "clients": clients, "device": device, "cores_per_client": 1}
         context = SimpleNamespace(run_config=run_config, node_config=node_config)
-        sites[node] = flowerapp.site_of(context)
-    run = flowerapp.begin(settings, DirectLink(sites), str(tmp_path / "run"))
+        sites[node] = flower_app.site_of(context)
+    run = flower_app.begin(settings, DirectLink(sites), str(tmp_path / "run"))
     list(run.train())
     assert built == {("vmap", NAME), ("loop", "cpu")}
     assert devices(run.server.state(optimizers=False)) == {NAME}

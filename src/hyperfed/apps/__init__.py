@@ -1,1 +1,1 @@
-"""What a person or Flower starts: the command line and the Flower app."""
+"""What a person or Flower starts: the command line, and the Flower app."""

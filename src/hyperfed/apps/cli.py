@@ -24,7 +24,7 @@ from rich.table import Table
 from typer import Argument, Option
 
 import hyperfed
-from hyperfed.apps import flower_submit as submit
+from hyperfed.apps.flower import submit
 from hyperfed.data import tasks
 from hyperfed.data.arrays import read_npz
 from hyperfed.data.site import read as read_site

@@ -37,7 +37,7 @@ from flwr.proto.message_pb2 import Message as ProtoMessage  # noqa: E402
 from flwr.serverapp import Grid  # noqa: E402
 from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 
-from hyperfed.apps.flower_app import answered  # noqa: E402
+from hyperfed.apps.flower.app import answered  # noqa: E402
 
 ALL = sorted(METHODS)
 

@@ -1,6 +1,6 @@
 """The Flower app: a run at the server, and a site at each node.
 
-``flwr run`` starts it (:mod:`hyperfed.apps.flower_submit` does that for ``hyperfed run``). Its run
+``flwr run`` starts it (:mod:`hyperfed.apps.flower.submit` does that for ``hyperfed run``). Its run
 config has
 
 - ``settings``, all settings of a run as TOML; or ``method``, ``preset``, ``task``, ``rounds``,

@@ -39,8 +39,8 @@ version = "{version}"
 publisher = "hyperfed"
 
 [tool.flwr.app.components]
-serverapp = "hyperfed.apps.flower_app:server"
-clientapp = "hyperfed.apps.flower_app:client"
+serverapp = "hyperfed.apps.flower.app:server"
+clientapp = "hyperfed.apps.flower.app:client"
 
 [tool.flwr.app.config]
 settings = ""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hyperfed.apps import cli
-from hyperfed.apps import flower_submit as submit
+from hyperfed.apps.flower import submit
 from hyperfed.data.roster import enrol
 from hyperfed.engines.flower.site import Shard
 from hyperfed.engines.replies import NoAnswerError
@@ -22,21 +22,22 @@ from hyperfed.system import toml
 pytest.importorskip("flwr")
 
 from engines.flower.sites import DirectLink
-from hyperfed.apps import flower_app as flowerapp
-from hyperfed.apps.flower_app import NodeConfig, node_settings, run_settings, site_of, source_of
+from hyperfed.apps.flower import app
+from hyperfed.apps.flower.app import NodeConfig, node_settings, run_settings, site_of, source_of
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_the_app_of_a_checkout_names_what_there_is() -> None:
-    app = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
-    assert app["components"] == {
-        "serverapp": "hyperfed.apps.flower_app:server",
-        "clientapp": "hyperfed.apps.flower_app:client",
+    said = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
+    assert said["components"] == {
+        "serverapp": f"{app.__name__}:server",
+        "clientapp": f"{app.__name__}:client",
     }
-    assert run_settings(app["config"]).method == app["config"]["method"]
-    words = (flowerapp.__doc__ or "").split("A node's config")[0]
-    assert [key for key in app["config"] if f"``{key}``" not in words] == []
+    assert [ROOT / path for path in said["fab-include"]] == [Path(str(app.__file__))]
+    assert run_settings(said["config"]).method == said["config"]["method"]
+    words = (app.__doc__ or "").split("A node's config")[0]
+    assert [key for key in said["config"] if f"``{key}``" not in words] == []
 
 
 def test_the_app_that_a_run_submits_has_the_same_components() -> None:
@@ -113,11 +114,11 @@ def test_a_run_of_the_app_equals_one_on_this_machine_and_can_be_resumed(tmp_path
         return DirectLink(sites)
 
     folder = tmp_path / "run"
-    run = flowerapp.begin(settings, link(), str(folder))
+    run = app.begin(settings, link(), str(folder))
     for progress in run.train():
         if progress.round == 5:  # after the checkpoint of round 4
             break
-    resumed = flowerapp.begin(settings, link(), str(folder))
+    resumed = app.begin(settings, link(), str(folder))
     assert resumed.round == 4
     list(resumed.train())
     loop = Run(config.load("fedper", [*keys, "engine=loop"]))
@@ -131,7 +132,7 @@ def test_a_run_of_the_app_equals_one_on_this_machine_and_can_be_resumed(tmp_path
     assert resumed.summary["novel_accuracy"] == loop.summary["novel_accuracy"]
     assert resumed.summary["sites"] == 2
     with pytest.raises(UserError, match="must not be done"):
-        flowerapp.begin(settings, link(), str(folder))
+        app.begin(settings, link(), str(folder))
 
     # Afterwards, without any site: the records can be read, and newcomers served.
     opened = Run.open(folder)
@@ -146,7 +147,7 @@ def test_a_run_of_the_app_equals_one_on_this_machine_and_can_be_resumed(tmp_path
 def test_too_few_sites_are_an_error(tmp_path: Path) -> None:
     settings = config.load("pefll", ["engine=flower", "engine.timeout=0.01"])
     with pytest.raises(UserError, match=r"engine.sites=1 .* but 0 did"):
-        flowerapp.begin(settings, DirectLink({}), str(tmp_path / "run"))
+        app.begin(settings, DirectLink({}), str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 
@@ -160,7 +161,7 @@ def test_a_roster_is_made_of_the_sites_that_answer() -> None:
 
 def test_without_flower_the_app_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flwr.app", None)
-    spec = spec_from_file_location("flowerapp_again", flowerapp.__file__)
+    spec = spec_from_file_location("flowerapp_again", app.__file__)
     assert spec is not None
     assert spec.loader is not None
     with pytest.raises(UserError, match=r"pip install 'hyperfed\[flower\]'"):
