@@ -241,8 +241,7 @@ def test_sites_and_their_server_have_devices_of_their_own(
     for node, clients, device in ((5, "0-2", NAME), (3, "3-5", "cpu")):
         state = str(tmp_path / f"state{node}")
         node_config = {"state": state, "clients": clients, "device": device, "cores_per_client": 1}
-        context = SimpleNamespace(run_config=run_config, node_config=node_config)
-        sites[node] = flower_app.site_of(context)
+        sites[node] = flower_app.site_of(run_config, node_config)
     run = flower_app.begin(settings, DirectLink(sites), str(tmp_path / "run"))
     list(run.train())
     assert built == {("vmap", NAME), ("loop", "cpu")}

@@ -9,7 +9,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict
 from functools import cache
@@ -232,42 +232,97 @@ def compare(
 
 @app.command()
 def node(
-    data: Annotated[Path, Option(help="An .npz or parquet file, or a folder: the site's data.")],
+    *,
+    data: Annotated[
+        Path | None, Option(help="An .npz or parquet file, or a folder: the site's data.")
+    ] = None,
+    clients: Annotated[
+        str, Option(help="For a trial, in place of data: clients of the run's task, such as 0-9.")
+    ] = "",
     state: Annotated[
         Path | None, Option(help="Where the site keeps what clients remember.")
     ] = None,
     site: Annotated[str, Option(help="With which the names of its clients begin.")] = "",
+    size: Annotated[str, Option(help="Which target they run, where there are several.")] = "",
+    novel: Annotated[bool, Option("--novel", help="They join after training.")] = False,
+    workers: Annotated[int | None, Option(help="Clients computed at once.")] = None,
+    cores_per_client: Annotated[int | None, Option(help="Threads of each.")] = None,
+    device: Annotated[str, Option(help="Where the site computes: cpu, cuda or cuda:N.")] = "cpu",
+    superlink: Annotated[
+        str, Option(metavar="HOST:PORT", help="Serve this SuperLink, until a signal.")
+    ] = "",
+    root_certificates: Annotated[
+        Path | None, Option(help="What the SuperLink is known by; default: the system's.")
+    ] = None,
+    key: Annotated[Path | None, Option(help="The private key that this node is known by.")] = None,
+    insecure: Annotated[bool, Option("--insecure", help="Without encryption: a trial.")] = False,
     check: Annotated[bool, Option("--check", help="Check the data and do no more.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Check a site's data, and say how to start its Flower node. Nothing leaves this machine.
+    """Be a site: check its data and, with --superlink, serve its clients from this machine.
 
     An .npz file holds x, y and client, one row for each example, and may hold split (train, val or
     test) and classes (in the whole federation). A parquet file or a folder of Hugging Face's
     datasets has a column client and an image and a label column, or columns x and y.
     """
-    found = read_site(data)
-    parts = ("train", "val", "test")
-    clients = {
-        name: dict(zip(parts, map(len, rows), strict=True)) for name, rows in found.rows.items()
-    }
-    start = ""
+    if data is None and (check or not clients):
+        raise UserError("a site must have data to check; give --data")
+    found = None if data is None else read_site(data)
+    start: dict[str, str] = {}
     if not check:
         if state is None:
             raise UserError("a site must have a folder for what clients remember; give --state")
         check_writable(state)
-        where = {"data": str(data.resolve()), "state": str(state.resolve()), "site": site}
-        config = " ".join(f"{key}={literal(value)}" for key, value in where.items() if value)
-        start = f"flower-supernode --node-config {shlex.quote(config)}"
+        given = {
+            "data": "" if data is None else str(data.resolve()),
+            "clients": clients,
+            "state": str(state.resolve()),
+            "site": site,
+            "size": size,
+            "novel": novel,
+            "workers": workers,
+            "cores_per_client": cores_per_client,
+            "device": device,
+        }
+        if superlink:
+            _serve(given, superlink, root_certificates, key, insecure=insecure)
+            return
+        start = _starts(given)
+    parts = ("train", "val", "test")
+    counts = {
+        name: dict(zip(parts, map(len, rows), strict=True))
+        for name, rows in (found.rows if found else {}).items()
+    }
     if as_json:
-        _print_json({"clients": clients, "classes": found.classes, "start": start or None})
+        classes = found.classes if found else None
+        _print_json({"clients": counts, "classes": classes, "start": None, **start})
         return
     shown = _table("client", *parts)
-    for name, counts in clients.items():
-        shown.add_row(name, *(str(counts[part]) for part in parts))
+    for name, of in counts.items():
+        shown.add_row(name, *(str(of[part]) for part in parts))
     _print_table(shown)
-    if start:
-        print(start)
+    for line in start.values():
+        print(line)
+
+
+@app.command()
+def superexec(
+    superlink: Annotated[str, Option(metavar="HOST:PORT", help="The SuperLink.")],
+    root_certificates: Annotated[
+        Path | None, Option(help="What it is known by; default: the system's.")
+    ] = None,
+    insecure: Annotated[bool, Option("--insecure", help="Without encryption: a trial.")] = False,
+) -> None:
+    """Start the runs of a flower-superlink --isolation process, each in seconds less than Flower.
+
+    It runs on the SuperLink's host, until a signal, and writes the records.
+    """
+    import hyperfed.apps.flower.app  # noqa: F401 (first: it says so where Flower is missing)
+    from hyperfed.apps.flower.node import SuperLink
+    from hyperfed.apps.flower.superexec import serve
+
+    serve(SuperLink.of(superlink, root_certificates, None, insecure=insecure), _say)
+    os._exit(0)  # at once: a thread may still try to reach a SuperLink that is gone
 
 
 @app.command("list")
@@ -288,6 +343,41 @@ def list_known(
     for entry in entries:
         shown.add_row(*(", ".join(v) if isinstance(v, list) else v for v in entry.values()))
     _print_table(shown)
+
+
+# Sites.
+
+
+def _serve(
+    given: Mapping[str, Any],
+    address: str,
+    root_certificates: Path | None,
+    key: Path | None,
+    *,
+    insecure: bool,
+) -> None:
+    """Serves a SuperLink until a signal."""
+    from hyperfed.apps.flower.app import node_settings  # first: it says so where Flower is missing
+    from hyperfed.apps.flower.node import SuperLink, serve
+
+    settings = node_settings(given)
+    serve(SuperLink.of(address, root_certificates, key, insecure=insecure), settings, _say)
+    os._exit(0)  # at once: a thread may still try to reach a SuperLink that is gone
+
+
+def _starts(given: Mapping[str, Any]) -> dict[str, str]:
+    """Returns two ways to start a site that differ in what a message costs."""
+    unsaid: tuple[Any, ...] = ("", False, None, "cpu")
+    said = {name: value for name, value in given.items() if value not in unsaid}
+    ours = ["hyperfed", "node"]
+    for name, value in said.items():
+        ours += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    config = " ".join(f"{name}={literal(value)}" for name, value in said.items())
+    secrets = "--root-certificates ca.crt --key node"
+    return {
+        "start": f"{shlex.join(ours)} --superlink HOST:PORT {secrets}",
+        "supernode": f"flower-supernode --node-config {shlex.quote(config)}",
+    }
 
 
 # Training, until it is done or somebody stops it.

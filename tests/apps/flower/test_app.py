@@ -4,7 +4,6 @@ import sys
 import tomllib
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -109,8 +108,7 @@ def test_a_run_of_the_app_equals_one_on_this_machine_and_can_be_resumed(tmp_path
         sites = {}
         for node, clients in ((5, "0-2"), (3, "3-5")):
             node_config = {"state": str(tmp_path / f"state{node}"), "clients": clients}
-            context = SimpleNamespace(run_config=run_config, node_config=node_config)
-            sites[node] = site_of(context)
+            sites[node] = site_of(run_config, node_config)
         return DirectLink(sites)
 
     folder = tmp_path / "run"

@@ -1,4 +1,4 @@
-"""A SuperLink and SuperNodes as processes on this host, with TLS and node authentication."""
+"""A SuperLink and nodes as processes on this host, with TLS and node authentication."""
 
 import datetime
 import ipaddress
@@ -132,13 +132,13 @@ class Deployment:
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text(errors="replace")
 
-    def superlink(self) -> None:
+    def superlink(self, *more: str) -> None:
         certificates = ["--ssl-ca-certfile", "ca.crt", "--ssl-certfile", "server.pem"]
         options = ["--enable-supernode-auth", "--disable-runtime-dependency-installation"]
         place = ["--host", HOST, "--port", str(self.port), "--database", "superlink.db"]
         self.start(
             "superlink", "flower-superlink", *certificates, "--ssl-keyfile", "server.key",
-            *options, *place,
+            *options, *place, *more,
         )  # fmt: skip
         until(lambda: listens(self.port), "the SuperLink's port")
 
@@ -152,6 +152,21 @@ class Deployment:
         """Starts a SuperNode that knows the server's certificate and has a key."""
         security = ["--root-certificates", "ca.crt", "--auth-supernode-private-key", key]
         return self.supernode(name, config, *security)
+
+    def superexec(self) -> None:
+        """Starts runs for a SuperLink of its own processes (--isolation process)."""
+        place = ("--superlink", self.address, "--root-certificates", "ca.crt")
+        self.hyperfed("superexec", "superexec", *place)
+
+    def register(self, name: str) -> None:
+        """Makes a key of that name and has the SuperLink know it."""
+        write_node_key(self.folder / name)
+        assert self.flwr("supernode", "register", f"{name}.pub", "trial")["success"]
+
+    def node(self, name: str, *options: str) -> subprocess.Popen[bytes]:
+        """Starts a node of ours whose key has its name."""
+        security = ("--root-certificates", "ca.crt", "--key", name)
+        return self.hyperfed(name, "node", *options, "--superlink", self.address, *security)
 
     def flwr(self, *arguments: str) -> Any:
         done = subprocess.run(
@@ -167,10 +182,12 @@ class Deployment:
     def hyperfed(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
         return self.start(name, "python", "-m", "hyperfed", *arguments)
 
-    def kill(self, name: str) -> None:
-        """Kills a process and what it started, at once."""
-        os.killpg(self.processes[name].pid, signal.SIGKILL)
-        self.processes.pop(name).wait()
+    def end(self, name: str) -> None:
+        """Ends a process and what it started, gently."""
+        group = self.processes.pop(name)
+        os.killpg(group.pid, signal.SIGTERM)
+        group.wait()
+        until(lambda: not members(group.pid), f"the end of {name}")
 
     def alive(self) -> list[int]:
         """The processes of all our groups that are still there."""

@@ -1,13 +1,18 @@
 """A real federation on this host: TLS, node authentication, one process for each part.
 
-Every message starts a process at the site, so each costs seconds; the runs are as short as they can
+All tests share a SuperLink, what starts its runs, and two nodes. The runs are as short as they can
 be.
 """
 
+import fcntl
 import json
+import os
+import signal
 import subprocess
 import time
 import tomllib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +24,16 @@ from engines.flower.deployment import (
     Deployment,
     deployed,
     listening_addresses,
+    members,
     until,
     write_node_key,
 )
 from hyperfed.data import tasks
+from processes import await_end, descendants, linux, name_of
 
 pytest.importorskip("flwr")
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("deployment")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("deployment"), linux]
 
 LOOPBACK = "0100007F"
 SITES = (range(10), range(10, 20))
@@ -34,7 +41,7 @@ NEWCOMER = 20
 RESTART = 10.0
 """Seconds between two starts of a node, of which each takes a core for some."""
 LONGEST = 1500.0
-"""Seconds after which a run has failed; a quiet machine takes two minutes."""
+"""Seconds after which a run has failed; a quiet machine takes half a minute."""
 
 
 def write_data(folder: Path) -> None:
@@ -58,114 +65,209 @@ def write_data(folder: Path) -> None:
     save(folder / "newcomer.npz", [NEWCOMER])
 
 
-def node_config(site: int) -> str:
-    return f"data='site{site}.npz' state='state{site}' site='site{site}'"
-
-
-def federation(deployment: Deployment) -> None:
-    """Starts the SuperLink and two registered SuperNodes."""
-    write_data(deployment.folder)
-    deployment.superlink()
-    for site in range(2):
-        write_node_key(deployment.folder / f"node{site}")
-        registered = deployment.flwr("supernode", "register", f"node{site}.pub", "trial")
-        assert registered["success"]
-        deployment.secure(f"node{site}", node_config(site), f"node{site}")
-
-
-def command(deployment: Deployment, method: str, *settings: str) -> tuple[str, ...]:
+def site(number: int) -> tuple[str, ...]:
     return (
-        "run", method, "--json", "--out", "runs", "cohort=20", "method.local_steps=5",
-        "engine=flower", f"engine.superlink={deployment.address}", "engine.sites=2",
+        "--data", f"site{number}.npz", "--state", f"state{number}", "--site", f"site{number}"
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """A SuperLink, what starts its runs, and two registered nodes; none of them is left."""
+    with deployed(tmp_path_factory.mktemp("federation")) as deployment:
+        write_data(deployment.folder)
+        deployment.superlink("--isolation", "process")
+        deployment.superexec()
+        for number in range(2):
+            deployment.register(f"node{number}")
+            deployment.node(f"node{number}", *site(number))
+        yield deployment
+    assert deployment.alive() == []
+
+
+def start(
+    deployment: Deployment, name: str, method: str, *settings: str, sites: int = 2
+) -> subprocess.Popen[bytes]:
+    return deployment.hyperfed(
+        name, "run", method, "--json", "--out", "runs", "cohort=1.0", "method.local_steps=5",
+        "engine=flower", f"engine.superlink={deployment.address}", f"engine.sites={sites}",
         "engine.root_certificates=ca.crt", "engine.timeout=300", *settings,
     )  # fmt: skip
 
 
-def result(deployment: Deployment, name: str, process: subprocess.Popen[bytes]) -> Any:
+def result(deployment: Deployment, name: str) -> tuple[Any, Any]:
+    """Waits for a run; returns what it printed, and its evaluation on test data."""
     try:
-        code = process.wait(timeout=LONGEST)
+        code = deployment.processes[name].wait(timeout=LONGEST)
     except subprocess.TimeoutExpired:
         code = None
-    said = deployment.log(name)
-    assert code == 0, said + deployment.log("superlink")[-3000:]
-    return json.loads(said[said.index("{") :])
+    log = deployment.log(name)
+    assert code == 0, log + deployment.log("superexec")[-3000:]
+    said = json.loads(log[log.index("{") :])
+    lines = (deployment.folder / said["folder"] / "metrics.jsonl").read_text().splitlines()
+    return said, next(e for e in map(json.loads, lines) if e["split"] == "test")
 
 
-def test_pefll_over_tls_with_authenticated_nodes(tmp_path: Path) -> None:
-    with deployed(tmp_path) as deployment:
-        federation(deployment)
-        write_node_key(tmp_path / "stranger")
-        deployment.secure("stranger", node_config(0), "stranger")
-        deployment.supernode("plain", node_config(0), "--insecure")
-        settings = ("rounds=2", "evaluate_every=2", "method.delayed_gradient=true")
-        process = deployment.hyperfed("run", *command(deployment, "pefll", *settings))
+def runs(deployment: Deployment, number: int) -> set[Path]:
+    return set((deployment.folder / f"state{number}").glob("run-*"))
 
-        said = result(deployment, "run", process)
-        summary, folder = said["summary"], tmp_path / said["folder"]
-        assert (summary["engine"], summary["sites"], summary["rounds"]) == ("flower", 2, 2)
-        assert summary["message_bytes_down"] > summary["bytes_down"] / 10
-        lines = (folder / "metrics.jsonl").read_text().splitlines()
-        test = next(e for e in map(json.loads, lines) if e["split"] == "test")
-        assert test["lost"] == []
-        assert all(count > 0 for count in test["count"])
-        assert len(test["clients"]) == 20
 
-        # Whoever is not registered, or does not encrypt, had no part in it.
-        nodes = deployment.flwr("supernode", "list", "trial")["nodes"]
-        assert len([node for node in nodes if node["status"] == "online"]) == 2
-        assert not list(tmp_path.glob("state0/**/stranger*"))
-        assert deployment.processes["stranger"].poll() != 0
-        for outsider in ("stranger", "plain"):
-            assert "Receiving" not in deployment.log(outsider)
-        assert listening_addresses(deployment.alive()) == {LOOPBACK}
+@contextmanager
+def held(deployment: Deployment, number: int, before: set[Path]) -> Iterator[None]:
+    """Keeps what a site is asked in a new run waiting."""
+    (run,) = until(
+        lambda: {run for run in runs(deployment, number) - before if (run / "lock").exists()},
+        "the run's first message",
+        LONGEST,
+    )
+    with (run / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
-        # A newcomer's model is made from the run's records, without any site.
-        out = tmp_path / "model.safetensors"
-        newcomer = deployment.hyperfed(
-            "newcomer", "personalize", str(folder), "--data", "newcomer.npz", "--out", str(out)
-        )
-        assert newcomer.wait(timeout=300) == 0, deployment.log("newcomer")
-        config = tomllib.loads((folder / "config.toml").read_text())
-        assert config["engine"]["name"] == "flower"
-        model = safetensors.torch.load(out.read_bytes())
-        assert all(bool(leaf.isfinite().all()) for leaf in model.values())
-    assert deployment.alive() == []
+
+def waiting(deployment: Deployment, number: int) -> int:
+    """Returns the process of a message that is held, which will come."""
+
+    def found() -> list[int]:
+        below = descendants(deployment.processes[f"node{number}"].pid)
+        rows = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+        return [int(row[5]) for row in rows if row[1] == "->" and int(row[5]) in below]
+
+    return int(until(found, "a message that waits", LONGEST)[0])
+
+
+def zygote_of(deployment: Deployment, name: str) -> int:
+    (zygote,) = (
+        pid for pid in descendants(deployment.processes[name].pid)
+        if "multiprocessing.forkserver" in name_of(pid)
+        and parent_of(pid) == deployment.processes[name].pid
+    )  # fmt: skip
+    return zygote
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_pefll_over_tls_with_authenticated_nodes(federation: Deployment) -> None:
+    folder = federation.folder
+    write_node_key(folder / "stranger")
+    federation.node("stranger", *site(0))
+    place = ("--superlink", federation.address, "--insecure")
+    federation.hyperfed("plain", "node", *site(0), *place)
+    settings = ("rounds=2", "evaluate_every=2", "method.delayed_gradient=true")
+    start(federation, "pefll", "pefll", *settings)
+
+    said, test = result(federation, "pefll")
+    summary = said["summary"]
+    assert (summary["engine"], summary["sites"], summary["rounds"]) == ("flower", 2, 2)
+    assert summary["message_bytes_down"] > summary["bytes_down"] / 10
+    assert test["lost"] == []
+    assert all(count > 0 for count in test["count"])
+    assert len(test["clients"]) == 20
+
+    # Whoever is not registered, or does not encrypt, had no part in it.
+    nodes = federation.flwr("supernode", "list", "trial")["nodes"]
+    assert len([node for node in nodes if node["status"] == "online"]) == 2
+    assert not list(folder.glob("state0/**/stranger*"))
+    assert federation.processes["stranger"].wait(timeout=LONGEST) == 2
+    assert "must take this node, but refuses it" in federation.log("stranger")
+    assert federation.processes["plain"].poll() is None  # and tries again
+    for outsider in ("stranger", "plain"):
+        assert "connected as node" not in federation.log(outsider)
+    assert listening_addresses(federation.alive()) == {LOOPBACK}
+    federation.end("plain")
+
+    # A newcomer's model is made from the run's records, without any site.
+    out, record = folder / "model.safetensors", folder / said["folder"]
+    newcomer = federation.hyperfed(
+        "newcomer", "personalize", str(record), "--data", "newcomer.npz", "--out", str(out)
+    )
+    assert newcomer.wait(timeout=300) == 0, federation.log("newcomer")
+    config = tomllib.loads((record / "config.toml").read_text())
+    assert config["engine"]["name"] == "flower"
+    model = safetensors.torch.load(out.read_bytes())
+    assert all(bool(leaf.isfinite().all()) for leaf in model.values())
+
+
+def test_a_killed_step_costs_one_message_and_a_killed_zygote_none(federation: Deployment) -> None:
+    before = runs(federation, 1)
+    start(federation, "kills", "fedper", "rounds=5", "evaluate_every=5")
+    with held(federation, 1, before):
+        os.kill(waiting(federation, 1), signal.SIGKILL)
+    until(lambda: "failed: the process" in federation.log("node1"), "the node's notice")
+    zygote = zygote_of(federation, "node1")
+    os.kill(zygote, signal.SIGKILL)
+
+    said, test = result(federation, "kills")
+    assert said["summary"]["rounds"] == 5
+    assert sorted(lost["client"] for lost in test["lost"]) == list(range(10, 20))
+    assert all("its process crashed" in lost["reason"] for lost in test["lost"])
+    assert all(count > 0 for count in test["count"])
+    assert zygote_of(federation, "node1") != zygote
+
+
+def test_a_site_may_run_flowers_own_node(federation: Deployment) -> None:
+    federation.register("flowers")
+    data = "data='newcomer.npz' state='state2' site='flowers'"
+    federation.secure("flowers", data, "flowers")
+    start(federation, "mixed", "fedavg", "rounds=1", "evaluate_every=1", sites=3)
+    said, test = result(federation, "mixed")
+    assert (said["summary"]["sites"], test["lost"]) == (3, [])
+    assert len(test["clients"]) == 21
+    assert all(count > 0 for count in test["count"])
+    federation.end("flowers")
 
 
 def test_a_node_killed_in_mid_run_comes_back_with_what_its_clients_remember(
-    tmp_path: Path,
+    federation: Deployment,
 ) -> None:
     """FedPer's heads never travel: a site that had lost them could not go on."""
-    with deployed(tmp_path) as deployment:
-        federation(deployment)
-        settings = ("rounds=4", "evaluate_every=4", "engine.timeout=60")
-        process = deployment.hyperfed("run", *command(deployment, "fedper", *settings))
-
-        def remembered() -> set[str]:
-            return {path.name for path in (tmp_path / "state1").rglob("*.safetensors")}
-
-        before = until(remembered, "the first round", LONGEST)
-        deployment.kill("node1")
-
-        tried = time.monotonic()
+    seen = runs(federation, 0), runs(federation, 1)
+    start(federation, "away", "fedper", "rounds=6", "evaluate_every=6", "engine.timeout=120")
+    with ExitStack() as holding:
+        with held(federation, 1, seen[1]):
+            waiting(federation, 1)
+            # While one of its messages is answered. The other node's keep the run from going on.
+            holding.enter_context(held(federation, 0, seen[0]))
+            federation.processes["node1"].kill()
+        node = federation.processes["node1"]
+        node.wait()
+        until(lambda: not members(node.pid), "the end of what it had started")
+        tried, said_before = 0.0, federation.log("node1").count("connected as node")
 
         def back() -> bool:
             """Does what a supervisor does: the SuperLink refuses a key that it takes for alive."""
             nonlocal tried
-            node = deployment.processes.get("node1")
-            ended = node is None or node.poll() is not None
+            ended = federation.processes["node1"].poll() is not None
             if ended and time.monotonic() > tried + RESTART:
                 tried = time.monotonic()
-                deployment.secure("node1", node_config(1), "node1")
-            return process.poll() is not None or bool(remembered() - before)
+                federation.node("node1", *site(1))
+            return federation.log("node1").count("connected as node") > said_before
 
         until(back, "the node's return", LONGEST)
-        said = result(deployment, "run", process)
-        lines = (tmp_path / said["folder"] / "metrics.jsonl").read_text().splitlines()
-        test = next(e for e in map(json.loads, lines) if e["split"] == "test")
-        # Its clients were lost while it was away, and were served with their heads afterwards.
-        assert {lost["client"] for lost in test["lost"]} == set(range(10, 20))
-        assert all("its site" in lost["reason"] for lost in test["lost"])
-        assert all(count > 0 for count in test["count"])
-        assert said["summary"]["rounds"] == 4
-    assert deployment.alive() == []
+
+    said, test = result(federation, "away")
+    # Its clients were lost while it was away, and were served with their heads afterwards.
+    assert {lost["client"] for lost in test["lost"]} == set(range(10, 20))
+    assert all("its site" in lost["reason"] for lost in test["lost"])
+    assert all(count > 0 for count in test["count"])
+    assert said["summary"]["rounds"] == 6
+
+
+def test_a_node_that_is_told_to_end_says_goodbye(federation: Deployment) -> None:
+    """The SuperLink takes its key again at once, which it does not after a kill."""
+    node = federation.processes["node0"]
+    below = descendants(node.pid)
+    node.terminate()
+    assert node.wait(timeout=60) == 0
+    assert await_end(below) == set()
+    count = federation.log("node0").count("connected as node")
+    again = federation.node("node0", *site(0))
+    until(
+        lambda: (
+            again.poll() is not None or federation.log("node0").count("connected as node") > count
+        ),
+        "the node's return",
+    )
+    assert again.poll() is None, federation.log("node0")

@@ -37,9 +37,11 @@ from flwr.proto.message_pb2 import Message as ProtoMessage  # noqa: E402
 from flwr.serverapp import Grid  # noqa: E402
 from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 
-from hyperfed.apps.flower.app import answered  # noqa: E402
-
 ALL = sorted(METHODS)
+
+
+def answered(site: Site, message: Message) -> Message:
+    return Message(record_of(site.handle(bytes_of(message.content))), reply_to=message)
 
 
 def over_the_wire(message: Message) -> Message:

@@ -25,9 +25,9 @@ from pydantic.dataclasses import dataclass
 from hyperfed.data import site as sitedata
 from hyperfed.data import tasks
 from hyperfed.data.roster import Introduction, Roster, enrol
-from hyperfed.engines.flower.grid import GridLink, bytes_of, record_of
+from hyperfed.engines.flower.grid import GridLink, bytes_of, hurry, record_of
 from hyperfed.engines.flower.site import Shard, Site, Source
-from hyperfed.engines.flower.sites import Sites
+from hyperfed.engines.flower.sites import HELLO, STEP, Sites
 from hyperfed.engines.flower.store import check_writable
 from hyperfed.errors import UserError
 from hyperfed.methods import METHODS
@@ -137,9 +137,9 @@ def source_of(node: NodeConfig, config: RunConfig) -> Source:
     )
 
 
-def site_of(context: "Context") -> Site:
+def site_of(run_config: Mapping[str, Any], node_config: Mapping[str, Any]) -> Site:
     """Builds the site of a node, for one message."""
-    config, node = run_settings(context.run_config), node_settings(context.node_config)
+    config, node = run_settings(run_config), node_settings(node_config)
     return Site(
         source_of(node, config),
         Path(node.state),
@@ -153,24 +153,45 @@ def site_of(context: "Context") -> Site:
     )
 
 
+def respond(
+    kind: str, content: bytes, run_config: Mapping[str, Any], node_config: Mapping[str, Any]
+) -> bytes:
+    """Answers a message to a node.
+
+    Args:
+        kind: the message's type.
+        content: what it holds.
+        run_config: of the run that it belongs to.
+        node_config: of the node.
+
+    Raises:
+        UserError: the message or a configuration is wrong.
+    """
+    if kind not in (HELLO, STEP):
+        raise UserError(f"a message to a site must be {HELLO} or {STEP}, got {kind}")
+    site = site_of(run_config, node_config)
+    if kind == STEP:
+        return site.handle(content)
+    check_writable(site.state)
+    return _INTRODUCTION.dump_json(site.source.introduce())
+
+
 @client.query("hello")
 def hello(message: Message, context: Context) -> Message:
     """Says who the clients of this site are."""
-    site = site_of(context)
-    check_writable(site.state)
-    content = _INTRODUCTION.dump_json(site.source.introduce())
-    return Message(record_of(content), reply_to=message)
+    return _answered(message, context)
 
 
 @client.train("step")
 def step(message: Message, context: Context) -> Message:
     """Runs the calls of a request."""
-    return answered(site_of(context), message)
+    return _answered(message, context)
 
 
-def answered(site: Site, message: Message) -> Message:
-    """Returns the reply of a site to a message."""
-    return Message(record_of(site.handle(bytes_of(message.content))), reply_to=message)
+def _answered(message: Message, context: Context) -> Message:
+    kind, content = message.metadata.message_type, bytes_of(message.content)
+    reply = respond(kind, content, context.run_config, context.node_config)
+    return Message(record_of(reply), reply_to=message)
 
 
 @server.main()
@@ -179,6 +200,7 @@ def serve(grid: Grid, context: Context) -> None:
     from hyperfed.runs.progress import watch  # with all that a server needs, and a site does not
 
     config = run_settings(context.run_config)
+    hurry()
     run = begin(config, GridLink(grid), str(context.run_config.get("folder", "")))
     assert run.folder is not None, "a run of the app has a folder"
     print(f"the records are in {run.folder.path.resolve()}", flush=True)

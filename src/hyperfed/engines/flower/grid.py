@@ -2,11 +2,12 @@
 
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hyperfed.engines.flower.sites import POLL
+from hyperfed.engines.flower.sites import pause
 from hyperfed.engines.replies import BadReplyError, NoAnswerError
 
 if TYPE_CHECKING:
@@ -23,6 +24,25 @@ ERRORS: Mapping[int, str] = {
     8: "its process crashed; was it killed, or out of memory?",
 }
 """What the error codes of Flower mean at a site."""
+
+WHOLE = 1 << 20
+"""Bytes up to which a message travels in one piece."""
+
+PAUSE = 0.05
+"""Seconds until the second look for a part of a message that is still on its way."""
+
+
+def hurry() -> None:
+    """Has Flower look again at once for a part of a message that is still on its way.
+
+    A reply is announced before its parts are sent. Flower's own first pause is a second, which is
+    longer than all else in an exchange.
+    """
+    from flwr.supercore.inflatable import inflatable_utils
+    from flwr.superlink.grid import http_grid
+
+    quick = partial(inflatable_utils.pull_objects, initial_backoff=PAUSE)
+    http_grid.pull_objects = quick  # type: ignore[attr-defined]
 
 
 class GridLink:
@@ -58,14 +78,14 @@ class GridLink:
                 waiting[identity] = node
             else:
                 answers[node] = NoAnswerError("the message could not be sent to its site")
-        end = time.monotonic() + timeout
-        while waiting and time.monotonic() < end:
+        begin = time.monotonic()
+        while waiting and time.monotonic() < begin + timeout:
             for reply in self._grid.pull_messages(list(waiting)):
                 replied_to = reply.metadata.reply_to_message_id
                 if replied_to in waiting:
                     answers[waiting.pop(replied_to)] = _content(reply)
             if waiting:
-                time.sleep(POLL)
+                time.sleep(pause(time.monotonic() - begin))
         for node in waiting.values():
             answers[node] = NoAnswerError(f"its site did not answer within {timeout:g} s")
         return answers
@@ -73,9 +93,12 @@ class GridLink:
 
 def record_of(content: bytes) -> Any:
     """Returns bytes as the content of a Flower message."""
-    from flwr.app import ArrayRecord, RecordDict
+    from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 
-    # One array, which Flower cuts into pieces, because each entry of a record is a request more.
+    # Each part of a message is a request more: few bytes travel in one. Of many, Flower makes an
+    # array in pieces.
+    if len(content) <= WHOLE:
+        return RecordDict({"hyperfed": ConfigRecord({"content": content})})
     return RecordDict({"hyperfed": ArrayRecord([np.frombuffer(content, dtype=np.uint8)])})
 
 
@@ -86,7 +109,10 @@ def bytes_of(record: Any) -> bytes:
         BadReplyError: the record is another one.
     """
     try:
-        (array,) = record["hyperfed"].to_numpy_ndarrays()
+        (entry,) = record.values()
+        if "content" in entry:
+            return bytes(entry["content"])
+        (array,) = entry.to_numpy_ndarrays()
         content: bytes = array.tobytes()
     except Exception as error:  # whatever a site made of it
         raise BadReplyError(f"a message must hold one array of bytes ({error})") from error

@@ -13,9 +13,18 @@ HELLO, STEP = "query.hello", "train.step"
 """Types of the messages: who are you, and run these calls."""
 
 POLL = 0.5
-"""Seconds between two looks for replies or for sites."""
+"""Seconds between two looks for sites."""
 
 _INTRODUCTION = TypeAdapter(Introduction)
+
+
+def pause(waited: float) -> float:
+    """Returns the seconds until the next look for something that one has waited for so long.
+
+    A tenth of those waited: nothing takes more than a tenth longer for it, and a site that waits
+    for minutes does not keep the server busy. At least 0.1, at most 3.
+    """
+    return min(max(waited / 10, 0.1), 3.0)
 
 
 class Link(Protocol):

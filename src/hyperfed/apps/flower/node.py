@@ -1,0 +1,279 @@
+"""``hyperfed node --superlink``: the process of a site, whose messages cost it a fork each.
+
+It stands for flower-supernode, flower-superexec and flwr-clientapp, speaks Flower's protocol by
+Flower's own functions, and answers in the processes of an
+:class:`~hyperfed.apps.flower.executor.Executor`. The only code that runs is what is installed here:
+of the bundle that a run brings, only the settings are read.
+"""
+
+import signal
+import ssl
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+from flwr.app import Error, Message
+from flwr.common.config import get_fused_config_from_fab
+from flwr.common.constant import ErrorCode
+from flwr.supercore.address import parse_address
+from flwr.supercore.inflatable.inflatable_object import (
+    get_all_nested_objects,
+    get_object_tree,
+    no_object_id_recompute,
+)
+from flwr.supercore.inflatable.inflatable_utils import (
+    pull_and_inflate_object_from_tree,
+    push_objects,
+)
+from flwr.supercore.run import RunNotRunningException
+from flwr.supernode.fleet_http_connection import http_request_response
+
+from hyperfed.apps.flower.app import NodeConfig, respond
+from hyperfed.apps.flower.executor import CrashedError, Executor, FailedError, warm
+from hyperfed.engines.flower.grid import PAUSE, bytes_of, record_of
+from hyperfed.engines.flower.sites import pause
+from hyperfed.engines.flower.wire import LONGEST
+from hyperfed.engines.replies import BadReplyError
+from hyperfed.errors import UserError
+
+RUNS = 8
+"""Runs whose settings are kept; those of another are asked for again."""
+
+
+@dataclass(frozen=True)
+class SuperLink:
+    """A SuperLink that sends messages, and how a node and it know each other.
+
+    Attributes:
+        address: host:port.
+        root_certificates: what it is known by, PEM; the system's where None.
+        key: what the node is known by; a new one, which only a SuperLink without authentication
+            takes, where None.
+        insecure: nothing is encrypted, and nobody known.
+    """
+
+    address: str
+    root_certificates: bytes | None = None
+    key: ec.EllipticCurvePrivateKey | None = None
+    insecure: bool = False
+
+    @classmethod
+    def of(
+        cls, address: str, root_certificates: Path | None, key: Path | None, *, insecure: bool
+    ) -> "SuperLink":
+        """Reads the files of a connection.
+
+        Raises:
+            UserError: one of them is missing or no such file, the address is none, or encryption is
+                both wanted and not.
+        """
+        parsed = parse_address(address)
+        if parsed is None or not parsed[0]:
+            raise UserError(
+                f"--superlink must be HOST:PORT, such as fl.example.org:8443, got {address}"
+            )
+        host, port, is_v6 = parsed
+        place = f"[{host}]:{port}" if is_v6 else f"{host}:{port}"
+        if insecure and (root_certificates or key):
+            raise UserError(
+                "--insecure must be without --root-certificates and --key, which need encryption; "
+                "leave it out, or them"
+            )
+        return cls(
+            place,
+            None if root_certificates is None else _certificates(root_certificates),
+            None if key is None else _key(key),
+            insecure,
+        )
+
+
+def _certificates(path: Path) -> bytes:
+    content = _read(path, "--root-certificates")
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=content.decode())
+    except (ssl.SSLError, ValueError) as error:
+        raise UserError(
+            f"--root-certificates must hold certificates in PEM, but {path} does not ({error}); "
+            "take the authority's, such as ca.crt"
+        ) from error
+    return content
+
+
+def _key(path: Path) -> ec.EllipticCurvePrivateKey:
+    content = _read(path, "--key")
+    try:
+        key = load_ssh_private_key(content, None)
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        key, why = None, f" ({error})"
+    else:
+        why = ""
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise UserError(
+            f"--key must be an elliptic curve's private key without a passphrase, but {path} is "
+            f'not{why}; make one with: ssh-keygen -t ecdsa -b 384 -N "" -f node'
+        )
+    return key
+
+
+def _read(path: Path, option: str) -> bytes:
+    try:
+        return path.expanduser().read_bytes()
+    except OSError as error:
+        raise UserError(
+            f"{option} must be a file that can be read, but {path} is not ({error.strerror})"
+        ) from error
+
+
+def serve(superlink: SuperLink, node: NodeConfig, say: Callable[[str], None]) -> None:
+    """Answers the messages of a SuperLink until SIGTERM or SIGINT.
+
+    While the SuperLink cannot be reached, it is tried again and again.
+
+    Args:
+        superlink: whose.
+        node: what is at this site.
+        say: told what happens.
+
+    Raises:
+        UserError: the SuperLink refuses the node.
+    """
+    warm()
+    failure: Exception | None = None
+    executor = Executor(respond, lasting=node.device != "cpu")
+    keys = None if superlink.key is None else (superlink.key, superlink.key.public_key())
+    try:
+        with (
+            terminable(),
+            closing(executor),
+            http_request_response(
+                superlink.address, superlink.insecure, superlink.root_certificates, keys
+            ) as connection,
+        ):
+            try:
+                Node(connection, executor, node, say).run()
+            except Exception as error:  # which the connection would log and forget
+                failure = error
+    except KeyboardInterrupt as end:
+        # Flower ends the process that the SuperLink does not know by SIGINT.
+        if isinstance(end.__context__, httpx.HTTPStatusError):
+            raise _refused(superlink, "not authenticated") from end.__context__
+        say("stopped")
+    except SystemExit as end:  # Flower has said why
+        raise _refused(superlink, "the reason stands above") from end
+    if failure is not None:
+        raise failure
+
+
+def _refused(superlink: SuperLink, why: str) -> UserError:
+    return UserError(
+        f"the SuperLink at {superlink.address} must take this node, but refuses it ({why}); "
+        "register its key (flwr supernode register), see that --root-certificates are the "
+        "SuperLink's and that the clock is right; after a kill, start again when the last "
+        "connection has expired, in a minute"
+    )
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Makes of SIGTERM what Ctrl-C is: KeyboardInterrupt, so that all is tidied up."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class Node:
+    """Answers messages, one after another.
+
+    Args:
+        connection: what Flower's connection to a SuperLink is made of.
+        executor: of :func:`hyperfed.apps.flower.app.respond`.
+        node: what is at this site.
+        say: told what happens.
+    """
+
+    def __init__(
+        self,
+        connection: tuple[Any, ...],
+        executor: Executor,
+        node: NodeConfig,
+        say: Callable[[str], None],
+    ) -> None:
+        number, self._receive, self._send, get_run, get_fab, *objects = connection
+        self._pull, self._push, self._confirm = objects
+        self._executor, self._say = executor, say
+        self._config = {name: value for name, value in asdict(node).items() if value is not None}
+
+        def settings(run_id: int) -> Mapping[str, Any]:
+            run = get_run(run_id)
+            return get_fused_config_from_fab(get_fab(run.fab_hash, run_id).content, run)
+
+        self._settings = lru_cache(RUNS)(settings)
+        say(f"connected as node {number}")
+
+    def run(self) -> None:
+        """Answers messages for good, and asks for the next one the later the longer none came."""
+        last = time.monotonic()
+        while True:
+            try:
+                if (came := self._receive()) is None:
+                    time.sleep(pause(time.monotonic() - last))
+                    continue
+                self._answer(*came)
+            except RunNotRunningException:
+                self._say("the run ended before its message was answered")
+            last = time.monotonic()
+
+    def _answer(self, announced: Message, tree: Any) -> None:
+        """Fetches a message that is announced without its content, and sends the reply."""
+        run, begin = announced.metadata.run_id, time.monotonic()
+        try:
+            message = pull_and_inflate_object_from_tree(
+                tree,
+                partial(self._pull, run),
+                partial(self._confirm, run),
+                return_type=Message,
+                initial_backoff=PAUSE,
+            )
+            message.metadata.__dict__["_message_id"] = tree.object_id  # which its bytes lack
+            reply = self._reply(message)
+            seconds = time.monotonic() - begin
+            reply.metadata.__dict__["_message_id"] = reply.object_id
+            with no_object_id_recompute():
+                wanted, session = self._send(reply, get_object_tree(reply), seconds)
+                push_objects(
+                    get_all_nested_objects(reply),
+                    partial(self._push, run, session),
+                    object_ids_to_push=wanted,
+                )
+        except Exception as error:  # the server waits for an answer until it has waited enough
+            self._say(f"run {run}: a message was lost: {type(error).__name__}: {error}")
+        else:
+            self._say(f"run {run}: {message.metadata.message_type} took {seconds:.2f} s")
+
+    def _reply(self, message: Message) -> Message:
+        run, kind = message.metadata.run_id, message.metadata.message_type
+        try:
+            settings = self._settings(run)
+        except Exception as error:
+            code, why = ErrorCode.INVALID_FAB, f"{type(error).__name__}: {error}"
+        else:
+            try:
+                content = bytes_of(message.content)
+                answer = self._executor.call(kind, content, settings, self._config)
+                return Message(record_of(answer), reply_to=message)
+            except (FailedError, BadReplyError) as error:
+                code, why = ErrorCode.CLIENT_APP_RAISED_EXCEPTION, str(error)
+            except CrashedError as error:
+                code, why = ErrorCode.CLIENT_APP_CRASHED, str(error)
+        self._say(f"run {run}: {kind} failed: {why}")
+        return Message(Error(code, why[:LONGEST]), reply_to=message)

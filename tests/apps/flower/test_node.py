@@ -1,0 +1,243 @@
+"""A site's node: what it answers, what it makes of what goes wrong, and what it is told to be."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr")
+
+from flwr.app import Message
+from flwr.common.constant import ErrorCode
+from flwr.supercore.inflatable.inflatable_object import (
+    get_all_nested_objects,
+    get_object_tree,
+    iterate_object_tree,
+    no_object_id_recompute,
+)
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+from flwr.supercore.run import Run, RunNotRunningException
+from flwr.supercore.task_identity import TaskIdentity
+
+from engines.flower.deployment import write_certificates, write_node_key
+from hyperfed.apps import cli
+from hyperfed.apps.flower import node
+from hyperfed.apps.flower.app import NodeConfig
+from hyperfed.apps.flower.executor import CrashedError, FailedError
+from hyperfed.apps.flower.node import Node, SuperLink
+from hyperfed.engines.flower import grid
+from hyperfed.engines.flower.grid import WHOLE, bytes_of, record_of
+from hyperfed.engines.flower.sites import STEP
+from hyperfed.errors import UserError
+
+RUN = 7
+SETTINGS = {"settings": "", "folder": "x"}
+
+
+class Stop(BaseException):
+    """Ends a node that has nothing more to do."""
+
+
+class Connection:
+    """What Flower's connection is made of, with messages that are waiting."""
+
+    def __init__(self, *contents: bytes) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.waiting: list[Any] = [self.announced(content) for content in contents]
+        self.confirmed: list[str] = []
+        self.replies: list[tuple[Message, str]] = []
+        self.asked_for_run = 0
+        self.ended = False
+
+    def announced(self, content: bytes) -> tuple[Message, Any]:
+        message = Message(record_of(content), 5, STEP)
+        message.metadata.__dict__["_run_id"] = RUN
+        message.metadata.__dict__["_message_id"] = message.object_id
+        with no_object_id_recompute():
+            for name, each in get_all_nested_objects(message).items():
+                self.objects[name] = each.deflate()
+            return message, get_object_tree(message)
+
+    def receive(self) -> Any:
+        if not self.waiting:
+            raise Stop
+        return self.waiting.pop(0)
+
+    def send(self, reply: Message, tree: Any, seconds: float) -> tuple[set[str], str]:
+        assert seconds >= 0
+        self.replies.append((reply, tree.object_id))
+        return {part.object_id for part in iterate_object_tree(tree)}, "session"
+
+    def get_run(self, run: int) -> Run:
+        self.asked_for_run += 1
+        if self.ended:
+            raise RunNotRunningException
+        return Run.create_empty(run)
+
+    def pull(self, run: int, name: str) -> bytes:
+        return self.objects[name]
+
+    def push(self, run: int, session: str, name: str, content: bytes) -> None:
+        assert (run, session) == (RUN, "session")
+        self.objects[name] = content
+
+    def confirm(self, run: int, name: str) -> None:
+        self.confirmed.append(name)
+
+    def parts(self) -> tuple[Any, ...]:
+        get_fab = lambda name, run: type("Fab", (), {"content": b""})  # noqa: E731
+        return (
+            3, self.receive, self.send, self.get_run, get_fab, self.pull, self.push, self.confirm
+        )  # fmt: skip
+
+    def contents(self) -> list[bytes]:
+        """What arrived at the SuperLink, put together again."""
+        return [
+            bytes_of(inflate_object_from_contents(name, dict(self.objects)).content)
+            for _, name in self.replies
+        ]
+
+
+class Calls:
+    """An executor that does as it is told."""
+
+    def __init__(self, *outcomes: Any) -> None:
+        self.outcomes, self.calls = list(outcomes), []
+
+    def call(self, *arguments: Any) -> bytes:
+        self.calls.append(arguments)
+        outcome = self.outcomes.pop(0)
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+
+@pytest.fixture(autouse=True)
+def at_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("_task_id", 1), ("_run_id", RUN), ("_node_id", 3)):
+        monkeypatch.setattr(TaskIdentity, name, value)
+    monkeypatch.setattr(node, "get_fused_config_from_fab", lambda fab, run: SETTINGS)
+
+
+def serve(connection: Connection, calls: Calls) -> list[str]:
+    said: list[str] = []
+    with pytest.raises(Stop):
+        Node(connection.parts(), calls, NodeConfig(state="s", data="d"), said.append).run()
+    return said
+
+
+@pytest.mark.parametrize("size", [3, WHOLE + 1])
+def test_messages_are_answered_and_their_runs_asked_for_once(size: int) -> None:
+    connection, calls = Connection(b"a" * size, b"b"), Calls(b"A" * size, b"B")
+    identities = [message.metadata.message_id for message, _ in connection.waiting]
+    serve(connection, calls)
+    config = {"state": "s", "data": "d", "device": "cpu"}
+    assert [call[:3] for call in calls.calls] == [
+        (STEP, b"a" * size, SETTINGS), (STEP, b"b", SETTINGS)
+    ]  # fmt: skip
+    assert {key: value for key, value in calls.calls[0][3].items() if value} == config
+    assert connection.contents() == [b"A" * size, b"B"]
+    replied_to = [reply.metadata.reply_to_message_id for reply, _ in connection.replies]
+    assert replied_to == identities == connection.confirmed
+    assert connection.asked_for_run == 1
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code"),
+    [
+        (FailedError("UserError: no such file"), ErrorCode.CLIENT_APP_RAISED_EXCEPTION),
+        (CrashedError("it ended"), ErrorCode.CLIENT_APP_CRASHED),
+    ],
+)
+def test_a_message_that_fails_is_answered_by_why_and_the_next_one_served(
+    outcome: Exception, code: int
+) -> None:
+    connection = Connection(b"a", b"b")
+    said = serve(connection, Calls(outcome, b"B"))
+    (failed, _), (fine, _) = connection.replies
+    assert (failed.error.code, failed.error.reason) == (code, str(outcome))
+    assert fine.has_content()
+    assert any(str(outcome) in line for line in said)
+
+
+def test_a_bundle_that_cannot_be_read_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(fab: bytes, run: Run) -> Any:
+        raise ValueError("not a bundle")
+
+    monkeypatch.setattr(node, "get_fused_config_from_fab", refused)
+    connection = Connection(b"a")
+    serve(connection, Calls())
+    assert connection.replies[0][0].error.code == ErrorCode.INVALID_FAB
+
+
+def test_a_run_that_has_ended_and_a_message_that_is_gone_end_no_node() -> None:
+    connection = Connection(b"a", b"b")
+    connection.ended = True
+    assert any("the run ended" in line for line in serve(connection, Calls()))
+    connection = Connection(b"a", b"b")
+    connection.objects.pop(connection.waiting[0][1].object_id)
+    assert any("a message was lost: KeyError" in line for line in serve(connection, Calls(b"B")))
+    assert connection.contents() == [b"B"]
+
+
+def command(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as end:
+        cli.main(arguments)
+    return int(end.value.code or 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--superlink", "fl.example.org"], "--superlink must be HOST:PORT"),
+        (["--superlink", "https://a:1"], "--superlink must be HOST:PORT"),
+        (["--superlink", ":80"], "--superlink must be HOST:PORT"),
+        (["--root-certificates", "none.crt"], "--root-certificates must be a file"),
+        (["--root-certificates", "node"], "must hold certificates in PEM"),
+        (["--key", "none"], "--key must be a file"),
+        (["--key", "ca.crt"], "elliptic curve's private key"),
+        (["--insecure", "--key", "node"], "--insecure must be without"),
+        (["--workers", "0"], "workers"),
+        (["--data", "x.npz"], "x.npz"),
+    ],
+)
+def test_what_is_wrong_with_the_options_is_told_before_anything_starts(
+    options: list[str], message: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_certificates(tmp_path)
+    write_node_key(tmp_path / "node")
+    given = ["--clients", "0-3", "--state", "state", "--superlink", "127.0.0.1:1"]
+    assert command("node", *given, *options) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_address_of_ipv6_is_one() -> None:
+    assert SuperLink.of("[::1]:8443", None, None, insecure=True).address == "[::1]:8443"
+    with pytest.raises(UserError, match="HOST:PORT"):
+        SuperLink.of("[::1]:99999", None, None, insecure=True)
+
+
+def test_without_a_superlink_the_command_says_how_to_start(tmp_path: Path, capsys: Any) -> None:
+    state = tmp_path / "state"
+    assert command("node", "--clients", "0-3", "--state", str(state), "--novel") == 0
+    ours, flowers = capsys.readouterr().out.strip().splitlines()[-2:]
+    assert ours.startswith(f"hyperfed node --clients 0-3 --state {state} --novel --superlink ")
+    assert flowers.startswith("flower-supernode --node-config ")
+    assert "novel=true" in flowers
+    assert command("node", "--check") == 2
+    assert "give --data" in capsys.readouterr().err
+
+
+def test_a_server_looks_again_soon_for_a_part_that_is_on_its_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from flwr.supercore.inflatable import inflatable_utils
+    from flwr.superlink.grid import http_grid
+
+    usual = inflatable_utils.pull_objects.__kwdefaults__["initial_backoff"]
+    monkeypatch.setattr(http_grid, "pull_objects", inflatable_utils.pull_objects)
+    grid.hurry()
+    used = http_grid.HttpGrid.pull_messages.__globals__["pull_objects"]
+    assert used.keywords["initial_backoff"] < usual
+    assert used(["a"], lambda name: b"A") == {"a": b"A"}

@@ -1,0 +1,39 @@
+"""What the processes of an executor are asked to do; they import it by its name."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+
+def who() -> tuple[int, int]:
+    """Returns this process and the one that forked it."""
+    return os.getpid(), os.getppid()
+
+
+def begins_with() -> tuple[bool, bool]:
+    """Returns whether all is imported at the beginning, and whether CUDA was awake before."""
+    return "torch._dynamo" in sys.modules, torch.cuda.is_initialized()
+
+
+def raise_with(words: str) -> None:
+    raise ValueError(words)
+
+
+def crash() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def crash_or_who(crashes: bool) -> tuple[int, int]:
+    if crashes:
+        crash()
+    return who()
+
+
+def wait_for_ever(note: Path) -> None:
+    note.write_text(str(os.getpid()))
+    while True:
+        time.sleep(3600)
