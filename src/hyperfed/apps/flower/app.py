@@ -56,7 +56,7 @@ _INTRODUCTION = TypeAdapter(Introduction)
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
 class NodeConfig:
-    """What a SuperNode's ``--node-config`` says.
+    """What the options of ``hyperfed node``, or a SuperNode's ``--node-config``, say.
 
     Attributes:
         state: folder for what clients remember; it must outlive the node's process.
