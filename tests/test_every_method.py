@@ -8,6 +8,8 @@ import torch
 from hyperfed import trees
 from hyperfed.engines import Faults
 from hyperfed.engines.calls import Call
+from hyperfed.engines.local.loop import LoopEngine
+from hyperfed.engines.local.vmap import VmappedEngine
 from hyperfed.errors import UserError
 from hyperfed.federation import AllLostError
 from hyperfed.methods import METHODS
@@ -67,6 +69,19 @@ def test_the_number_of_workers_changes_nothing(method: str, net: Any) -> None:
         for number in range(2):
             ours.round([0, 1, 2, 3], number)
     assert same(snapshot(one), snapshot(two))
+
+
+@pytest.mark.parametrize("kind", [LoopEngine, VmappedEngine])
+@pytest.mark.parametrize("method", ALL)
+def test_batch_norm_loses_nobody_whose_last_batch_would_have_one_example(
+    method: str, kind: type[LoopEngine]
+) -> None:
+    known = METHODS[method].Config.__dataclass_fields__
+    epochs = {key: 1 for key in known if key.endswith("_epochs")}
+    ours = Federation(method, make_task(Normed, examples=(9, 5, 9, 6)), batch_size=4, **epochs)
+    ours.engine = kind(ours.task, ours.method.Client, ours.config, seed=0)
+    for number in range(2):
+        assert ours.round([0, 1, 2, 3], number).state.lost == {}
 
 
 @pytest.mark.parametrize("method", ALL)

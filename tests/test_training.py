@@ -183,6 +183,26 @@ def test_local_settings_ask_for_steps_or_epochs() -> None:
     assert LocalConfig(local_epochs=2, batch_size=5).batches == Epochs(2, 5)
 
 
+@pytest.mark.parametrize(
+    ("examples", "size", "lengths"),
+    [
+        (0, 4, []),
+        (1, 4, [1]),
+        (5, 4, [5]),
+        (8, 4, [4, 4]),
+        (9, 4, [4, 5]),  # batch-norm refuses one example alone
+        (10, 4, [4, 4, 2]),
+        (3, 1, [1, 1, 1]),  # as was asked for
+    ],
+)
+def test_the_last_batch_of_a_pass_has_one_example_only_where_each_has(
+    examples: int, size: int, lengths: list[int]
+) -> None:
+    assert training.pass_lengths(examples, size) == lengths
+    assert Epochs(2, size).lengths(examples) == lengths
+    assert Steps(2, size).lengths(examples) == [min(size, examples)] * (examples > 0)
+
+
 def test_classes_are_counted_as_by_bincount() -> None:
     y = torch.tensor([3, 0, 3, 1, 3])
     assert torch.equal(training.count_classes(y, 5), torch.bincount(y, minlength=5))

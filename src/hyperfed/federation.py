@@ -169,17 +169,12 @@ class Split:
         y = self._task.y[index] if self._labelled else None
         return Batch(self._task.transform(_rows(self._task.x, index)), y)
 
-    def chunks(self, size: int, shuffle: torch.Generator | None = None) -> Iterator[Batch]:
-        """Yields all examples, at most ``size`` at a time.
-
-        Args:
-            size: examples to a batch; the last may be short.
-            shuffle: draws their order; it stays what it is where not given.
-        """
-        order = None if shuffle is None else torch.randperm(len(self), generator=shuffle)
-        for start in range(0, len(self), size):
-            which = slice(start, start + size)
-            yield self.batch(which if order is None else order[which])
+    def chunks(self, size: int) -> Iterator[Batch]:
+        """Yields all examples in their order, ``size`` at a time; see ``training.pass_lengths``."""
+        stop = 0
+        for length in training.pass_lengths(len(self), size):
+            stop += length
+            yield self.batch(slice(stop - length, stop))
 
 
 def _rows(x: Tensor, index: Tensor) -> Tensor:
@@ -345,6 +340,19 @@ class Client:
     def initial(self) -> Model:
         """The target's initial weights, the same for all clients of its size."""
         return trees.model_of(self._task.models[self.size])
+
+    def draw_batches(self, plan: Batches) -> Iterator[Batch]:
+        """Draws training batches of this step's own, beside those that the server asked for.
+
+        They come from ``generator``, an order of the examples just before its first batch, so that
+        a step may draw between them.
+        """
+        train = self.train
+        lengths = plan.lengths(len(train))
+        for _ in range(plan.count):
+            order = torch.randperm(len(train), generator=self.generator)
+            for rows in order[: sum(lengths)].split_with_sizes(lengths):
+                yield train.batch(rows)
 
     def recall(self, name: str, entries: Collection[str]) -> Model:
         """Returns the part of a model kept as ``memory[name]``; before that, the initial one.

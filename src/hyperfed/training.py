@@ -32,6 +32,18 @@ class Sgd:
     clip: float | None = None
 
 
+def pass_lengths(examples: int, size: int) -> list[int]:
+    """Returns how many of some examples each batch of one pass holds.
+
+    Each has ``size``, but for the last, which has what is left. Where that is one example, which
+    batch-norm refuses alone, it joins the batch before.
+    """
+    lengths = [min(size, examples - start) for start in range(0, examples, size)]
+    if len(lengths) > 1 and lengths[-1] == 1 < size:
+        lengths[-2:] = [size + 1]
+    return lengths
+
+
 @dataclass(frozen=True)
 class Steps:
     """Batches for ``count`` local steps, each drawn afresh, without replacement, from all data."""
@@ -39,16 +51,28 @@ class Steps:
     count: int
     size: int
 
+    def lengths(self, examples: int) -> list[int]:
+        """Returns the lengths of the batches from one order of the examples: of one."""
+        return pass_lengths(min(self.size, examples), self.size)
+
 
 @dataclass(frozen=True)
 class Epochs:
-    """Batches for ``count`` passes over all examples in a new order each; the last may be short."""
+    """Batches for ``count`` passes over all examples in a new order each.
+
+    The last of a pass may be short; where it would have one example, it joins the one before.
+    """
 
     count: int
     size: int
 
+    def lengths(self, examples: int) -> list[int]:
+        """Returns the lengths of the batches from one order of the examples: of a pass."""
+        return pass_lengths(examples, self.size)
+
 
 Batches: TypeAlias = Steps | Epochs
+"""What to train on: ``count`` orders of a client's examples, drawn at random, cut into batches."""
 
 Precision: TypeAlias = Literal["float32", "bf16"]
 """Of a client's arithmetic."""

@@ -6,10 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from hyperfed import trees
+from hyperfed import federation, trees
 from hyperfed.engines.calls import Call, execute, find_step
+from hyperfed.engines.local.loop import LoopEngine
 from hyperfed.engines.replies import BadReplyError
-from hyperfed.training import Epochs, Steps
+from hyperfed.federation import step
+from hyperfed.system.randomness import generator
+from hyperfed.training import Batches, Epochs, Steps
 from hyperfed.trees import Tree
 from probe import Client, Config, engine_of
 from toys import make_task
@@ -46,6 +49,36 @@ def test_steps_are_without_replacement_and_epochs_ragged() -> None:
     assert cohort.ask(Client.sizes_of_batches, batches=Steps(2, 50))["sizes"].tolist() == [[7, 7]]
     ragged = cohort.ask(Client.sizes_of_batches, batches=Epochs(2, 5))
     assert ragged["sizes"].tolist() == [[5, 2, 5, 2]]
+    merged = cohort.ask(Client.sizes_of_batches, batches=Epochs(2, 3))
+    assert merged["sizes"].tolist() == [[3, 4, 3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("plan", "lengths"), [(Steps(3, 5), [5, 5, 5]), (Epochs(2, 5), [5, 2, 5, 2])]
+)
+def test_a_step_draws_batches_of_its_own_as_those_asked_for_are_drawn(
+    plan: Batches, lengths: list[int]
+) -> None:
+    """From its own generator, and each order just before its first batch."""
+
+    class Drawing(federation.Client):
+        @step
+        def draws(self) -> Tree:
+            drawn = []
+            for batch in self.draw_batches(plan):
+                drawn += [*batch.x[:, 0], torch.rand((), generator=self.generator)]
+            return {"drawn": torch.stack(drawn)}
+
+    task = make_task()
+    engine = LoopEngine(task, Drawing, None, seed=3)
+    drawn = engine.cohort([1], 5, training=True).ask(Drawing.draws)["drawn"][0]
+    source, expected = generator(3, "client", 1, 5, "draws", 0), []
+    for place, length in enumerate(lengths):
+        if place % len(plan.lengths(7)) == 0:
+            order = iter(torch.randperm(7, generator=source))
+        expected += [task.x[task.train[1][next(order)], 0] for _ in range(length)]
+        expected.append(torch.rand((), generator=source))
+    assert torch.equal(drawn, torch.stack(expected).to(drawn.dtype))
 
 
 def test_only_an_evaluation_reads_test_data() -> None:

@@ -156,7 +156,8 @@ def replayed(federation: Federation, client: int, number: int, model: Model, hea
     batches: list[Tensor] = []
     if isinstance(federation.config.batches, Epochs):
         for _ in range(federation.config.batches.count):
-            batches += rows[torch.randperm(len(rows), generator=draw)].split(size)
+            order = rows[torch.randperm(len(rows), generator=draw)]
+            batches += order.split([5, 6] if len(rows) == 11 else size)
     else:
         for _ in range(federation.config.batches.count):
             batches.append(rows[torch.randperm(len(rows), generator=draw)[:size]])
@@ -172,17 +173,18 @@ def replayed(federation: Federation, client: int, number: int, model: Model, hea
 
 
 @pytest.mark.parametrize(
-    ("settings", "head"),
+    ("settings", "examples", "head"),
     [
-        ({"head_steps": 4, "local_steps": 3}, 4),
-        ({"head_epochs": 2, "local_epochs": 1}, 6),  # 12 examples are three batches
+        ({"head_steps": 4, "local_steps": 3}, 12, 4),
+        ({"head_epochs": 2, "local_epochs": 1}, 12, 6),  # 12 examples are three batches
+        ({"head_epochs": 2, "local_epochs": 1}, 11, 4),  # 11 are two, since none has one example
     ],
 )
 def test_the_first_batches_are_the_heads_and_each_phase_has_its_own_optimiser(
-    settings: dict[str, int], head: int
+    settings: dict[str, int], examples: int, head: int
 ) -> None:
     local = {"batch_size": 5, "local_lr": 0.1, "local_weight_decay": 0.01}
-    federation = Federation("fedrep", make_task(), **settings, **local)
+    federation = Federation("fedrep", make_task(examples=(examples,)), **settings, **local)
     start = trees.model_of(federation.task.models["base"])
     expected = replayed(federation, 0, 0, start, head)
     trees.fill(federation.task.models["base"], start)
@@ -238,7 +240,8 @@ def test_a_novel_client_trains_the_initial_head_on_the_frozen_body(time: dict[st
 def test_the_settings_of_pefll() -> None:
     config = from_keys("fedrep", {"preset": "pefll"})
     assert config.settings.batches == Epochs(5 + 1, 32)
-    assert config.settings.head_batches(33) == 5 * 2
+    assert config.settings.head_batches(34) == 5 * 2
+    assert config.settings.head_batches(33) == 5  # of 33 examples: none has one alone
     assert config.settings.novel_batches == Epochs(20, 32)
 
 

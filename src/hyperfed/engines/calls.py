@@ -15,7 +15,7 @@ from hyperfed import trees
 from hyperfed.engines.replies import check_tree
 from hyperfed.federation import Client, Split, StepInfo, Task
 from hyperfed.system.randomness import generator
-from hyperfed.training import Batches, Steps
+from hyperfed.training import Batches
 from hyperfed.trees import Tree
 
 
@@ -174,7 +174,7 @@ def draw(call: Call, task: Task, seed: int) -> Tensor:
     if plan is None:
         return rows[:0]
     source = generator(seed, "batches", *call.keys)
-    count = sum(batch_lengths(plan, len(rows))) // plan.count
+    count = sum(plan.lengths(len(rows)))
     # Clones, since a part of an order keeps all of it in memory.
     orders = [
         torch.randperm(len(rows), generator=source)[:count].clone() for _ in range(plan.count)
@@ -184,7 +184,4 @@ def draw(call: Call, task: Task, seed: int) -> Tensor:
 
 def batch_lengths(plan: Batches | None, examples: int) -> list[int]:
     """Returns the lengths of the batches that a client with so many examples draws."""
-    if plan is None:
-        return []
-    count = min(plan.size, examples) if isinstance(plan, Steps) else examples
-    return [min(plan.size, count - start) for start in range(0, count, plan.size)] * plan.count
+    return [] if plan is None else plan.lengths(examples) * plan.count

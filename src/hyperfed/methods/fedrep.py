@@ -12,7 +12,6 @@ training, but its running statistics do not move: what a client sends back has s
 the body's own training only.
 """
 
-import math
 from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Any
@@ -25,7 +24,7 @@ from hyperfed.errors import UserError
 from hyperfed.federation import Cohort, Outline, average, step
 from hyperfed.methods.parts.presets import DEFAULT, PEFLL
 from hyperfed.nets.targets import head_names
-from hyperfed.training import Batch, Batches, Epochs, LocalConfig, Steps, sgd
+from hyperfed.training import Batch, Batches, Epochs, LocalConfig, Steps, pass_lengths, sgd
 from hyperfed.trees import Model, Tree, partition
 
 
@@ -64,7 +63,7 @@ class Config(LocalConfig):
     def head_batches(self, examples: int) -> int:
         """Returns how many of them are the head's, for a client with so many examples."""
         if self.head_epochs is not None:
-            return self.head_epochs * math.ceil(examples / self.batch_size)
+            return self.head_epochs * len(pass_lengths(examples, self.batch_size))
         return self.head_steps
 
     @property

@@ -36,7 +36,7 @@ from hyperfed.methods.parts.hypernet_training import HyperNetConfig, descend
 from hyperfed.methods.parts.privacy import PrivacyConfig, sensitivity
 from hyperfed.nets.deepsets import DeepSet
 from hyperfed.nets.hypernets import MultiHead, shapes_of
-from hyperfed.training import LocalConfig, batch_statistics, mean_output, regression, sgd
+from hyperfed.training import Epochs, LocalConfig, batch_statistics, mean_output, regression, sgd
 from hyperfed.trees import Model, Tree, detach, model_of, subtract, weighted_mean
 
 log = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ class Client(federation.Client):
         A novel client adds its noise here. It does so by its own settings: no server can ask it for
         less.
         """
-        inputs = (batch.x for batch in self.train.chunks(self.config.batch_size, self.generator))
+        inputs = (batch.x for batch in self.draw_batches(Epochs(1, self.config.batch_size)))
         descriptor = mean_output(self.network("encoder"), encoder, inputs)
         if self.novel:
             moved = sensitivity(bound=1, lipschitz=1, samples=len(self.train))

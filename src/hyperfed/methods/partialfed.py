@@ -28,7 +28,7 @@ the paper's, stages A and B are a reconstruction (for linear and convolutional l
 parameters is to mix their outputs), and all defaults are ours.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -153,16 +153,11 @@ class Client(federation.Client):
             loss, _ = self.objective(mixture, batch)
             return loss, {}
 
-        batches, settings = self.strategy_batches(), Sgd(self.config.strategy_lr)
+        batches = self.draw_batches(Steps(self.config.strategy_steps, self.config.batch_size))
+        settings = Sgd(self.config.strategy_lr)
         kept = {"strategy": logits}
         self.memory |= (kept := sgd(objective, kept, batches, settings, trainable=kept).model)
         return kept["strategy"]
-
-    def strategy_batches(self) -> Iterator[Batch]:
-        """Draws the batches of stage A as the server's are drawn; they are none of those."""
-        for _ in range(self.config.strategy_steps):
-            rows = torch.randperm(len(self.train), generator=self.generator)
-            yield self.train.batch(rows[: self.config.batch_size])
 
     def personal_model(self, received: Model) -> Model:
         """Returns the client's own model, or the global one if there is none."""

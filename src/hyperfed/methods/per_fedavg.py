@@ -103,8 +103,8 @@ class Client(federation.Client):
 
     def draw(self) -> Batch:
         """Returns a batch independent of the round's own: D' or D''."""
-        order = torch.randperm(len(self.train), generator=self.generator)
-        return self.train.batch(order[: self.config.batch_size])
+        (batch,) = self.draw_batches(Steps(1, self.config.batch_size))
+        return batch
 
     def personal_model(self, received: Tree) -> Model:
         """Returns the adapted model; the meta-model itself serves nobody."""
