@@ -28,10 +28,11 @@ class Recorded(VmappedEngine):
         return answers
 
 
-def left(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """The steps that the log says are left to the loop."""
-    said = "step %s is computed client by client: %s"
-    return [str(record.args[0]) for record in caplog.records if record.msg == said]  # type: ignore[index]
+def left(caplog: pytest.LogCaptureFixture) -> dict[str, str]:
+    """The steps that the log says, once each, are left to the loop, and why."""
+    said = [r.args for r in caplog.records if "computed client by client" in r.msg]
+    assert len({step for step, _ in said}) == len(said)  # type: ignore[misc]
+    return {str(step): str(why) for step, why in said}  # type: ignore[misc]
 
 
 def close(first: Tree, second: Tree) -> None:

@@ -3,8 +3,8 @@
 It is for accelerators, and for many small clients. What can go together are calls of one step with
 tensors of the same shapes and as many examples in each batch; all others go to the loop.
 
-No step is written for this engine. One that asks who its client is, draws numbers of its own or
-lets a tensor decide what Python does raises here, and is the loop's as well.
+No step is written for this engine. One that asks who its client is or lets a tensor decide what
+Python does raises here, and is the loop's: that costs speed, no results, and the log says so.
 """
 
 import logging
@@ -13,7 +13,6 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
 
@@ -23,17 +22,15 @@ from torch.func import vmap
 
 from hyperfed import trees
 from hyperfed.engines.calls import Answer, Call, batch_lengths, draw, is_labelled, perform
+from hyperfed.engines.local.draws import Draws, OwnError
 from hyperfed.engines.local.graphs import Graphs
 from hyperfed.engines.local.loop import LoopEngine, on_cores
 from hyperfed.federation import Split, Task
 from hyperfed.system.devices import CPU, is_out_of_memory
+from hyperfed.system.randomness import generator
 from hyperfed.trees import Structure, Tree
 
 log = logging.getLogger(__name__)
-
-
-class OwnError(Exception):
-    """A step asks for what each client of a group has of its own."""
 
 
 class UnstackedError(Exception):
@@ -52,8 +49,8 @@ class VmappedEngine(LoopEngine):
     """A :class:`LoopEngine` that computes clients together where it can.
 
     A group that raises is given to the loop, which finds out whose fault it is; nothing has been
-    kept of it by then. If each of its clients answers there, it was nobody's: the log says so, and
-    calls of this kind are the loop's from then on.
+    kept of it by then. If each of its clients answers there, it was nobody's: a warning says why,
+    once for each step, and calls of this kind are the loop's from then on.
 
     Args:
         arguments: those of the loop engine.
@@ -77,6 +74,7 @@ class VmappedEngine(LoopEngine):
         super().__init__(*arguments, **options)
         self.chunk, self.graphs = chunk, graphs
         self._alone: set[Kind] = set()
+        self._told: set[str] = set()  # steps of which the log has said that
         self._fits: dict[Kind, int] = {}  # clients at once, where all did not
         self._read: defaultdict[str, set[str]] = defaultdict(set)  # step -> splits it reads
 
@@ -92,11 +90,22 @@ class VmappedEngine(LoopEngine):
         for kind, group, why in failures:
             if not any(isinstance(replies[place], Exception) for place in group):
                 self._alone.add(kind)
-                log.info("step %s is computed client by client: %s", kind.step, why)
+                self._tell(kind.step, why)
         for place, answer in answers.items():
             self.memories.note(calls[place], answer)
             replies[place] = answer.tree
         return [replies[place] for place in range(len(calls))]
+
+    def _tell(self, step: str, why: str) -> None:
+        """Warns of a step that is the loop's, once."""
+        if step not in self._told:
+            self._told.add(step)
+            log.warning(
+                "step %s is computed client by client, not all at once, since %s; that costs speed,"
+                " no results",
+                step,
+                why,
+            )
 
     def _attempt(
         self, calls: Sequence[Call]
@@ -120,7 +129,7 @@ class VmappedEngine(LoopEngine):
                     self._make_room(kind, len(group))
                     return None
                 # The loop finds out what is wrong.
-                failures.append((kind, group, f"{type(error).__name__}: {error}".splitlines()[0]))
+                failures.append((kind, group, _reason(error)))
                 # A step that fails half-way may leave the networks in any state.
                 self._own = threading.local()
             else:
@@ -177,7 +186,16 @@ class VmappedEngine(LoopEngine):
         module, networks = self._module(kind.size), self._networks_of_this_thread()
         lengths = batch_lengths(first.batches, len(task.train[first.client]))
 
-        def one(own: Tree, *, round: int = first.round) -> Tree:
+        def one(own: Tree, place: Tensor) -> Tree:
+            generators = (generator(self.seed, "client", *call.keys) for call in calls)
+            with Draws([*generators], place) as draws:
+                return of(own, round=first.round, generator=draws.generator)
+
+        def together(stacked: Tree) -> Tree:
+            answer: Tree = vmap(one)(stacked, torch.arange(len(calls)))
+            return answer
+
+        def of(own: Tree, *, round: int = _ANYONE, generator: torch.Generator = _ANYONE) -> Tree:
             payload = tuple(own["payload"].values())
             batches = own["batches"].split_with_sizes(lengths)
             answer = perform(
@@ -190,7 +208,7 @@ class VmappedEngine(LoopEngine):
                 memory=own["memory"],
                 scratch=own["scratch"],
                 batches=(Split(task, rows, labelled=labelled).batch() for rows in batches),
-                generator=_ANYONE,
+                generator=generator,
                 labelled=labelled,
             )
             return {"reply": answer.tree, "memory": answer.memory, "scratch": answer.scratch}
@@ -199,13 +217,13 @@ class VmappedEngine(LoopEngine):
         with cores, self.arithmetic(), warnings.catch_warnings():
             # An operation without a rule is looped over: no harm here.
             warnings.filterwarnings("ignore", "There is a performance drop")
-            stacked, together = self._stacked(kind, calls), vmap(one)
+            stacked = self._stacked(kind, calls)
             if self.graphs is None:
                 answer = together(stacked)
             else:
                 key = kind, *self._lengths(first), len(calls)
-                in_any_round = vmap(partial(one, round=_ANYONE))
-                answer = self.graphs.run(key, stacked, together, in_any_round)
+                # A recording is of any round, and draws nothing: its draws would be those of one.
+                answer = self.graphs.run(key, stacked, together, vmap(of))
         # What is remembered must not keep the tensors of all clients alive.
         return [
             Answer(
@@ -239,10 +257,10 @@ def best_engine(device: torch.device) -> type[LoopEngine]:
 
 
 class _Anyone:
-    """Stands for a client's number or generator, of which a group has many: of no use to a step."""
+    """Stands for what each client, or each round, has of its own: of no use to a step."""
 
     def _refuse(self, *_: object) -> NoReturn:
-        raise OwnError("it asks who its client is, or draws numbers of its own")
+        raise OwnError(_REASONS["_Anyone"])
 
     __getattr__ = __eq__ = __hash__ = __bool__ = __repr__ = _refuse
 
@@ -263,6 +281,12 @@ class _Alike(list[Any]):
         raise UnstackedError(self._name)
 
 
+class _TaskOfAnyone(Task):
+    @property
+    def novel_ids(self) -> Any:
+        return [_ANYONE] * self.novel  # which says of itself alone that it is there
+
+
 def _of_anyone(task: Task, size: str, novel: bool, initial: Tree, rows: Tree) -> Task:
     """Returns a task with one client, who may be any of a group."""
     parts: dict[str, Any] = {"sizes": _Alike("sizes", [size])}
@@ -270,7 +294,30 @@ def _of_anyone(task: Task, size: str, novel: bool, initial: Tree, rows: Tree) ->
         parts[split] = _Alike(split, [rows[split]] if split in rows else [])
     # The weights are all that a client reads of a network here.
     target: Any = SimpleNamespace(named_parameters=initial.items, named_buffers=tuple)
-    return replace(task, **parts, models={size: target}, novel=int(novel))
+    return _TaskOfAnyone(**vars(task) | parts | {"models": {size: target}, "novel": int(novel)})
+
+
+_REASONS = {
+    "_Anyone": "it asks who its client is",
+    "data-dependent": "a tensor decides what Python does (if, and, or, not, in)",
+    ".item()": "it makes a number of a tensor (int, float, item)",
+    "random operation": "it draws from PyTorch's global generator, not from self.generator",
+    "data pointer": "it takes a tensor out of PyTorch (tolist, numpy)",
+    "dynamic shape": "the shape of a tensor depends on numbers in another",
+    "inplace arithmetic": "it writes into a tensor that all clients share",
+    "broadcast shape": "it writes into a tensor that all clients share",
+    "only return Tensors": "it remembers what is no tensor",
+}
+"""A part of what PyTorch says of a step that is not for ``vmap`` -> the words of a user."""
+
+
+def _reason(error: Exception) -> str:
+    """Returns why a step cannot be computed together."""
+    said = str(error)
+    if isinstance(error, OwnError):
+        return said
+    known = [words for part, words in _REASONS.items() if part in said]
+    return (known or [f"{type(error).__name__}: {said}".splitlines()[0]])[0]
 
 
 def _empty(tree: Tree, prefix: str = "") -> Iterator[str]:
