@@ -3,6 +3,8 @@
 #   make run     train three methods on a bundled data set and compare them
 #   make test    what continuous integration runs: lint, types, tests
 #   make lint    ruff, mypy and which room imports which
+#   make check-method M=fedavg   all that a method must pass, and lint
+#   make readme  write the table of methods in README.md
 #   make bench   speed and memory, written to $(BENCH_JSON)
 #   make clean   remove .venv, caches and builds; runs/ and results/ stay
 #
@@ -21,7 +23,7 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 WORKERS = $(shell $(PYTHON) -c 'import os; print(1 + ($(CORES)))')
 
 .DEFAULT_GOAL := test
-.PHONY: run test lint bench clean
+.PHONY: run test lint check-method readme bench clean
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -44,6 +46,12 @@ lint: $(READY)
 # wait, there is one worker more than cores. Those that share what is dear to make are one group.
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
+
+check-method: $(READY)
+	$(BIN)/python tools/check_method.py $(M)
+
+readme: $(READY)
+	$(BIN)/python tools/readme.py
 
 bench: $(READY)
 	@mkdir -p $(dir $(BENCH_JSON))

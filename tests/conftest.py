@@ -5,9 +5,28 @@ from pathlib import Path
 
 import pytest
 
+from check_method import own_tests
+
 # Both libraries read these when they are imported, which is after this file.
 os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--method", help="run only what this method must pass (make check-method)")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keeps what ``--method`` asks for: its own tests, and those with a parameter ``method``."""
+    if (method := config.getoption("method")) is None:
+        return
+    own = own_tests(method)
+    kept, left = [], []
+    for item in items:
+        given = item.callspec.params if hasattr(item, "callspec") else {}
+        (kept if item.path in own or given.get("method") == method else left).append(item)
+    config.hook.pytest_deselected(items=left)
+    items[:] = kept
 
 
 @pytest.fixture(scope="session")

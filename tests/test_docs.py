@@ -16,6 +16,8 @@ from types import ModuleType
 import pytest
 import typer
 
+import check_method
+import readme
 from hyperfed.apps import cli
 from hyperfed.methods import METHODS
 from hyperfed.runs import config
@@ -29,6 +31,13 @@ FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE |
 LINK = re.compile(r'(?:\]\(|src=")([^)"#]+)')
 DITTO = "src/hyperfed/methods/ditto.py"
 TABLE = "src/hyperfed/methods/__init__.py"
+OF_METHODS = re.compile(r'parametrize\("method", (?:ALL|METHODS|sorted\(METHODS\))\)')
+SHARED = [
+    str(path.relative_to(ROOT))
+    for path in sorted((ROOT / "tests").rglob("test_*.py"))
+    if OF_METHODS.search(path.read_text(encoding="utf-8"))
+]
+"""Tests of every method."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +66,14 @@ def files_of(document: Path) -> dict[str, str]:
     return {block.title: block.text for block in found if block.title}
 
 
-def commands_of(document: Path) -> Iterator[list[str]]:
-    """The lines of all shell blocks, split into words, without comments."""
+def commands_of(document: Path, section: str = "") -> Iterator[list[str]]:
+    """The lines of all shell blocks, or a section's, split into words, without comments."""
+    before, _, after = document.read_text(encoding="utf-8").partition(f"\n## {section}\n")
+    first = before.count("\n") if section else 0
+    last = first + after.partition("\n## ")[0].count("\n") + 3 if section else sys.maxsize
     for block in blocks(document, "sh"):
+        if not first <= block.line <= last:
+            continue
         for line in block.text.splitlines():
             if words := shlex.split(line, comments=True):
                 yield words
@@ -154,10 +168,57 @@ def test_the_architecture_tells_where_what_is_and_leaves_out_no_room() -> None:
     assert sorted(table) == sorted(rooms | files)
 
 
-def test_the_readme_lists_every_method() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_readme_lists_every_method_as_its_docstring_says() -> None:
+    text = readme.README.read_text(encoding="utf-8")
+    assert readme.written(text) == text, "run make readme"
     section = text.partition("\n## Methods\n")[2].partition("\n## ")[0]
     assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == list(METHODS)
+
+
+@pytest.mark.parametrize(
+    ("docstring", "row"),
+    [
+        ("Alone: as one (or two).\n\nSent: https://x.org.", "|  | as one (or two) |"),
+        (
+            "M (A & B, C 2020): it.\n\nPaper: https://x.org/1, algorithm 1.",
+            "| [A & B, C 2020](https://x.org/1) | it |",
+        ),
+        (
+            "M (A, 2020; B, 2021): it.\n\nPaper: https://x.org/1; then https://x.org/2.\nSent: it.",
+            "| [A, 2020](https://x.org/1), [B, 2021](https://x.org/2) | it |",
+        ),
+        ("M (A, 2020): it.\n\nSent: it.\n\nPaper: https://x.org/1.", "| A, 2020 | it |"),
+    ],
+)
+def test_a_row_of_the_readme_is_what_a_docstring_begins_with(
+    docstring: str, row: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(METHODS["fedavg"], "__doc__", docstring)
+    assert readme.row("fedavg") == f"| `fedavg` {row}"
+
+
+@pytest.mark.parametrize("docstring", ["M (A, 2020) it.", "M (A): it.", "M (A, 2020): it", ""])
+def test_a_docstring_that_begins_otherwise_is_told(
+    docstring: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(METHODS["fedavg"], "__doc__", docstring)
+    with pytest.raises(ValueError, match=r"fedavg must begin with 'Name \(authors, venue year\): "):
+        readme.row("fedavg")
+    assert "must begin with" in str(check_method.problem("fedavg"))
+
+
+def test_a_method_to_check_is_known_and_has_tests_and_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert check_method.problem("pfedhn_pc") is None
+    assert [path.name for path in check_method.own_tests("fedavg")] == ["test_baselines.py"]
+    assert "add it there" in str(check_method.problem("fedavgg"))
+    assert "M must be a method" in str(check_method.problem(""))
+    monkeypatch.setattr(readme, "README", tmp_path / "README.md")
+    readme.README.write_text(f"{readme.BEGIN}{readme.END}")
+    assert "make readme" in str(check_method.problem("fedavg"))
+    monkeypatch.setattr(check_method, "TESTS", tmp_path)
+    assert "write tests/methods/test_fedavg.py" in str(check_method.problem("fedavg"))
 
 
 # The walk-through of CONTRIBUTING, followed to the letter in a copy of the project.
@@ -174,58 +235,39 @@ def patched(text: str, diff: str) -> str:
     return text
 
 
-@pytest.fixture(scope="module")
-def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the project with the method that CONTRIBUTING adds."""
-    root = tmp_path_factory.mktemp("walkthrough")
-    unwanted = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "src", root / "src", ignore=unwanted)
-    (root / "tests" / "methods").mkdir(parents=True)
-    for file in (
-        "pyproject.toml",
-        "tests/conftest.py",
-        "tests/toys.py",
-        "tests/test_every_method.py",
-    ):
-        shutil.copy(ROOT / file, root / file)
-    contributing = ROOT / "CONTRIBUTING.md"
-    write_files(contributing, root)
-    (change,) = [block for block in blocks(contributing, "diff") if block.title == TABLE]
-    table = root / TABLE
-    table.write_text(patched(table.read_text(encoding="utf-8"), change.text), encoding="utf-8")
-    return root
-
-
-def in_copy(copy: Path, *arguments: str) -> None:
-    """Runs a module of Python that sees the copy's package and not this one's."""
-    environment = {**os.environ, "PYTHONPATH": str(copy / "src")}
-    done = subprocess.run(
-        [sys.executable, "-m", *arguments],
-        cwd=copy,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_the_files_of_the_walkthrough_pass_the_linter(copy: Path) -> None:
-    written = [path for path in files_of(ROOT / "CONTRIBUTING.md") if path.endswith(".py")]
-    in_copy(copy, "ruff", "check", "--no-cache", *written)
-    in_copy(copy, "ruff", "format", "--no-cache", "--check", *written)
+def unwanted(folder: str, names: list[str]) -> set[str]:
+    """What a clone of the project does not have, or no test reads."""
+    made = {"results", "runs", "build", "dist", "shared"} if Path(folder) == ROOT else set()
+    return {n for n in names if n.startswith(".") or n == "__pycache__"} | made & {*names}
 
 
 @pytest.mark.slow
-def test_the_method_of_the_walkthrough_passes_its_own_tests_and_the_shared_ones(
-    copy: Path,
+def test_the_walkthrough_to_the_letter_adds_a_method_that_passes_all_that_it_must(
+    tmp_path: Path,
 ) -> None:
-    in_copy(copy, "pytest", "-q", "-p", "no:cacheprovider", "-k", "ditto", "tests")
-
-
-@pytest.mark.slow
-def test_the_method_of_the_walkthrough_trains_on_the_digits(copy: Path) -> None:
-    (arguments,) = [c[1:] for c in commands_of(ROOT / "CONTRIBUTING.md") if "ditto" in c]
-    in_copy(copy, "hyperfed", *arguments, "evaluate_every=2", "method.novel_steps=5")
+    """In a copy of the project: its files, its change, and its commands one after another."""
+    copy, document = tmp_path / "copy", ROOT / "CONTRIBUTING.md"
+    shutil.copytree(ROOT, copy, ignore=unwanted)
+    write_files(document, copy)
+    (change,) = [block for block in blocks(document, "diff") if block.title == TABLE]
+    table = copy / TABLE
+    table.write_text(patched(table.read_text(encoding="utf-8"), change.text), encoding="utf-8")
+    (ready := tmp_path / "ready").touch()  # this environment has what make would install
+    here = [f"READY={ready}", f"BIN={Path(sys.executable).parent}"]
+    environment = {**os.environ, "PYTHONPATH": str(copy / "src")}
+    said = {}
+    for program, *arguments in commands_of(document, "Adding a method"):
+        command = [sys.executable, "-m", program, *arguments]
+        command = ["make", *arguments, *here] if program == "make" else command
+        done = subprocess.run(
+            command, cwd=copy, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        said[arguments[0]] = done.stdout
     (summary,) = copy.glob("runs/ditto/*/summary.json")
     assert json.loads(summary.read_text())["rounds"] == 2
+    assert "| `ditto` | [Li et al., ICML 2021](https" in (copy / "README.md").read_text()
+    ran = said["check-method"]
+    passed = set(re.findall(r"PASSED (tests/\S+?)::", ran))
+    assert passed >= {*SHARED, "tests/methods/test_ditto.py"}
+    assert set(re.findall(r"::\w+\[(\w+)", ran)) & {*METHODS} == set()

@@ -1,4 +1,6 @@
-"""Fed-RoD (Chen & Chao, ICLR 2022, algorithm 1): a generic model, and a personal head added to it.
+"""Fed-RoD (Chen & Chao, ICLR 2022): a generic model for balanced classes, and a personal head.
+
+Paper: https://arxiv.org/abs/2107.00778, algorithm 1.
 
 Body f and generic head g descend the balanced softmax loss, cross-entropy after log n_c is added to
 the logit of class c, where n_c are the class counts of the client's own training data: what is

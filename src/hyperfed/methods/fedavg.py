@@ -1,4 +1,6 @@
-"""FedAvg (McMahan et al., AISTATS 2017, algorithm 1): one global model.
+"""FedAvg (McMahan et al., AISTATS 2017): one model for all, the mean of what clients trained.
+
+Paper: https://arxiv.org/abs/1602.05629, algorithm 1.
 
 Sent: the whole model, batch-norm buffers included, both ways. Kept: nothing. Aggregated: the mean
 of the trained models, weighted by training examples. Evaluated: the global model. A novel client

@@ -1,4 +1,6 @@
-"""FedBN (Li et al., ICLR 2021, algorithm 1): batch normalisation stays local.
+"""FedBN (Li et al., ICLR 2021): one model for all but for batch-norm, which each client keeps.
+
+Paper: https://arxiv.org/abs/2102.07623, algorithm 1.
 
 Sent: everything but the batch-norm layers, both ways. Kept: the batch-norm layers, scale, shift and
 running statistics; they are found by the type of a module, whatever its name. All of it trains

@@ -1,5 +1,7 @@
 """FedFomo (Zhang et al., ICLR 2021): each client takes from others what lowers its own loss.
 
+Paper: https://arxiv.org/abs/2012.08565.
+
 The server keeps the last trained model theta_n of every client n. A client i that takes part is
 sent M of them, its candidates, and weighs them on its own validation data (its training data, where
 it has no other):

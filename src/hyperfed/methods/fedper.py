@@ -1,4 +1,6 @@
-"""FedPer (Arivazhagan et al., 2019): a global body, a personal head.
+"""FedPer (Arivazhagan et al., 2019): a common body, a head for each client.
+
+Paper: https://arxiv.org/abs/1912.00818.
 
 Sent: the body (everything but the head; buffers included), both ways. Kept: the head, the last
 ``head_layers`` layers. Body and head train jointly; the body is averaged, weighted by training

@@ -1,4 +1,4 @@
-"""FedPHP (Li et al., ECML-PKDD 2021): a client's inherited private model teaches the global one.
+"""FedPHP (Li et al., ECML-PKDD 2021): a client's average of its models teaches the global one.
 
 Sent: the whole global model w, batch-norm buffers included, both ways. Kept by the client: its
 inherited private model h and in how many rounds it took part; h never travels. Aggregated: the mean

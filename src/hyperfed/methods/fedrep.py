@@ -1,4 +1,6 @@
-"""FedRep (Collins et al., ICML 2021, algorithm 1): first the head, then the body.
+"""FedRep (Collins et al., ICML 2021): FedPer that trains first the head, then the body.
+
+Paper: https://arxiv.org/abs/2102.07078, algorithm 1.
 
 Sent: the body (everything but the head; buffers included), both ways. Kept: the head, the last
 ``head_layers`` layers. A client first trains its head on the frozen body, for ``head_steps`` steps

@@ -1,4 +1,6 @@
-"""FML, Federated Mutual Learning (Shen et al., 2020): a private model and a travelling "meme".
+"""FML (Shen et al., 2020): a private model and a travelling one, the meme, teach each other.
+
+Paper: https://arxiv.org/abs/2006.16765, Federated Mutual Learning.
 
 Sent: the meme model, batch-norm buffers included, both ways. Kept by the client: its private model
 and that model's momentum, so that a client's rounds make up one run of SGD; neither ever travels.

@@ -1,4 +1,6 @@
-"""HeurpFedLA (Ma et al., CVPR 2022, section 3.3): pFedLA that sends a client fewer layers.
+"""HeurpFedLA (Ma et al., CVPR 2022): pFedLA that sends a client fewer layers.
+
+Paper: https://arxiv.org/abs/2205.03993, section 3.3.
 
 Sent: the mixture but for the ``retain`` layers on which the client's own weight is largest.
 Returned: the whole trained model. Kept by the client: its last trained model, whose layers it goes

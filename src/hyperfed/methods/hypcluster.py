@@ -1,4 +1,6 @@
-"""HypCluster (Mansour et al., 2020) or IFCA (Ghosh et al., NeurIPS 2020): k global models.
+"""HypCluster (Mansour et al., 2020; Ghosh et al., NeurIPS 2020): each client has one of k models.
+
+Paper: https://arxiv.org/abs/2002.10619; the second, of IFCA: https://arxiv.org/abs/2006.04088.
 
 Both papers alternate the same two things. Each client finds, among k models, the one with the
 lowest loss on its own training data (in evaluation mode, with the model's own batch-norm

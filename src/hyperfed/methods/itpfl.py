@@ -1,4 +1,6 @@
-"""IT-PFL-HN (anonymous, 2021, sections 4 and 7, appendix B): models for clients without labels.
+"""IT-PFL-HN (anonymous, 2021): models for clients without labels, with differential privacy.
+
+Paper: sections 4 and 7, appendix B.
 
 Phase 1 is pFedHN, and at the same time the clients train an encoder g to tell a client's embedding
 e_i from a batch of its inputs (equation 8), averaged as in FedAvg. Phase 2 freezes g and fine-tunes

@@ -1,4 +1,6 @@
-"""kNN-Per (Marfoq et al., ICML 2022): a global model and what each client remembers.
+"""kNN-Per (Marfoq et al., ICML 2022): one model for all, mixed with each client's neighbours.
+
+Paper: https://arxiv.org/abs/2111.09360.
 
 The global model is trained by FedAvg. A client then stores the features phi(x_i) (the input of the
 global model's last layer) and the label of each of its training examples, and predicts

@@ -1,4 +1,6 @@
-"""LG-FedAvg (Liang et al., 2020): local representations, a global classifier.
+"""LG-FedAvg (Liang et al., 2020): a body for each client, a common classifier.
+
+Paper: https://arxiv.org/abs/2001.01523.
 
 Sent: the head, the parameters of the last ``head_layers`` layers, both ways. Kept: the body
 (everything else; all batch-norm buffers are part of it). Body and head train jointly; heads are

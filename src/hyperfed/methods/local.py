@@ -1,4 +1,6 @@
-"""Local: every client trains alone. The reference that says what cooperation is worth.
+"""Local: every client trains alone.
+
+The reference that says what cooperation is worth.
 
 Sent: nothing, in either direction. Kept: the model and the momentum of its optimiser, so that the
 rounds of a client make up one run of SGD. Evaluated: that model. A novel client trains its own from

@@ -1,4 +1,6 @@
-"""MAPPER (Mansour et al., 2020, "Three approaches for personalization"): two models interpolated.
+"""MAPPER (Mansour et al., 2020): the outputs of a global and a local model, interpolated.
+
+Paper: https://arxiv.org/abs/2002.10619, "Three approaches for personalization".
 
 Client k predicts with lambda_k h_l + (1 - lambda_k) h_c: its own local model h_l and the common
 global one h_c. The objective is the sum of the clients' losses of that predictor, minimised over

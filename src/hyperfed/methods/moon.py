@@ -1,4 +1,6 @@
-"""MOON (Li et al., CVPR 2021, algorithm 1): FedAvg with a contrast between models' features.
+"""MOON (Li et al., CVPR 2021): FedAvg whose features are drawn to those of the global model.
+
+Paper: https://arxiv.org/abs/2103.16257, algorithm 1.
 
 A client's loss is the supervised one plus mu times -log(e^(s/t) / (e^(s/t) + e^(s'/t))), with s the
 cosine similarity of the trained model's features to those of the received global model, s' that to

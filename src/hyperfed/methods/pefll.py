@@ -1,4 +1,6 @@
-"""PeFLL (Scott et al., ICLR 2024): a hypernetwork writes each model from a look at the data.
+"""PeFLL (Scott et al., ICLR 2024): a look at a client's data makes its model, also a newcomer's.
+
+Paper: https://arxiv.org/abs/2306.05515.
 
 A descriptor network embeds a batch of a client's labelled examples; their mean is the client's
 descriptor, from which a hypernetwork on the server makes its model. Sent: the descriptor network

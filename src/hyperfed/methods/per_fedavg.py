@@ -1,4 +1,6 @@
-"""Per-FedAvg (Fallah et al., NeurIPS 2020, algorithm 1): a global model that adapts in one step.
+"""Per-FedAvg (Fallah et al., NeurIPS 2020): one model for all that adapts in a step or two.
+
+Paper: https://arxiv.org/abs/2002.07948, algorithm 1.
 
 A client's part of the objective is MAML's F(w) = f(w - alpha grad f(w)): the loss after one step of
 gradient descent. A local iteration estimates its gradient

@@ -1,4 +1,6 @@
-"""pFedHN (Shamsian et al., ICML 2021, algorithm 1): a hypernetwork on the server writes each model.
+"""pFedHN (Shamsian et al., ICML 2021): a hypernetwork on the server writes each client's model.
+
+Paper: https://arxiv.org/abs/2103.04628, algorithm 1.
 
 Sent: the parameters the hypernetwork makes from a client's embedding. Returned: delta, sent minus
 trained; the server pulls it back through the hypernetwork into its weights and all embeddings. Kept

@@ -1,5 +1,8 @@
-"""pFedHN-PC (Shamsian et al., ICML 2021, section 3.3): pFedHN with personal classifiers.
+"""pFedHN-PC (Shamsian et al., ICML 2021): pFedHN with personal classifiers.
 
+Paper: https://arxiv.org/abs/2103.04628, section 3.3.
+
+Sent: the body, which the hypernetwork makes. Kept: the head. Evaluated: the two together.
 The hypernetwork makes the feature extractor; each client keeps its last layer, **and that layer's
 momentum**, between rounds. The classifier's gradient neither counts for clipping nor is clipped. A
 novel client fits its embedding and its classifier in the same exchanges. All of it is pFedHN with

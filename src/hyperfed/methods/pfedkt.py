@@ -1,4 +1,6 @@
-"""pFedKT (Yi et al., 2023, algorithm 1): each client's own hypernetwork writes its private model.
+"""pFedKT (Yi et al., 2023): each client's own hypernetwork writes its private model.
+
+Paper: algorithm 1.
 
 Sent: the global model, batch-norm buffers included; the trained private model comes back. Kept by
 the client: its hypernetwork, chunk embeddings included, which never travels, and its last trained

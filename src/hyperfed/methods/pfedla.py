@@ -1,4 +1,6 @@
-"""pFedLA (Ma et al., CVPR 2022, algorithm 1): each client's model is mixed layer by layer.
+"""pFedLA (Ma et al., CVPR 2022): each client's model is mixed from all clients', layer by layer.
+
+Paper: https://arxiv.org/abs/2205.03993, algorithm 1.
 
 The server keeps the last trained model theta_j of every client j, at first the initial weights, and
 one small hypernetwork per client. That of client i makes weights alpha_i[l, j] >= 0 with sum 1 over

@@ -1,4 +1,6 @@
-"""pFedMe (Dinh et al., NeurIPS 2020, algorithm 1): personal models that stay near a global one.
+"""pFedMe (Dinh et al., NeurIPS 2020): personal models that stay near a global one.
+
+Paper: https://arxiv.org/abs/2006.08848, algorithm 1.
 
 A client's part of the objective is the Moreau envelope F(w) = min f(theta) + lambda/2 |theta - w|^2
 over theta. In each local round a client takes K gradient steps towards the minimiser theta(w) on
