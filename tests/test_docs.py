@@ -124,7 +124,7 @@ def test_commands_parse(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
     methods = dict(METHODS)
     if (folder / DITTO).exists():
         methods["ditto"] = as_module(folder / DITTO, monkeypatch)
-    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     group = typer.main.get_command(cli.app)
     for program, *arguments in commands_of(ROOT / name):
         if program == "make":
