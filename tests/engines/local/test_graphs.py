@@ -93,6 +93,7 @@ def test_what_cannot_be_recorded_is_computed_as_it_comes(caplog: pytest.LogCaptu
     assert (tape.recorded, tape.played) == (0, 0)
     said = [record.getMessage() for record in caplog.records]
     assert said == ["not recorded as a CUDA graph: ValueError: it looks at the clock"]
+    assert graphs.counts() == {"recorded": 0, "refused": 1}
 
 
 def both(method: str, tape: Tape) -> list[Federation]:
@@ -123,6 +124,8 @@ def test_recorded_rounds_equal_the_loop_engine(method: str) -> None:
             counts.append(cohort.ask(evaluate, each.server.personalize(cohort)))
         torch.testing.assert_close(*counts, rtol=1e-9, atol=1e-12)
     assert tape.played > 0
+    assert ours.engine.resources(3)["graphs"] == ours.engine.graphs.counts()
+    assert ours.engine.graphs.counts()["recorded"] == tape.recorded
 
 
 def test_groups_of_each_size_have_a_recording_of_their_own() -> None:

@@ -97,6 +97,10 @@ class Graphs:
         recorded = self._recorded.get(key)
         return function(inputs) if recorded is None else recorded.replay(inputs)
 
+    def counts(self) -> dict[str, int]:
+        """Returns how many functions are recorded now, and how many are computed as they come."""
+        return {"recorded": len(self._recorded), "refused": len(self._refused)}
+
     def clear(self) -> bool:
         """Gives back the memory of all recordings; returns whether there were any."""
         there = bool(self._recorded)

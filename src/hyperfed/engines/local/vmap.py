@@ -146,8 +146,9 @@ class VmappedEngine(LoopEngine):
         log.info("step %s: memory for fewer than %d clients at once", kind.step, clients)
 
     def resources(self, clients: int) -> dict[str, Any]:
-        """Returns the cores there are, those that compute a group, and its most clients."""
-        return super().resources(1) | {"chunk": self.chunk}
+        """Returns the cores there are, those that compute a group, its most clients and graphs."""
+        graphs = {} if self.graphs is None else {"graphs": self.graphs.counts()}
+        return super().resources(1) | {"chunk": self.chunk, **graphs}
 
     def _groups(self, calls: Sequence[Call]) -> Iterator[tuple[Kind, list[int]]]:
         """Yields the places of calls to be computed together."""
