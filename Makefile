@@ -6,6 +6,7 @@
 #   make check-method M=fedavg   all that a method must pass, and lint
 #   make readme  write the table of methods in README.md
 #   make bench   speed and memory, written to $(BENCH_JSON)
+#   make gpu     what only a GPU can show, in ten minutes (benchmarks/README.md)
 #   make clean   remove .venv, caches and builds; runs/ and results/ stay
 #
 # On Linux the default PyTorch wheels carry CUDA. For the much smaller CPU build:
@@ -15,6 +16,11 @@ PYTHON ?= python3
 TORCH_ARGS ?=
 PYTEST_ARGS ?=
 BENCH_JSON ?= .benchmarks/latest.json
+DEVICE ?= cuda
+GPU_OUT ?= runs/gpu
+GPU_MINUTES ?= 10
+GPU_PARTS ?=
+GPU_SETTINGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -23,7 +29,7 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 WORKERS = $(shell $(PYTHON) -c 'import os; print(1 + ($(CORES)))')
 
 .DEFAULT_GOAL := test
-.PHONY: run test lint check-method readme bench clean
+.PHONY: run test lint check-method readme bench gpu clean
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -56,6 +62,10 @@ readme: $(READY)
 bench: $(READY)
 	@mkdir -p $(dir $(BENCH_JSON))
 	$(BIN)/python -m pytest benchmarks --benchmark-json=$(BENCH_JSON) $(PYTEST_ARGS)
+
+gpu: $(READY)
+	$(BIN)/python benchmarks/gpu.py --device $(DEVICE) --out $(GPU_OUT) --minutes $(GPU_MINUTES) \
+	  --parts "$(GPU_PARTS)" $(GPU_SETTINGS)
 
 clean:
 	rm -rf $(VENV) build dist .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
