@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -253,6 +254,29 @@ def test_a_record_cut_short_or_of_an_earlier_call_decides_nothing(
     assert gpu.carry_out([cut], folder, CPU, minutes=10) == 0
     assert states(folder) == {"tests": "done"}
     assert index_of(folder)["tests"]["run"] is None
+
+
+@pytest.mark.parametrize(("limit", "grace"), [(30.0, 6.0), (500.0, 15.0)])
+def test_a_step_is_asked_to_stop_before_its_time_is_over_and_killed_then(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, limit: float, grace: float
+) -> None:
+    awaited, waits = gpu._await, list[float]()
+
+    def await_none(process: subprocess.Popen[bytes], seconds: float) -> tuple[bool, bool]:
+        waits.append(seconds)
+        return awaited(process, 0 if len(waits) < 3 else DEADLINE)
+
+    monkeypatch.setattr(gpu, "_await", await_none)
+    deaf = Step("tests", ("-S", "-c", IS_DEAF, str(folder / "ready")), 60)
+    assert gpu.execute(deaf, folder, limit, CPU).state == State.OUT_OF_TIME
+    assert waits[:2] == [limit - grace, grace]
+
+
+def test_a_wait_is_as_long_as_is_said() -> None:
+    waited: list[float] = []
+    process: Any = SimpleNamespace(wait=waited.append)
+    assert gpu._await(process, 7.0) == (True, False)
+    assert waited == [7.0]
 
 
 # The plan and its time.
