@@ -4,12 +4,11 @@ Results go to standard output, everything else to standard error. Exit codes: 0 
 wrong, 3 stopped and resumable, 1 our fault.
 """
 
-import json
 import os
 import shlex
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict
 from functools import cache
@@ -19,16 +18,14 @@ from typing import Annotated, Any, NoReturn
 
 import safetensors.torch
 import typer
-from rich.console import Console
-from rich.table import Table
 from typer import Argument, Option
 
 import hyperfed
 from hyperfed.apps.flower import submit
+from hyperfed.apps.flower.commands import node, superexec
+from hyperfed.apps.printing import Json, print_json, print_table, say, table
 from hyperfed.data import tasks
 from hyperfed.data.arrays import read_npz
-from hyperfed.data.site import read as read_site
-from hyperfed.engines.flower.store import check_writable
 from hyperfed.errors import UserError
 from hyperfed.methods import METHODS
 from hyperfed.runs import catalogue, config, records, report
@@ -37,7 +34,6 @@ from hyperfed.runs.progress import watch
 from hyperfed.runs.run import Run
 from hyperfed.runs.serving import Served
 from hyperfed.system.files import atomic_write
-from hyperfed.system.toml import literal
 
 ALL = "all"
 """What stands for every method in the place of a method's name."""
@@ -48,9 +44,6 @@ ABORTED = "aborted"
 STOPPED = 3
 """Exit code of a run that was asked to stop and can be resumed."""
 
-WIDTH = 160
-"""Columns of a table that no terminal shows."""
-
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,  # our own faults are to be reported whole
@@ -58,7 +51,6 @@ app = typer.Typer(
 )
 
 RunDir = Annotated[Path, Argument(metavar="RUN_DIR", help="The folder of a run.")]
-Json = Annotated[bool, Option("--json", help="Print the result as JSON and nothing else.")]
 Quiet = Annotated[bool, Option("--quiet", "-q", help="Show neither progress nor numbers.")]
 
 
@@ -71,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         app(arguments)
     except UserError as error:
-        _say(f"error: {error}")
+        say(f"error: {error}")
         sys.exit(2)
 
 
@@ -160,9 +152,9 @@ def evaluate(
             served = opened.enter_context(closing(otherwise))
         found = {"novel": served.evaluate_novel(draws)} if novel else served.evaluate_best(draws)
     if as_json:
-        _print_json({split: asdict(evaluation) for split, evaluation in found.items()})
+        print_json({split: asdict(evaluation) for split, evaluation in found.items()})
         return
-    shown = _table("split", "clients", "accuracy %", "per client %", "worst decile %", "loss")
+    shown = table("split", "clients", "accuracy %", "per client %", "worst decile %", "loss")
     for split, e in found.items():
         shown.add_row(
             split,
@@ -172,7 +164,7 @@ def evaluate(
             report.percent(e.worst_decile_accuracy),
             "–" if e.loss is None else f"{e.loss:.3f}",
         )
-    _print_table(shown)
+    print_table(shown)
 
 
 @app.command()
@@ -191,7 +183,7 @@ def personalize(
     tensors = {name: entry.clone().contiguous() for name, entry in model.state_dict().items()}
     atomic_write(out, safetensors.torch.save(tensors))
     if as_json:
-        _print_json({"model": str(out), "examples": len(arrays["x"]), "labelled": "y" in arrays})
+        print_json({"model": str(out), "examples": len(arrays["x"]), "labelled": "y" in arrays})
     else:
         print(out)
 
@@ -208,121 +200,30 @@ def compare(
     """Compare runs that are done."""
     found = [records.read_run(folder) for folder in _run_folders(run_dirs)]
     for unfinished in (record for record in found if record.summary is None):
-        _say(f"warning: left out, not done: {unfinished.path}")
+        say(f"warning: left out, not done: {unfinished.path}")
     done = [record for record in found if record.summary is not None]
     if not done:
         raise UserError("a run to compare must be done, but none of these is; resume one")
     rows = report.comparison(done)
     if len({row.data_fingerprint for row in rows}) > 1:
-        _say("warning: these runs saw different data, so their numbers do not compare")
+        say("warning: these runs saw different data, so their numbers do not compare")
     if figure is not None:
         report.draw_accuracy(done, figure)
     if as_json:
-        _print_json(
+        print_json(
             [
                 {"folder": str(record.path), **asdict(row)}
                 for record, row in zip(done, rows, strict=True)
             ]
         )
         return
-    _print_table(report.table(rows))
+    print_table(report.table(rows))
     if figure is not None:
         print(figure)
 
 
-@app.command()
-def node(
-    *,
-    data: Annotated[
-        Path | None, Option(help="An .npz or parquet file, or a folder: the site's data.")
-    ] = None,
-    clients: Annotated[
-        str, Option(help="For a trial, in place of data: clients of the run's task, such as 0-9.")
-    ] = "",
-    state: Annotated[
-        Path | None, Option(help="Where the site keeps what clients remember.")
-    ] = None,
-    site: Annotated[str, Option(help="With which the names of its clients begin.")] = "",
-    size: Annotated[str, Option(help="Which target they run, where there are several.")] = "",
-    novel: Annotated[bool, Option("--novel", help="They join after training.")] = False,
-    workers: Annotated[int | None, Option(help="Clients computed at once.")] = None,
-    cores_per_client: Annotated[int | None, Option(help="Threads of each.")] = None,
-    device: Annotated[str, Option(help="Where the site computes: cpu, cuda or cuda:N.")] = "cpu",
-    superlink: Annotated[
-        str, Option(metavar="HOST:PORT", help="Serve this SuperLink, until a signal.")
-    ] = "",
-    root_certificates: Annotated[
-        Path | None, Option(help="What the SuperLink is known by; default: the system's.")
-    ] = None,
-    key: Annotated[Path | None, Option(help="The private key that this node is known by.")] = None,
-    insecure: Annotated[bool, Option("--insecure", help="Without encryption: a trial.")] = False,
-    check: Annotated[bool, Option("--check", help="Check the data and do no more.")] = False,
-    as_json: Json = False,
-) -> None:
-    """Be a site: check its data and, with --superlink, serve its clients from this machine.
-
-    An .npz file holds x, y and client, one row for each example, and may hold split (train, val or
-    test) and classes (in the whole federation). A parquet file or a folder of Hugging Face's
-    datasets has a column client and an image and a label column, or columns x and y.
-    """
-    if data is None and (check or not clients):
-        raise UserError("a site must have data to check; give --data")
-    found = None if data is None else read_site(data)
-    start: dict[str, str] = {}
-    if not check:
-        if state is None:
-            raise UserError("a site must have a folder for what clients remember; give --state")
-        check_writable(state)
-        given = {
-            "data": "" if data is None else str(data.resolve()),
-            "clients": clients,
-            "state": str(state.resolve()),
-            "site": site,
-            "size": size,
-            "novel": novel,
-            "workers": workers,
-            "cores_per_client": cores_per_client,
-            "device": device,
-        }
-        if superlink:
-            _serve(given, superlink, root_certificates, key, insecure=insecure)
-            return
-        start = _starts(given)
-    parts = ("train", "val", "test")
-    counts = {
-        name: dict(zip(parts, map(len, rows), strict=True))
-        for name, rows in (found.rows if found else {}).items()
-    }
-    if as_json:
-        classes = found.classes if found else None
-        _print_json({"clients": counts, "classes": classes, "start": None, **start})
-        return
-    shown = _table("client", *parts)
-    for name, of in counts.items():
-        shown.add_row(name, *(str(of[part]) for part in parts))
-    _print_table(shown)
-    for line in start.values():
-        print(line)
-
-
-@app.command()
-def superexec(
-    superlink: Annotated[str, Option(metavar="HOST:PORT", help="The SuperLink.")],
-    root_certificates: Annotated[
-        Path | None, Option(help="What it is known by; default: the system's.")
-    ] = None,
-    insecure: Annotated[bool, Option("--insecure", help="Without encryption: a trial.")] = False,
-) -> None:
-    """Start the runs of a flower-superlink --isolation process, each in seconds less than Flower.
-
-    It runs on the SuperLink's host, until a signal, and writes the records.
-    """
-    import hyperfed.apps.flower.app  # noqa: F401 (first: it says so where Flower is missing)
-    from hyperfed.apps.flower.node import SuperLink
-    from hyperfed.apps.flower.superexec import serve
-
-    serve(SuperLink.of(superlink, root_certificates, None, insecure=insecure), _say)
-    os._exit(0)  # at once: a thread may still try to reach a SuperLink that is gone
+app.command()(node)
+app.command()(superexec)
 
 
 @app.command("list")
@@ -334,50 +235,15 @@ def list_known(
     """List what a run can be made of."""
     entries = catalogue.entries(kind, folder)
     if as_json:
-        _print_json(entries)
+        print_json(entries)
         return
     if not entries:
-        _say(f"no {kind} in {folder.resolve()}")
+        say(f"no {kind} in {folder.resolve()}")
         return
-    shown = _table(*entries[0])
+    shown = table(*entries[0])
     for entry in entries:
         shown.add_row(*(", ".join(v) if isinstance(v, list) else v for v in entry.values()))
-    _print_table(shown)
-
-
-# Sites.
-
-
-def _serve(
-    given: Mapping[str, Any],
-    address: str,
-    root_certificates: Path | None,
-    key: Path | None,
-    *,
-    insecure: bool,
-) -> None:
-    """Serves a SuperLink until a signal."""
-    from hyperfed.apps.flower.app import node_settings  # first: it says so where Flower is missing
-    from hyperfed.apps.flower.node import SuperLink, serve
-
-    settings = node_settings(given)
-    serve(SuperLink.of(address, root_certificates, key, insecure=insecure), settings, _say)
-    os._exit(0)  # at once: a thread may still try to reach a SuperLink that is gone
-
-
-def _starts(given: Mapping[str, Any]) -> dict[str, str]:
-    """Returns two ways to start a site that differ in what a message costs."""
-    unsaid: tuple[Any, ...] = ("", False, None, "cpu")
-    said = {name: value for name, value in given.items() if value not in unsaid}
-    ours = ["hyperfed", "node"]
-    for name, value in said.items():
-        ours += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
-    config = " ".join(f"{name}={literal(value)}" for name, value in said.items())
-    secrets = "--root-certificates ca.crt --key node"
-    return {
-        "start": f"{shlex.join(ours)} --superlink HOST:PORT {secrets}",
-        "supernode": f"flower-supernode --node-config {shlex.quote(config)}",
-    }
+    print_table(shown)
 
 
 # Training, until it is done or somebody stops it.
@@ -387,10 +253,10 @@ def _train(run: Run, *, as_json: bool, quiet: bool) -> None:
     """Trains, prints the result and the folder, and exits with 3 where the run was stopped."""
     why = _watch(run, quiet=quiet)
     if as_json:
-        _print_json(_result(run))
+        print_json(_result(run))
     else:
         if run.summary and not quiet:
-            _print_table(report.table(report.comparison([run])))
+            print_table(report.table(report.comparison([run])))
         print(_folder(run), flush=True)
     if why is not None:
         _stop(run, why)
@@ -404,15 +270,15 @@ def _train_all(settings: Sequence[str], out: Path, *, as_json: bool, quiet: bool
     for each in loaded:
         with closing(Run.start(each, out, build(each.task, each.seed))) as run:
             if not quiet:
-                _say(f"{each.method} ({len(results) + 1} of {len(loaded)})")
+                say(f"{each.method} ({len(results) + 1} of {len(loaded)})")
             if (why := _watch(run, quiet=quiet)) is not None:
                 _stop(run, why)
             results.append(_result(run))
     if as_json:
-        _print_json(results)
+        print_json(results)
         return
     done = [records.read_run(Path(result["folder"])) for result in results]
-    _print_table(report.table(report.comparison(done)))
+    print_table(report.table(report.comparison(done)))
     print(out, flush=True)
 
 
@@ -428,7 +294,7 @@ def _watch(run: Run, *, quiet: bool) -> str | None:
 
 def _stop(run: Run, why: str) -> NoReturn:
     """Says how to go on, and leaves."""
-    _say(f"{why}; go on with: hyperfed resume {shlex.quote(str(_folder(run)))}")
+    say(f"{why}; go on with: hyperfed resume {shlex.quote(str(_folder(run)))}")
     if why == ABORTED:
         os._exit(STOPPED)  # at once: an orderly exit waits for worker threads to end their steps
     raise typer.Exit(STOPPED)
@@ -456,13 +322,13 @@ def _submit(loaded: config.RunConfig, folder: Path, *, as_json: bool, quiet: boo
     here = (folder / "summary.json").exists()
     if as_json:
         summary = records.read_run(folder).summary if here else None
-        _print_json({"folder": str(folder), "summary": summary})
+        print_json({"folder": str(folder), "summary": summary})
     else:
         if here and not quiet:
-            _print_table(report.table(report.comparison([records.read_run(folder)])))
+            print_table(report.table(report.comparison([records.read_run(folder)])))
         print(folder, flush=True)
     if how:
-        _say(f"{how}; go on with: hyperfed resume {shlex.quote(str(folder))}")
+        say(f"{how}; go on with: hyperfed resume {shlex.quote(str(folder))}")
         raise typer.Exit(STOPPED)
 
 
@@ -497,25 +363,3 @@ def _run_folders(paths: Sequence[Path]) -> list[Path]:
             raise UserError(f"{path} must be a run's folder or hold some, but holds none")
         found += below
     return list(dict.fromkeys(found))
-
-
-# Printing.
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False), flush=True)
-
-
-def _table(*columns: str) -> Table:
-    shown = Table(box=None, header_style="bold", pad_edge=False)
-    for column in columns:
-        shown.add_column(column)
-    return shown
-
-
-def _print_table(shown: Table) -> None:
-    Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False).print(shown)

@@ -1,0 +1,140 @@
+"""The commands of the ``hyperfed`` command that hosts of a Flower federation run."""
+
+import os
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from typer import Option
+
+from hyperfed.apps.printing import Json, print_json, print_table, say, table
+from hyperfed.data.site import read as read_site
+from hyperfed.engines.flower.store import check_writable
+from hyperfed.errors import UserError
+from hyperfed.system.toml import literal
+
+
+def node(
+    *,
+    data: Annotated[
+        Path | None, Option(help="An .npz or parquet file, or a folder: the site's data.")
+    ] = None,
+    clients: Annotated[
+        str, Option(help="For a trial, in place of data: clients of the run's task, such as 0-9.")
+    ] = "",
+    state: Annotated[
+        Path | None, Option(help="Where the site keeps what clients remember.")
+    ] = None,
+    site: Annotated[str, Option(help="With which the names of its clients begin.")] = "",
+    size: Annotated[str, Option(help="Which target they run, where there are several.")] = "",
+    novel: Annotated[bool, Option("--novel", help="They join after training.")] = False,
+    workers: Annotated[int | None, Option(help="Clients computed at once.")] = None,
+    cores_per_client: Annotated[int | None, Option(help="Threads of each.")] = None,
+    device: Annotated[str, Option(help="Where the site computes: cpu, cuda or cuda:N.")] = "cpu",
+    superlink: Annotated[
+        str, Option(metavar="HOST:PORT", help="Serve this SuperLink, until a signal.")
+    ] = "",
+    root_certificates: Annotated[
+        Path | None, Option(help="What the SuperLink is known by; default: the system's.")
+    ] = None,
+    key: Annotated[Path | None, Option(help="The private key that this node is known by.")] = None,
+    insecure: Annotated[bool, Option("--insecure", help="Without encryption: a trial.")] = False,
+    check: Annotated[bool, Option("--check", help="Check the data and do no more.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Be a site: check its data and, with --superlink, serve its clients from this machine.
+
+    An .npz file holds x, y and client, one row for each example, and may hold split (train, val or
+    test) and classes (in the whole federation). A parquet file or a folder of Hugging Face's
+    datasets has a column client and an image and a label column, or columns x and y.
+    """
+    if data is None and (check or not clients):
+        raise UserError("a site must have data to check; give --data")
+    found = None if data is None else read_site(data)
+    start: dict[str, str] = {}
+    if not check:
+        if state is None:
+            raise UserError("a site must have a folder for what clients remember; give --state")
+        check_writable(state)
+        given = {
+            "data": "" if data is None else str(data.resolve()),
+            "clients": clients,
+            "state": str(state.resolve()),
+            "site": site,
+            "size": size,
+            "novel": novel,
+            "workers": workers,
+            "cores_per_client": cores_per_client,
+            "device": device,
+        }
+        if superlink:
+            _serve(given, superlink, root_certificates, key, insecure=insecure)
+            return
+        start = _starts(given)
+    parts = ("train", "val", "test")
+    counts = {
+        name: dict(zip(parts, map(len, rows), strict=True))
+        for name, rows in (found.rows if found else {}).items()
+    }
+    if as_json:
+        classes = found.classes if found else None
+        print_json({"clients": counts, "classes": classes, "start": None, **start})
+        return
+    shown = table("client", *parts)
+    for name, of in counts.items():
+        shown.add_row(name, *(str(of[part]) for part in parts))
+    print_table(shown)
+    for line in start.values():
+        print(line)
+
+
+def superexec(
+    superlink: Annotated[str, Option(metavar="HOST:PORT", help="The SuperLink.")],
+    root_certificates: Annotated[
+        Path | None, Option(help="What it is known by; default: the system's.")
+    ] = None,
+    insecure: Annotated[bool, Option("--insecure", help="Without encryption: a trial.")] = False,
+) -> None:
+    """Start the runs of a flower-superlink --isolation process, each in seconds less than Flower.
+
+    It runs on the SuperLink's host, until a signal, and writes the records.
+    """
+    import hyperfed.apps.flower.app  # noqa: F401 (first: it says so where Flower is missing)
+    from hyperfed.apps.flower.node import SuperLink
+    from hyperfed.apps.flower.superexec import serve
+
+    serve(SuperLink.of(superlink, root_certificates, None, insecure=insecure), say)
+    os._exit(0)  # at once: a thread may still try to reach a SuperLink that is gone
+
+
+def _serve(
+    given: Mapping[str, Any],
+    address: str,
+    root_certificates: Path | None,
+    key: Path | None,
+    *,
+    insecure: bool,
+) -> None:
+    """Serves a SuperLink until a signal."""
+    from hyperfed.apps.flower.app import node_settings  # first: it says so where Flower is missing
+    from hyperfed.apps.flower.node import SuperLink, serve
+
+    settings = node_settings(given)
+    serve(SuperLink.of(address, root_certificates, key, insecure=insecure), settings, say)
+    os._exit(0)  # at once: a thread may still try to reach a SuperLink that is gone
+
+
+def _starts(given: Mapping[str, Any]) -> dict[str, str]:
+    """Returns two ways to start a site that differ in what a message costs."""
+    unsaid: tuple[Any, ...] = ("", False, None, "cpu")
+    said = {name: value for name, value in given.items() if value not in unsaid}
+    ours = ["hyperfed", "node"]
+    for name, value in said.items():
+        ours += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    config = " ".join(f"{name}={literal(value)}" for name, value in said.items())
+    secrets = "--root-certificates ca.crt --key node"
+    return {
+        "start": f"{shlex.join(ours)} --superlink HOST:PORT {secrets}",
+        "supernode": f"flower-supernode --node-config {shlex.quote(config)}",
+    }
