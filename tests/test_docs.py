@@ -236,9 +236,10 @@ def patched(text: str, diff: str) -> str:
 
 
 def unwanted(folder: str, names: list[str]) -> set[str]:
-    """What a clone of the project does not have, or no test reads."""
+    """What a clone of the project does not have, or no test reads; mypy's cache saves time."""
     made = {"results", "runs", "build", "dist", "shared"} if Path(folder) == ROOT else set()
-    return {n for n in names if n.startswith(".") or n == "__pycache__"} | made & {*names}
+    hidden = {name for name in names if name.startswith(".")} - {".mypy_cache"}
+    return hidden | (made | {"__pycache__"}) & {*names}
 
 
 @pytest.mark.slow

@@ -81,10 +81,11 @@ def node(
         classes = found.classes if found else None
         print_json({"clients": counts, "classes": classes, "start": None, **start})
         return
-    shown = table("client", *parts)
-    for name, of in counts.items():
-        shown.add_row(name, *(str(of[part]) for part in parts))
-    print_table(shown)
+    if counts:
+        shown = table("client", *parts)
+        for name, of in counts.items():
+            shown.add_row(name, *(str(of[part]) for part in parts))
+        print_table(shown)
     for line in start.values():
         print(line)
 
