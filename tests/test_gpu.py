@@ -18,8 +18,10 @@ import pytest
 import torch
 
 import gpu
+import gpu_steps
 import hyperfed
-from gpu import PARTS, Ending, State, Step
+from gpu import PARTS
+from gpu_steps import Ending, State, Step
 from hyperfed.methods import METHODS
 from hyperfed.runs import config, records
 from hyperfed.runs.run import Run
@@ -111,7 +113,7 @@ def _time_is_up_when_ready(monkeypatch: pytest.MonkeyPatch) -> None:
 
     It takes as long as it does to stop, but for one that will not listen.
     """
-    awaited, calls = gpu._await, Counter[int]()
+    awaited, calls = gpu_steps._await, Counter[int]()
 
     def ready(last: Path) -> bool:
         return last.is_file() or any(last.rglob("metrics.jsonl"))
@@ -129,7 +131,7 @@ def _time_is_up_when_ready(monkeypatch: pytest.MonkeyPatch) -> None:
             return False, False
         return awaited(process, DEADLINE)
 
-    monkeypatch.setattr(gpu, "_await", await_ready)
+    monkeypatch.setattr(gpu_steps, "_await", await_ready)
 
 
 def index_of(out: Path) -> dict[str, Any]:
@@ -260,22 +262,22 @@ def test_a_record_cut_short_or_of_an_earlier_call_decides_nothing(
 def test_a_step_is_asked_to_stop_before_its_time_is_over_and_killed_then(
     folder: Path, monkeypatch: pytest.MonkeyPatch, limit: float, grace: float
 ) -> None:
-    awaited, waits = gpu._await, list[float]()
+    awaited, waits = gpu_steps._await, list[float]()
 
     def await_none(process: subprocess.Popen[bytes], seconds: float) -> tuple[bool, bool]:
         waits.append(seconds)
         return awaited(process, 0 if len(waits) < 3 else DEADLINE)
 
-    monkeypatch.setattr(gpu, "_await", await_none)
+    monkeypatch.setattr(gpu_steps, "_await", await_none)
     deaf = Step("tests", ("-S", "-c", IS_DEAF, str(folder / "ready")), 60)
-    assert gpu.execute(deaf, folder, limit, CPU).state == State.OUT_OF_TIME
+    assert gpu_steps.execute(deaf, folder, limit, CPU).state == State.OUT_OF_TIME
     assert waits[:2] == [limit - grace, grace]
 
 
 def test_a_wait_is_as_long_as_is_said() -> None:
     waited: list[float] = []
     process: Any = SimpleNamespace(wait=waited.append)
-    assert gpu._await(process, 7.0) == (True, False)
+    assert gpu_steps._await(process, 7.0) == (True, False)
     assert waited == [7.0]
 
 
