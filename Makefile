@@ -1,13 +1,14 @@
 # Everything happens in .venv, made on first use and renewed when the dependencies change.
 #
-#   make run     train three methods on a bundled data set and compare them
-#   make test    what continuous integration runs: lint, types, tests
-#   make lint    ruff, mypy and which room imports which
-#   make check-method M=fedavg   all that a method must pass, and lint
-#   make readme  write the table of methods in README.md
-#   make bench   speed and memory, written to $(BENCH_JSON)
-#   make gpu     what only a GPU can show, in ten minutes (benchmarks/README.md)
-#   make clean   remove .venv, caches and builds; runs/ and results/ stay
+#   make run           train three methods on a bundled data set and compare them
+#   make test          what continuous integration runs: lint, types, tests
+#   make test-fast     the quick tests, without servers, for the inner loop
+#   make lint          ruff, mypy and which room imports which
+#   make check-method  all that a method must pass, and lint: make check-method M=fedavg
+#   make readme        write the table of methods in README.md
+#   make bench         speed and memory, written to $(BENCH_JSON)
+#   make gpu           what only a GPU can show, in ten minutes (benchmarks/README.md)
+#   make clean         remove .venv, caches and builds; runs/ and results/ stay
 #
 # On Linux the default PyTorch wheels carry CUDA. For the much smaller CPU build:
 #   make run TORCH_ARGS="--index-url https://download.pytorch.org/whl/cpu"
@@ -29,7 +30,7 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 WORKERS = $(shell $(PYTHON) -c 'import os; print(1 + ($(CORES)))')
 
 .DEFAULT_GOAL := test
-.PHONY: run test lint check-method readme bench gpu clean
+.PHONY: run test test-fast lint check-method readme bench gpu clean
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -52,6 +53,9 @@ lint: $(READY)
 # wait, there is one worker more than cores. Those that share what is dear to make are one group.
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
+
+test-fast: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow" $(PYTEST_ARGS)
 
 check-method: $(READY)
 	$(BIN)/python tools/check_method.py $(M)

@@ -218,6 +218,7 @@ def test_an_interrupt_ends_the_step_and_the_plan_and_keeps_the_index(
     assert states(folder) == {"pfedhn": "done", "tests": "done", "bench": "interrupted"}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_time_is_up_when_ready")
 @pytest.mark.parametrize(
     ("mark", "first", "waits", "state", "said"),

@@ -52,6 +52,7 @@ def devices(tree: Tree) -> set[str]:
     return {leaf.device.type for _, leaf in trees.leaves(tree)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "atol"), [(LoopEngine, 0), (VmappedEngine, 1e-12)])
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_two_rounds_and_an_evaluation_give_the_numbers_of_the_cpu(
@@ -154,6 +155,7 @@ def keys(method: str, device: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_a_run_and_what_it_hands_out_are_those_of_the_cpu(method: str) -> None:
     task = make_task(Normed, novel=1)

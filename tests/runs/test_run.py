@@ -40,6 +40,7 @@ def numbers(run: Run) -> Any:
     return fields, {k: v for k, v in run.summary.items() if k not in ("seconds", "commit")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_the_same_command_twice_and_more_workers_give_identical_records(method: str) -> None:
     one = {"engine": {"workers": 1, "cores_per_client": 1}}
@@ -50,6 +51,7 @@ def test_the_same_command_twice_and_more_workers_give_identical_records(method: 
     assert numbers(first) != numbers(trained(method, cohort=3, seed=1, **one))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("faults", [{}, {"drop": 0.3, "nan": 0.2}])
 @pytest.mark.parametrize(
     ("method", "own"),

@@ -33,6 +33,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """Prints how many pages the kernel had to give in five steps of ten blocks of 8 MiB."""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="NOT TESTED: this is not glibc")
 def test_pages_are_asked_for_once() -> None:
     def faults(how: str) -> int:

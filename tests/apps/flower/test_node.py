@@ -1,5 +1,7 @@
 """A site's node: what it answers, what it makes of what goes wrong, and what it is told to be."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +180,26 @@ def test_a_run_that_has_ended_and_a_message_that_is_gone_end_no_node() -> None:
     connection.objects.pop(connection.waiting[0][1].object_id)
     assert any("a message was lost: KeyError" in line for line in serve(connection, Calls(b"B")))
     assert connection.contents() == [b"B"]
+
+
+@pytest.mark.parametrize("accepted", [False, True])
+def test_a_zygote_is_started_for_a_node_that_the_superlink_takes(
+    accepted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+    monkeypatch.setattr(node, "warm", lambda: started.append(True))
+
+    @contextmanager
+    def connect(*_: Any) -> Iterator[tuple[Any, ...]]:
+        if not accepted:
+            raise SystemExit  # as Flower does
+        yield Connection().parts()
+
+    monkeypatch.setattr(node, "http_request_response", connect)
+    link, config = SuperLink("127.0.0.1:1", insecure=True), NodeConfig(state="s", clients="0-3")
+    with pytest.raises(Stop if accepted else UserError):
+        node.serve(link, config, print)
+    assert bool(started) == accepted
 
 
 def command(*arguments: str) -> int:

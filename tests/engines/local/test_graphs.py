@@ -107,6 +107,7 @@ def both(method: str, tape: Tape) -> list[Federation]:
     return [loop, ours]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_recorded_rounds_equal_the_loop_engine(method: str) -> None:
     tape = Tape()

@@ -64,6 +64,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
 # Every method.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("examples", [EVEN, RAGGED], ids=["even", "ragged"])
 @pytest.mark.parametrize("net", [TwoLayers, Normed])
 @pytest.mark.parametrize("method", sorted(METHODS))

@@ -20,6 +20,7 @@ from processes import SECONDS, await_end, descendants, linux, name_of
 
 pytestmark = [
     linux,
+    pytest.mark.slow,
     pytest.mark.xdist_group("ray processes"),
     pytest.mark.skipif(find_spec("ray") is None, reason="NOT TESTED: pip install 'hyperfed[ray]'"),
 ]
@@ -79,7 +80,6 @@ def test_the_command_line_leaves_the_loops_metrics_and_no_process(tmp_path: Path
     assert (summary["engine"], summary["workers"], summary["cores"]) == ("ray", 2, 2)
 
 
-@pytest.mark.slow
 def test_kill_9_leaves_no_process(tmp_path: Path) -> None:
     arguments = ["run", "pfedhn", *KEYS, *ACTORS, "rounds=100000"]
     with started(*arguments, out=tmp_path) as process:
@@ -88,7 +88,6 @@ def test_kill_9_leaves_no_process(tmp_path: Path) -> None:
     assert await_end(seen) == set()
 
 
-@pytest.mark.slow
 def test_ctrl_c_stops_after_the_round_though_it_reaches_every_process(tmp_path: Path) -> None:
     arguments = ["run", "pfedhn", *KEYS, *ACTORS, "rounds=100000"]
     with started(*arguments, out=tmp_path, start_new_session=True) as process:

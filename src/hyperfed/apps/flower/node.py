@@ -145,7 +145,6 @@ def serve(superlink: SuperLink, node: NodeConfig, say: Callable[[str], None]) ->
     Raises:
         UserError: the SuperLink refuses the node.
     """
-    warm()
     failure: Exception | None = None
     executor = Executor(respond, lasting=node.device != "cpu")
     keys = None if superlink.key is None else (superlink.key, superlink.key.public_key())
@@ -157,6 +156,7 @@ def serve(superlink: SuperLink, node: NodeConfig, say: Callable[[str], None]) ->
                 superlink.address, superlink.insecure, superlink.root_certificates, keys
             ) as connection,
         ):
+            warm()  # not before, since a node that is refused ends at once
             try:
                 Node(connection, executor, node, say).run()
             except Exception as error:  # which the connection would log and forget
