@@ -81,6 +81,8 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
         for number in range(2):
             deployment.register(f"node{number}")
             deployment.node(f"node{number}", *site(number))
+        for name in ("node0", "node1"):
+            until(lambda name=name: "connected as node" in deployment.log(name), f"{name}'s start")
         yield deployment
     assert deployment.alive() == []
 
