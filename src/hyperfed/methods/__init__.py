@@ -5,6 +5,7 @@ from types import ModuleType
 
 from hyperfed.methods import (
     fed_rod,
+    fedala,
     fedavg,
     fedbn,
     fedfomo,
@@ -43,6 +44,7 @@ METHODS: Mapping[str, ModuleType] = {
     "knn_per": knn_per,
     "moon": moon,
     "fedphp": fedphp,
+    "fedala": fedala,
     "fed_rod": fed_rod,
     "fml": fml,
     "hypcluster": hypcluster,

@@ -1,0 +1,196 @@
+"""FedALA (Zhang et al., AAAI 2023): each client mixes the global model into its own, then trains.
+
+Paper: https://arxiv.org/abs/2212.01197, algorithm 1.
+
+A client that was asked before has the model theta_i that it trained last. It does not overwrite it
+with the global model Theta, but starts from
+
+    theta_hat = theta_i + (Theta - theta_i) * W
+
+elementwise. W is one in all but the ``higher_layers`` (p) last layers: the others are overwritten.
+There W starts at one and is trained on a random share s of the client's examples, by gradient
+descent on the loss of theta_hat, everything else frozen:
+
+    W <- clip(W - eta * grad L(theta_hat) * (Theta - theta_i), 0, 1)
+
+after each batch. The first time, which is the second in which a client takes part, it is trained
+until the losses of the last batch of each pass no longer vary; from then on for one pass a round.
+From theta_hat the client trains as in FedAvg. With p = 0 this is FedAvg.
+
+Sent: the whole model, batch-norm buffers included, both ways. Kept: the p higher layers of theta_i,
+and W. Aggregated: the mean of the trained models, weighted by training examples. Evaluated:
+theta_hat, mixed anew from the latest global model (one pass for W, of which nothing is kept), as in
+the authors' code, before the client trains; one that was never asked uses the global model. A novel
+client has nothing to mix: it fine-tunes the global model for ``novel_steps`` steps.
+
+We had no text of the paper: the algorithm is that of its summary and of the authors' code, which
+
+- counts p in tensors of parameters, and takes 0 for all of them: here they are layers, 0 is none;
+- has every client aggregate in every round: here those that take part, or are evaluated;
+- draws its share as a run of consecutive examples: here all are as likely, in one order for all
+  passes of a round, as there. At least two are drawn, for the sake of batch-norm;
+- keeps batch-norm buffers on the client, and sends round those of one client: here theta_hat has
+  the global ones, averaged. In both they do not move while W is trained;
+- sets no limit to the first training of W: here that is ``first_epochs``.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import torch
+from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+from torch.func import grad_and_value
+
+from hyperfed import federation
+from hyperfed.federation import Cohort, Each, Outline, average, step
+from hyperfed.methods.parts.presets import DEFAULT
+from hyperfed.nets.targets import head_names
+from hyperfed.training import Batch, LocalConfig, Steps, pass_lengths, sgd
+from hyperfed.trees import Model, Tree, partition, tree_map
+
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class Config(LocalConfig):
+    """Settings of FedALA.
+
+    Attributes:
+        higher_layers: p, how many of the last layers are mixed; 0 is FedAvg.
+        weight_lr: eta, the rate of W.
+        weight_share: s, the share of a client's examples on which W is trained in a round.
+        first_epochs: at most so many passes over them the first time.
+        loss_window: how many passes must agree for W to have converged then.
+        loss_threshold: below which standard deviation their losses do.
+        novel_steps: steps in which a novel client fine-tunes the global model.
+    """
+
+    higher_layers: NonNegativeInt = 1
+    weight_lr: NonNegativeFloat = 1.0
+    weight_share: Share = 0.8
+    first_epochs: PositiveInt = 100
+    loss_window: PositiveInt = 10
+    loss_threshold: NonNegativeFloat = 0.1
+    novel_steps: NonNegativeInt = 500
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "default": DEFAULT,
+    # The authors' script: all of 20 clients in each of 1,000 rounds, plain SGD, batches of 10.
+    "official": {
+        "rounds": 1000,
+        "cohort": 1.0,
+        "evaluate_every": 10,
+        "task.clients": 20,
+        "task.novel": 0.0,
+        "method.local_epochs": 1,
+        "method.batch_size": 10,
+        "method.local_lr": 5e-3,
+        "method.local_momentum": 0.0,
+        "method.local_weight_decay": 0.0,
+    },
+}
+
+
+class Client(federation.Client):
+    """Aggregates the global model and its own before it trains."""
+
+    @step(like="model")
+    def train_model(self, model: Model) -> Model:
+        """Trains from theta_hat; returns the trained model, and keeps its higher layers."""
+        start, settings = self.aggregated(model), self.config.local
+        trained = sgd(
+            self.objective, start, self.batches, settings, trainable=self.parameters
+        ).model
+        self.memory["own"], _ = partition(trained, self.higher)
+        return trained
+
+    @step
+    def aggregate(self, model: Model) -> Tree:
+        """Makes theta_hat the personal model; replies with nothing."""
+        self.scratch["personal"] = self.aggregated(model)
+        return {}
+
+    def aggregated(self, model: Model) -> Model:
+        """Trains and keeps W; returns theta_hat, which is the global model without an own one."""
+        own: Model = self.memory.get("own", {})
+        if not own:
+            return model
+        config, (received, _) = self.config, partition(model, self.higher)
+        first = "weights" not in self.memory
+        weights = tree_map(torch.ones_like, own) if first else self.memory["weights"]
+        sample, losses = self.sample(), list[Tensor]()
+        for _ in range(config.first_epochs if first else 1):
+            for rows in sample:
+                mixture = tree_map(torch.lerp, own, received, weights)
+                gradient, loss = self.gradient(model, mixture, self.train.batch(rows))
+                weights = tree_map(self.descended, weights, gradient, received, own)
+            losses.append(loss)
+            if first and converged(losses, config.loss_window, config.loss_threshold):
+                break
+        self.memory["weights"] = weights
+        return model | tree_map(torch.lerp, own, received, weights)
+
+    def sample(self) -> Sequence[Tensor]:
+        """Draws the examples for W: the positions of those of each batch of a pass."""
+        count = max(2, int(self.config.weight_share * len(self.train)))
+        rows = torch.randperm(len(self.train), generator=self.generator)[:count]
+        return rows.split_with_sizes(pass_lengths(len(rows), self.config.batch_size))
+
+    def gradient(self, model: Model, higher: Model, batch: Batch) -> tuple[Model, Tensor]:
+        """Returns the gradient by the higher layers, over the rest of a model, and the loss."""
+
+        def loss(higher: Model) -> tuple[Tensor, Model]:
+            return self.objective(model | higher, batch)
+
+        gradient, (value, _) = grad_and_value(loss, has_aux=True)(higher)
+        return gradient, value
+
+    def descended(self, weight: Tensor, gradient: Tensor, received: Tensor, own: Tensor) -> Tensor:
+        """Returns clip(W - eta * gradient * (Theta - theta_i), 0, 1)."""
+        eta: float = self.config.weight_lr
+        return (weight - eta * gradient * (received - own)).clamp(0, 1)
+
+    @property
+    def higher(self) -> tuple[str, ...]:
+        """Names of the parameters that are mixed."""
+        return head_names(self.module, self.config.higher_layers)
+
+    def personal_model(self, received: Model) -> Model:
+        """Returns the mixture of a known client; what a novel one trained, or the global model."""
+        personal: Model = self.scratch.get("personal", received)
+        return personal
+
+
+def converged(losses: Sequence[Tensor], window: int, threshold: float) -> bool:
+    """Returns whether the last losses vary by less than a threshold; one must have gone before."""
+    if len(losses) <= window:
+        return False
+    return bool(torch.stack([*losses[-window:]]).std(correction=0) < threshold)
+
+
+class Server(federation.Server):
+    """Holds the global model, ``self.model[size]``."""
+
+    def __init__(self, outline: Outline, config: Config) -> None:
+        super().__init__(outline, config)
+        for module in outline.models.values():
+            head_names(module, config.higher_layers)  # there are as many
+        self.model: Tree = {size: outline.initial(size) for size in outline.models}
+
+    def round(self, clients: Cohort) -> None:
+        """Replaces the global model by the weighted mean of the trained ones."""
+        batches = self.config.batches
+        self.model = average(clients, Client.train_model, self.model, batches)
+
+    def personalize(self, clients: Cohort) -> Tree | Each:
+        """Sends the global model, of which each client makes its own."""
+        model: Model = self.model[clients.size]
+        if not clients.novel:
+            clients.ask(Client.aggregate, model)
+        elif self.config.novel_steps:
+            batches = Steps(self.config.novel_steps, self.config.batch_size)
+            return Each(clients.ask(Client.train_model, model, batches=batches))
+        return model
