@@ -29,8 +29,8 @@ We had no text of the paper: the algorithm is that of its summary and of the aut
 - has every client aggregate in every round: here those that take part, or are evaluated;
 - draws its share as a run of consecutive examples: here all are as likely, in one order for all
   passes of a round, as there. At least two are drawn, for the sake of batch-norm;
-- keeps batch-norm buffers on the client, and sends round those of one client: here theta_hat has
-  the global ones, averaged. In both they do not move while W is trained;
+- keeps batch-norm buffers on the client: here theta_hat has the global ones, averaged. In both they
+  do not move while W is trained;
 - sets no limit to the first training of W: here that is ``first_epochs``.
 """
 
