@@ -27,7 +27,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-WORKERS = $(shell $(PYTHON) -c 'import os; print(1 + ($(CORES)))')
+WORKERS = $(shell $(PYTHON) -c 'import os; print(2 + ($(CORES)))')
 
 .DEFAULT_GOAL := test
 .PHONY: run test test-fast lint check-method readme bench gpu clean
@@ -50,7 +50,7 @@ lint: $(READY)
 	$(BIN)/lint-imports --no-logo --no-cache
 
 # In their order: the few tests that mostly wait, for a real federation, start early. Since they
-# wait, there is one worker more than cores. Those that share what is dear to make are one group.
+# wait, there are two workers more than cores. Those that share what is dear to make are one group.
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
 
