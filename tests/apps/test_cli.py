@@ -611,6 +611,7 @@ class TestPackage:
     def test_version(self, cli):
         assert cli("--version") == (0, f"hyperfed {hyperfed.__version__}\n", "")
 
+    @pytest.mark.slow
     def test_importing_the_command_line_imports_nothing_rarely_needed(self):
         heavy = "{'datasets', 'matplotlib', 'tensorboard'}"
         code = (

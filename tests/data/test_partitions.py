@@ -150,6 +150,7 @@ def fingerprint(seed):
     return scope["fingerprint"]
 
 
+@pytest.mark.slow
 def test_the_fingerprint_is_the_same_in_another_process_and_differs_for_another_seed():
     environment = os.environ | {"PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join(sys.path)}
     printed = subprocess.run(

@@ -284,6 +284,7 @@ class Linear(nn.Module):
         return {"weight": self.matrix(descriptor).unsqueeze(1)}
 
 
+@pytest.mark.slow
 def test_proposition_1_the_linear_case_is_pca_of_the_local_solutions() -> None:
     """X_i'X_i = I: W spans the top k principal components, W v_i is the projection."""
     clients, samples, dimension, k = 8, 10, 6, 2

@@ -221,6 +221,7 @@ class TestChunked:
         assert 2 * sum(layer.weight.numel() for layer in linear) == 102_600
         assert net.state_dict()["ids.base.weight"].shape == (4267, 13)  # 1,706,458 / 400
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("hidden_layers", [0, 1, 2])
     def test_a_new_one_makes_tensors_of_the_spread_asked_for(self, hidden_layers):
         with seeded(11):

@@ -192,6 +192,7 @@ for write in (
 """
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_every_file_as_it_was(folder):
     pytest.importorskip("resource")  # a limit on file sizes stands in for the disk
     folder.append(evaluation(1))

@@ -260,6 +260,7 @@ def sensor_windows() -> dict[str, Any]:
     return {"x": x.astype(np.float32), "y": y, "client": [f"sensor {i}" for i in client]}
 
 
+@pytest.mark.slow
 def test_a_users_own_windows_and_network_train_with_pfedhn() -> None:
     task = hyperfed.Task.from_arrays(**sensor_windows(), model=Windows, classes=6, novel=2)
     run = hyperfed.train(

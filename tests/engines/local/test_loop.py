@@ -126,6 +126,7 @@ def test_as_many_workers_as_keep_all_places_busy(clients: int, places: int, work
     assert fair_workers(clients, places) == workers
 
 
+@pytest.mark.slow
 def test_other_cores_per_client_agree_to_1e_6_on_a_network_that_uses_them() -> None:
     """The arithmetic of the tiny tasks is too small for PyTorch to share among threads."""
     draw = torch.Generator().manual_seed(0)
