@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from flwr.app import Message
+from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.supercore.inflatable.inflatable_object import (
     get_all_nested_objects,
@@ -30,6 +30,7 @@ from hyperfed.apps.flower.node import Node, SuperLink
 from hyperfed.engines.flower import grid
 from hyperfed.engines.flower.grid import WHOLE, bytes_of, record_of
 from hyperfed.engines.flower.sites import STEP
+from hyperfed.engines.replies import BadReplyError
 from hyperfed.errors import UserError
 
 RUN = 7
@@ -232,6 +233,12 @@ def test_what_is_wrong_with_the_options_is_told_before_anything_starts(
     given = ["--clients", "0-3", "--state", "state", "--superlink", "127.0.0.1:1"]
     assert command("node", *given, *options) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_number_is_no_content() -> None:
+    record = RecordDict({"hyperfed": ConfigRecord({"content": 3})})
+    with pytest.raises(BadReplyError, match="its content is of type int"):
+        bytes_of(record)
 
 
 def test_an_address_of_ipv6_is_one() -> None:

@@ -111,7 +111,10 @@ def bytes_of(record: Any) -> bytes:
     try:
         (entry,) = record.values()
         if "content" in entry:
-            return bytes(entry["content"])
+            whole = entry["content"]
+            if not isinstance(whole, bytes):  # of a number, bytes() would make as many zeros
+                raise TypeError(f"its content is of type {type(whole).__name__}")
+            return whole
         (array,) = entry.to_numpy_ndarrays()
         content: bytes = array.tobytes()
     except Exception as error:  # whatever a site made of it
