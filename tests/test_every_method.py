@@ -14,7 +14,7 @@ from hyperfed.errors import UserError
 from hyperfed.federation import AllLostError
 from hyperfed.methods import METHODS
 from hyperfed.system.randomness import seeded
-from toys import Federation, Normed, TwoLayers, make_task, snapshot
+from toys import Federation, Normed, Stemmed, TwoLayers, make_task, snapshot
 
 ALL = sorted(METHODS)
 SETTINGS = {"local_steps": 3, "batch_size": 4, "local_lr": 0.1}
@@ -140,6 +140,32 @@ def test_personalize_serves_known_and_novel_clients_and_changes_nothing(
         assert trees.structure(model) == trees.structure(expected)
     assert trees.finite([model]) == [True]
     assert same(model, used(ours, client, fresh=novel))  # and it is a function
+
+
+@pytest.mark.parametrize("method", ALL)
+def test_on_a_frozen_part_equals_the_rest_on_what_it_makes_of_the_data(method: str) -> None:
+    """So it is neither generated, trained, sent, averaged nor remembered, nor counted in bytes."""
+    whole = federation(method, net=Stemmed, novel=1)
+    net = whole.task.models["base"]
+    before = trees.clone(trees.frozen_of(net))
+    assert len(before) == 7  # two parameters of each layer, three buffers of batch-norm
+    rest = federation(method, net=Normed, novel=1)
+    with torch.no_grad():
+        features = net.get_submodule("stem").eval()(rest.task.x)
+    rest = federation(method, net=Normed, novel=1, x=features)
+    counts, exchanges = [], []
+    for ours in (whole, rest):
+        met = [ours.round([0, 1, 2], number) for number in range(2)]
+        for clients, novel in (([0, 1, 2], False), ([3], True)):
+            cohort = ours.engine.cohort(clients, 9, training=False, fresh=novel)
+            served = ours.server.personalize(cohort)
+            counts.append(cohort.ask(ours.method.Client.evaluate, served))
+            met.append(cohort)
+        exchanges.append([cohort.state.exchanges for cohort in met])
+    torch.testing.assert_close(snapshot(whole), snapshot(rest), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(counts[:2], counts[2:], rtol=1e-9, atol=1e-12)
+    assert exchanges[0] == exchanges[1]  # bytes too
+    assert same(before, trees.frozen_of(net))
 
 
 @pytest.mark.parametrize("method", ALL)

@@ -57,6 +57,19 @@ class Normed(nn.Module):
         return self.head(torch.tanh(self.norm(self.body(x))))
 
 
+class Stemmed(Normed):
+    """On a frozen stem with batch-norm of its own, which is part of the task."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        norm = nn.BatchNorm1d(FEATURES)
+        nn.init.uniform_(norm.running_mean)
+        self.stem = nn.Sequential(nn.Linear(FEATURES, FEATURES), norm).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.stem(x))
+
+
 def make_task(
     net: Callable[[], nn.Module] = TwoLayers,
     examples: Sequence[int] = EXAMPLES,
@@ -74,12 +87,11 @@ def make_task(
         model = net().double()
     return Task(
         name="toy",
-        x=x,
         y=y,
         train=[train for train, _, _ in splits],
         val=[val for _, val, _ in splits],
         test=[test for _, _, test in splits],
-        **({"models": {"base": model}, "classes": CLASSES, "fingerprint": "toy"} | options),
+        **({"x": x, "models": {"base": model}, "classes": CLASSES, "fingerprint": "toy"} | options),
     )
 
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hyperfed import training, trees
+from hyperfed.errors import UserError
 from hyperfed.training import Batch, Batches
 from hyperfed.trees import Model, Tree, state
 
@@ -44,6 +45,9 @@ class Task:
         val: the same, for choosing the best round.
         test: the same, for reporting.
         models: size name -> target network with its initial weights; {"base": net} for one size.
+            Parameters with ``requires_grad=False`` are *frozen*: they belong to the task, and are
+            never generated, trained, sent, averaged or remembered. Nor are the buffers of a part
+            that is frozen whole (batch-norm there computes as in evaluation mode).
         classes: number of labels; 0 for regression.
         sizes: for each client the key of ``models`` it runs; all "base" where empty.
         novel: the last ``novel`` clients never train; they join afterwards.
@@ -89,8 +93,21 @@ class Task:
         """Returns the name of the target size that ``client`` runs."""
         return self.sizes[client] if self.sizes else BASE
 
+    def initial(self, size: str) -> Model:
+        """Returns the initial weights of a target: parameters and buffers that are not frozen."""
+        return trees.model_of(self.models[size])
+
     def outline(self) -> "Outline":
-        """Returns what a server may know of this task."""
+        """Returns what a server may know of this task.
+
+        Raises:
+            UserError: a target has nothing to train.
+        """
+        if idle := [size for size, net in self.models.items() if not trees.parameters_of(net)]:
+            raise UserError(
+                "a target must have parameters to train, all of the target of size "
+                f"{idle[0]!r} are frozen or it has none; set requires_grad of some"
+            )
         return Outline(self.models, len(self.known), self.classes)
 
     def to(self, device: torch.device) -> "Task":
@@ -118,11 +135,11 @@ class Outline:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the targets' parameters."""
-        return next(next(iter(self.models.values())).parameters()).dtype
+        """The dtype of the targets' trained parameters."""
+        return next(iter(trees.parameters_of(next(iter(self.models.values()))).values())).dtype
 
     def initial(self, size: str = BASE) -> Model:
-        """Returns the initial weights of a target, parameters and buffers."""
+        """Returns the initial weights of a target: parameters and buffers that are not frozen."""
         return trees.model_of(self.models[size])
 
 
@@ -251,7 +268,7 @@ class Client:
         config: the method's own settings.
         memory: a tree that survives rounds. Write to it; a lost client keeps the old one.
         scratch: a tree that survives the messages of one round.
-        module: this worker's own copy of the target; its weights mean nothing.
+        module: this worker's own copy of the target; weights that are not frozen mean nothing.
         batches: the batches that the server asked for.
         generator: for any other draw of this step, a function of (seed, client, round, step).
     """
@@ -319,12 +336,12 @@ class Client:
     @property
     def parameters(self) -> frozenset[str]:
         """Names of the target's trainable entries; the rest of a model are buffers."""
-        return frozenset(name for name, _ in self.module.named_parameters())
+        return frozenset(trees.parameters_of(self.module))
 
     @property
     def buffers(self) -> frozenset[str]:
-        """Names of the target's buffers (batch-norm statistics)."""
-        return frozenset(name for name, _ in self.module.named_buffers())
+        """Names of the target's buffers (batch-norm statistics), none of a frozen part."""
+        return frozenset(trees.buffers_of(self.module))
 
     @property
     def device(self) -> torch.device:
@@ -339,7 +356,7 @@ class Client:
     @property
     def initial(self) -> Model:
         """The target's initial weights, the same for all clients of its size."""
-        return trees.model_of(self._task.models[self.size])
+        return self._task.initial(self.size)
 
     def draw_batches(self, plan: Batches) -> Iterator[Batch]:
         """Draws training batches of this step's own, beside those that the server asked for.

@@ -16,10 +16,11 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.func import grad_and_value
 from torch.linalg import vector_norm
-from torch.optim.swa_utils import update_bn
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from hyperfed import trees
 from hyperfed.system.devices import CPU
-from hyperfed.trees import Model, fill, mapped
+from hyperfed.trees import Model, mapped
 
 
 @dataclass(frozen=True)
@@ -166,15 +167,18 @@ def apply(module: nn.Module, model: Model, x: Tensor, *more: Tensor, train: bool
     """Runs ``module`` with the weights of ``model``.
 
     Args:
-        module: the architecture; its own weights are not used. It must not be shared by threads.
-        model: every parameter and buffer of ``module``. Under ``train`` buffers change in place.
+        module: the architecture. Of its own weights only frozen ones are used. It must not be
+            shared by threads.
+        model: as ``trees.model_of`` gives it. Under ``train`` buffers change in place.
         x: (B, ...) what the network takes.
         more: further arguments of the network, where it takes any.
         train: the mode that batch-norm and dropout see.
     """
+    anatomy = _anatomy(module)
     if module.training != train:
         module.train(train)
-    places = _PLACES.get(module) or _PLACES.setdefault(module, _places(module))
+        anatomy.hold_still()
+    places = anatomy.places
     own = [entries[key] for _, entries, key in places]
     try:
         for name, entries, key in places:
@@ -186,25 +190,43 @@ def apply(module: nn.Module, model: Model, x: Tensor, *more: Tensor, train: bool
     return output
 
 
-Places: TypeAlias = list[tuple[str, dict[str, Any], str]]
-_PLACES: WeakKeyDictionary[nn.Module, Places] = WeakKeyDictionary()
-
-
-def _places(module: nn.Module) -> Places:
-    """Lists where a network keeps each entry of its model: (name, dictionary, key there).
+class _Anatomy:
+    """Where a network keeps each entry of its model, found once.
 
     ``torch.func.functional_call`` finds them anew at every call, which takes as long as the forward
     pass of a small network. A tensor that has two places has the name of the first.
+
+    Attributes:
+        places: (name, dictionary, key there) of each entry.
+        buffers: names of those that are buffers.
     """
-    names: dict[int, str] = {}
-    places: Places = []
-    for prefix, part in module.named_modules(remove_duplicate=True):
-        for entries in (part._parameters, part._buffers):
-            for key, tensor in entries.items():
-                if tensor is not None:
-                    name = names.setdefault(id(tensor), f"{prefix}.{key}".lstrip("."))
-                    places.append((name, entries, key))
-    return places
+
+    def __init__(self, module: nn.Module) -> None:
+        model = trees.parameters_of(module) | trees.buffers_of(module)
+        of = {id(tensor): name for name, tensor in model.items()}
+        self.buffers = tuple(trees.buffers_of(module))
+        self.places: list[tuple[str, dict[str, Any], str]] = [
+            (of[id(tensor)], entries, key)
+            for part in module.modules()
+            for entries in (part._parameters, part._buffers)
+            for key, tensor in entries.items()
+            if id(tensor) in of
+        ]
+        frozen = trees.frozen_parts(module)
+        self._still = [part for part in frozen if any(True for _ in part.buffers(recurse=False))]
+        self.hold_still()
+
+    def hold_still(self) -> None:
+        """Puts frozen batch-norm back into evaluation mode: its statistics stay as they are."""
+        for part in self._still:
+            part.training = False
+
+
+_ANATOMIES: WeakKeyDictionary[nn.Module, _Anatomy] = WeakKeyDictionary()
+
+
+def _anatomy(module: nn.Module) -> _Anatomy:
+    return _ANATOMIES.get(module) or _ANATOMIES.setdefault(module, _Anatomy(module))
 
 
 def outputs_and_features(
@@ -212,7 +234,8 @@ def outputs_and_features(
 ) -> tuple[Tensor, Tensor]:
     """Runs ``module`` as :func:`apply` does and also returns what goes into its last layer.
 
-    The last layer is the last module, as defined, that has parameters: the head of one layer.
+    The last layer is the last module, as defined, that has parameters to train: the head of one
+    layer.
 
     Args:
         module: the architecture; its own weights are not used. It must not be shared by threads.
@@ -223,7 +246,7 @@ def outputs_and_features(
     Returns:
         the outputs, and the features (B, F), flattened where the last layer takes more dimensions.
     """
-    *_, last = (part for part in module.modules() if any(True for _ in part.parameters(False)))
+    *_, last = (m for m in module.modules() if any(p.requires_grad for p in m.parameters(False)))
     inputs: list[Tensor] = []
     hook = last.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
     try:
@@ -282,7 +305,7 @@ def forward(module: nn.Module, model: Model, x: Tensor) -> tuple[Tensor, Model]:
         the output and the buffers after the pass, {} where there are none.
     """
     # Batch-norm writes its statistics in place: into copies.
-    buffers = {name: model[name].clone() for name, _ in module.named_buffers()}
+    buffers = {name: model[name].clone() for name in _anatomy(module).buffers}
     return apply(module, model | buffers, x, train=True), buffers
 
 
@@ -295,12 +318,26 @@ def batch_statistics(module: nn.Module, model: Model, inputs: Iterable[Tensor]) 
         inputs: (B, ...) batches; each counts alike.
 
     Returns:
-        all buffers of ``module``, other than batch-norm's as they are; {} where it has none.
+        all buffers of ``module``, as after a pass over the inputs; {} where it has none.
     """
-    if not any(True for _ in module.buffers()):
+    if not _anatomy(module).buffers:
         return {}
-    update_bn(inputs, fill(module, model))
-    return {name: buffer.clone() for name, buffer in module.named_buffers()}
+    frozen = set(trees.frozen_parts(module))
+    norms = [m for m in module.modules() if isinstance(m, _BatchNorm) and m not in frozen]
+    momenta = [norm.momentum for norm in norms]
+    trees.fill(module, model)
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # a cumulative mean
+    buffers: Model = {name: value.clone() for name, value in trees.buffers_of(module).items()}
+    try:
+        with torch.no_grad():
+            for x in inputs:
+                _, buffers = forward(module, model | buffers, x)
+    finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+    return buffers
 
 
 def supervised(module: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]) -> Objective:

@@ -52,6 +52,25 @@ def test_inputs_take_the_precision_of_the_model():
     assert from_arrays(X, Y, client=CLIENT, model=linear().double()).x.dtype == torch.float64
 
 
+def test_what_is_frozen_belongs_to_the_task():
+    """A run must not be resumed on another backbone; weights that are trained say nothing."""
+    fingerprints = []
+    for seed, freeze in ((0, True), (0, True), (1, True), (0, False), (1, False)):
+        torch.manual_seed(seed)
+        model = nn.Sequential(linear(4).requires_grad_(not freeze), nn.Linear(4, 3))
+        fingerprints.append(from_arrays(X, Y, client=CLIENT, model=model).fingerprint)
+    first, again, other, trained, others = fingerprints
+    assert first == again
+    assert trained == others
+    assert len({first, other, trained}) == 3
+
+
+def test_inputs_take_the_precision_of_what_is_trained():
+    model = nn.Sequential(linear(4).requires_grad_(False), nn.Linear(4, 3).double())
+    with pytest.raises(UserError, match=r"\(2, 4\) torch.float64, but fails"):
+        from_arrays(X, Y, client=CLIENT, model=model)
+
+
 def test_a_task_has_its_own_copy_of_the_model():
     network = linear()
     task = from_arrays(X, Y, client=CLIENT, model=network)
@@ -157,6 +176,7 @@ def test_a_loss_of_ones_own_is_kept():
         ),
         ({"val": 0.5, "test": 0.5}, "leave examples to train on, got 0.5 and 0.5"),
         ({"novel": 3}, "got novel=3 of 3 clients"),
+        ({"model": linear().requires_grad_(False)}, "must have parameters to train"),
         ({"model": linear(2)}, r"must give 3 outputs per example, got shape \(2, 2\)"),
         (
             {"model": linear(3, inputs=5)},

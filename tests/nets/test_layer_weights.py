@@ -120,5 +120,5 @@ def test_parameters_of_the_model_itself_are_a_layer_without_a_name() -> None:
 
 
 def test_a_model_without_parameters_has_no_layers() -> None:
-    with pytest.raises(UserError, match="must have parameters to divide into layers"):
+    with pytest.raises(UserError, match="must have parameters to train to divide into layers"):
         layers_of(nn.ReLU())

@@ -18,7 +18,7 @@ from hyperfed.errors import UserError
 from hyperfed.methods import METHODS
 from hyperfed.runs import config
 from hyperfed.runs.run import Run
-from toys import Normed, make_task
+from toys import Normed, Stemmed, make_task
 
 
 def keys_of(name: str, **keys: Any) -> dict[str, Any]:
@@ -61,10 +61,10 @@ def test_a_run_abandoned_anywhere_resumes_to_the_same_numbers(
     method: str, own: Any, faults: Any, tmp_path: Path
 ) -> None:
     keys = keys_of(method, rounds=9, cohort=2, faults=faults, checkpoint_every=3, method=own)
-    whole = hyperfed.train(method, make_task(Normed, novel=1), **keys)
+    whole = hyperfed.train(method, make_task(Stemmed, novel=1), **keys)
     for stop in (1, 4, 8):
         settings = config.from_keys(method, keys)
-        run = Run.start(settings, tmp_path / str(stop), make_task(Normed, novel=1))
+        run = Run.start(settings, tmp_path / str(stop), make_task(Stemmed, novel=1))
         rounds = run.train()
         for _ in range(stop):
             next(rounds)
@@ -72,7 +72,7 @@ def test_a_run_abandoned_anywhere_resumes_to_the_same_numbers(
         (folder,) = (tmp_path / str(stop) / method).iterdir()
         with (folder / "metrics.jsonl").open("a") as file:
             file.write('{"round": 99, "spl')  # in the middle of a line
-        resumed = hyperfed.resume(folder, make_task(Normed, novel=1))
+        resumed = hyperfed.resume(folder, make_task(Stemmed, novel=1))
         assert numbers(resumed) == numbers(whole)
         on_disk = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         in_memory = [json.loads(json.dumps(vars(e), default=vars)) for e in resumed.evaluations]

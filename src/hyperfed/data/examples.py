@@ -1,12 +1,14 @@
 """A data set in memory: every example once, as tensors, and how raw images become network input."""
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from hyperfed import trees
 from hyperfed.trees import mapped
 
 IMAGE_DIMENSIONS = 4
@@ -161,6 +163,17 @@ def hash_of(*parts: bytes | str | Tensor) -> str:
             content = part.encode() if isinstance(part, str) else part
             digest.update(f"{len(content)};".encode() + content)
     return digest.hexdigest()
+
+
+def fingerprint_of_frozen(models: Mapping[str, nn.Module]) -> str:
+    """Returns a hash of all that is frozen in some networks, with their names; "" where nothing."""
+    parts = [
+        part
+        for size, network in models.items()
+        for name, value in trees.frozen_of(network).items()
+        for part in (f"{size}/{name}", value)
+    ]
+    return hash_of(*parts) if parts else ""
 
 
 def fingerprint_of(tensors: dict[str, Tensor]) -> str:

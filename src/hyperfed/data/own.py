@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hyperfed import federation
+from hyperfed import federation, trees
 from hyperfed.data import arrays, partitions
-from hyperfed.data.examples import Normalize, channel_statistics, hash_of
+from hyperfed.data.examples import Normalize, channel_statistics, fingerprint_of_frozen, hash_of
 from hyperfed.data.partitions import Partition
 from hyperfed.errors import UserError
 from hyperfed.federation import BASE, accuracy
@@ -47,7 +47,8 @@ def from_arrays(
         client: (N,) who holds each example: ids of any hashable type. Clients are numbered in the
             order of their first appearance.
         model: target network, or a function that makes one (called with seeded initialisation), or
-            {size name: either} for several sizes, dealt out to equal groups of clients.
+            {size name: either} for several sizes, dealt out to equal groups of clients. Parameters
+            with ``requires_grad=False`` stay as they are and never travel.
         val: fraction of each client's examples for validation.
         test: fraction of each client's examples for testing.
         novel: number of clients, the last ones, that join after training.
@@ -85,6 +86,7 @@ def from_arrays(
     assert partition is not None, "its problem was raised"
 
     known = torch.cat(partition.train[: clients - novel])
+    frozen = fingerprint_of_frozen(models)
     return Task(
         name=name,
         x=inputs,
@@ -100,7 +102,7 @@ def from_arrays(
         transform=Normalize(*channel_statistics(inputs[known])),
         loss=loss or (F.cross_entropy if classes else mean_squared_error),
         score=score or (accuracy if classes else minus_squared_error),
-        fingerprint=hash_of(inputs, targets, partition.fingerprint),
+        fingerprint=hash_of(inputs, targets, partition.fingerprint, *filter(None, [frozen])),
     )
 
 
@@ -208,8 +210,9 @@ def _models(model: Network | Mapping[str, Network], seed: int) -> dict[str, nn.M
 
 
 def _precision(models: Mapping[str, nn.Module]) -> torch.dtype:
-    parameters = [value for network in models.values() for value in network.parameters()]
-    return parameters[0].dtype if parameters else torch.get_default_dtype()
+    """Returns the dtype of what is trained: frozen parts may have a lower one."""
+    trained = [value for net in models.values() for value in trees.parameters_of(net).values()]
+    return trained[0].dtype if trained else torch.get_default_dtype()
 
 
 def _try(
@@ -217,6 +220,11 @@ def _try(
 ) -> None:
     """Runs each network on a batch; it must give ``outputs`` numbers per example, or more."""
     for size, network in models.items():
+        if not trees.parameters_of(network):
+            problems.append(
+                f"model {size!r} must have parameters to train, but has none or all are frozen; "
+                "set requires_grad of some"
+            )
         trial = deepcopy(network).eval()
         try:
             with torch.no_grad():

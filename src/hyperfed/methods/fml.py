@@ -32,7 +32,7 @@ from pydantic import ConfigDict, Field, NonNegativeInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
-from hyperfed import federation
+from hyperfed import federation, trees
 from hyperfed.federation import Cohort, Outline, step
 from hyperfed.methods.parts.contrast import check_logits, distances
 from hyperfed.methods.parts.presets import DEFAULT, PFEDKT
@@ -113,8 +113,9 @@ class Client(federation.Client):
     @property
     def trainable(self) -> frozenset[str]:
         """Names of both models' parameters, as :func:`_joined` names them."""
-        private, meme = self.module, self.network("meme")
-        return frozenset(_joined(dict(private.named_parameters()), dict(meme.named_parameters())))
+        parts = {"private": self.module, "meme": self.network("meme")}
+        named = ((part, name) for part in parts for name in trees.parameters_of(parts[part]))
+        return frozenset("/".join(path) for path in named)
 
     @property
     def private_model(self) -> Model:

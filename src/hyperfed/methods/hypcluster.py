@@ -148,12 +148,15 @@ def _redrawn(net: nn.Module) -> nn.Module:
     """
     net = deepcopy(net)
     for prefix, module in net.named_modules():
+        own = [*module.parameters(recurse=False)]
+        if not any(parameter.requires_grad for parameter in own):
+            continue
         draw = getattr(module, "reset_parameters", None)
         if callable(draw):
             draw()
-        elif any(True for _ in module.parameters(recurse=False)):
+        else:
             raise UserError(
-                "to draw several initial models, each module with parameters of its own must have "
+                "to draw several initial models, each module with parameters to train must have "
                 f"reset_parameters(), but {prefix or 'the target'} ({type(module).__name__}) has "
                 "none; give it one, choose another target, or set clusters=1"
             )

@@ -39,7 +39,7 @@ from hyperfed.methods.parts.privacy import PrivacyConfig, sensitivity
 from hyperfed.nets.deepsets import DeepSet
 from hyperfed.nets.hypernets import MultiHead, shapes_of
 from hyperfed.training import Epochs, LocalConfig, batch_statistics, mean_output, regression, sgd
-from hyperfed.trees import Model, Tree, detach, model_of, subtract, weighted_mean
+from hyperfed.trees import Model, Tree, detach, model_of, parameters_of, subtract, weighted_mean
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class Client(federation.Client):
             encoder,
             self.batches,
             replace(self.config.local, lr=self.config.encoder_lr),
-            trainable=[name for name, _ in network.named_parameters()],
+            trainable=parameters_of(network),
         ).model
 
     @step

@@ -156,7 +156,8 @@ class Server(federation.Server):
         self.late_gradient: Tree = {}
         self._posted: Pending | None = None
         self.optimizer: Optimizer
-        parameters = [*self.hyper_net.parameters(), *self.descriptor_net.parameters()]
+        described = trees.parameters_of(self.descriptor_net)
+        parameters = [*self.hyper_net.parameters(), *described.values()]
         lr, decay = config.lr, config.weight_decay
         if config.optimizer == "sgd":
             self.optimizer = SGD(parameters, lr, config.momentum, weight_decay=decay)

@@ -2,12 +2,14 @@
 
 import copy
 from itertools import pairwise
+from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from hyperfed import trees
 from hyperfed.errors import UserError
 
 
@@ -27,13 +29,13 @@ class DeepSet(nn.Module):
     layer makes differences smaller, all clients get nearly one descriptor, and keep it in training.
 
     Attributes:
-        features: the target with ``units`` outputs in its first linear layer, and without what is
-            defined after it: (B, ...) -> (B, ``units``).
+        features: the target with ``units`` outputs in its first linear layer, and without the
+            layers defined after it: (B, ...) -> (B, ``units``). What is frozen stays.
         layers: (``units``) -> (l).
 
     Args:
         target: the target network. Its layers must be used in the order of their definition. It is
-            copied, without its weights.
+            copied, without its weights but for frozen ones.
         descriptor_size: l.
         units: outputs of the layer before pooling; an even number.
         bounded: whether samples are mapped onto the unit sphere and averaged.
@@ -51,13 +53,13 @@ class DeepSet(nn.Module):
                 "a deep set must have at least 1 output and an even number of units, "
                 f"got {descriptor_size} and {units}; choose others"
             )
-        dtype = next(target.parameters()).dtype
-        widths = [part.out_features for part in target.modules() if isinstance(part, nn.Linear)]
+        dtype = next(iter(trees.parameters_of(target).values())).dtype
+        widths = [part.out_features for part in target.modules() if _is_trained_linear(part)]
         self.bounded = bounded
-        self.features = _features(target, units).to(dtype)
+        self.features = _features(target, units, dtype)
         self.layers = _layers([units, *widths[:-1], descriptor_size]).to(dtype)
         for part in self.modules():
-            if isinstance(part, nn.Linear | _ConvNd):
+            if isinstance(part, nn.Linear | _ConvNd) and _is_trained(part):
                 nn.init.kaiming_normal_(part.weight, nonlinearity="relu")
 
     def forward(self, x: Tensor) -> Tensor:
@@ -71,17 +73,22 @@ class DeepSet(nn.Module):
         return descriptor
 
 
-def _features(target: nn.Module, units: int) -> nn.Module:
+def _is_trained(module: nn.Module) -> bool:
+    """Returns whether a module has parameters of its own that are trained."""
+    return any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+
+
+def _is_trained_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    return isinstance(module, nn.Linear) and _is_trained(module)
+
+
+def _features(target: nn.Module, units: int, dtype: torch.dtype) -> nn.Module:
     """Returns a copy of ``target`` that ends with its first linear layer, of ``units`` outputs."""
     network = nn.Sequential(copy.deepcopy(target))  # a parent, also for a target that is one layer
-    owners = [
-        (name, module)
-        for name, module in network.named_modules()
-        if next(module.parameters(recurse=False), None) is not None
-    ]
+    owners = [(name, module) for name, module in network.named_modules() if _is_trained(module)]
     for place, (name, module) in enumerate(owners):
         if isinstance(module, nn.Linear):
-            network.set_submodule(name, nn.Linear(module.in_features, units))
+            network.set_submodule(name, nn.Linear(module.in_features, units).to(dtype))
             for later, _ in owners[place + 1 :]:
                 network.set_submodule(later, nn.Identity())
             return network

@@ -9,6 +9,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
+from hyperfed import trees
 from hyperfed.errors import UserError
 
 
@@ -16,9 +17,10 @@ class LabelledTarget(nn.Module):
     """A copy of a target that sees labels too (PeFLL, table 3): (B, ...), (B,) to (B, l).
 
     A first layer that is a convolution takes the one-hot label as extra channels, each constant
-    over the image; a linear one takes it as extra features behind the flattened example. The last
-    linear layer has l outputs and no activation after it. Layers count in the order of their
-    definition. Batch normalisation is left out: an embedding must depend on its own example only.
+    over the image; a linear one takes it as extra features behind what it takes. The last linear
+    layer has l outputs and no activation after it. Layers count in the order of their definition;
+    frozen ones do not, they stay as they are. Batch normalisation is left out: an embedding must
+    depend on its own example only.
 
     Args:
         target: the network to copy, with its initial weights; these two layers get new ones.
@@ -35,10 +37,11 @@ class LabelledTarget(nn.Module):
         _check_classes(classes)
         self.net = copy.deepcopy(target)
         self.classes = classes
+        frozen = set(trees.frozen_parts(self))
         for name, module in list(self.named_modules()):
-            if isinstance(module, nn.modules.batchnorm._NormBase):
+            if isinstance(module, nn.modules.batchnorm._NormBase) and module not in frozen:
                 self.set_submodule(name, nn.Identity())
-        layers = [(name, m) for name, m in self.named_modules() if [*m.parameters(recurse=False)]]
+        layers = self._layers()
         first_name, first = layers[0] if layers else ("", self.net)
         if not isinstance(first, nn.Conv2d | nn.Linear):
             raise UserError(
@@ -47,23 +50,49 @@ class LabelledTarget(nn.Module):
                 f"{type(first).__name__}; describe clients by their labels alone (descriptor_net = "
                 '"linear"), or choose another target'
             )
-        self.image = isinstance(first, nn.Conv2d)
-        self.set_submodule(first_name, _with_more_inputs(first, classes))
-        last_name, last = [
-            (name, m) for name, m in self.named_modules() if isinstance(m, nn.Linear)
-        ][-1]
-        self.set_submodule(last_name, nn.Linear(last.in_features, descriptor_size))
+        self._first = first_name
+        self.set_submodule(first_name, _with_labels(first, classes))
+        last_name, last = [(n, m) for n, m in self._layers() if isinstance(m, nn.Linear)][-1]
+        kind = _LabelledLinear if isinstance(last, _LabelledLinear) else nn.Linear
+        self.set_submodule(last_name, kind(last.in_features, descriptor_size))
+
+    def _layers(self) -> list[tuple[str, nn.Module]]:
+        """Returns (name, module) of the modules that have parameters to train."""
+        return [
+            (name, module)
+            for name, module in self.named_modules()
+            if any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+        ]
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """Embeds examples x (B, C, H, W) or (B, ...) with labels y (B,)."""
-        one_hot = torch.eye(self.classes, dtype=x.dtype, device=x.device)[y]  # (B, classes)
-        if self.image:
-            channels = one_hot[:, :, None, None].expand(-1, -1, *x.shape[2:])
-            joined = torch.cat([x, channels], dim=1)
-        else:
-            joined = torch.cat([x.flatten(1), one_hot], dim=1)
-        embedding: Tensor = self.net(joined)
+        first = self.get_submodule(self._first)
+        assert isinstance(first, _LabelledConv2d | _LabelledLinear)
+        first.one_hot = torch.eye(self.classes, dtype=x.dtype, device=x.device)[y]  # (B, classes)
+        try:
+            embedding: Tensor = self.net(x)
+        finally:
+            del first.one_hot
         return embedding
+
+
+class _LabelledConv2d(nn.Conv2d):
+    """Takes labels as more channels."""
+
+    one_hot: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        channels = self.one_hot[:, :, None, None].expand(-1, -1, *x.shape[2:])
+        return super().forward(torch.cat([x, channels], dim=1))
+
+
+class _LabelledLinear(nn.Linear):
+    """Takes labels as more features."""
+
+    one_hot: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.cat([x, self.one_hot], dim=1))
 
 
 class LabelMap(nn.Module):
@@ -117,12 +146,12 @@ class Standard(nn.Module):
         return (descriptors - self.mean) / self.deviation
 
 
-def _with_more_inputs(layer: nn.Conv2d | nn.Linear, more: int) -> nn.Conv2d | nn.Linear:
-    """Returns a new layer like ``layer`` with ``more`` additional input channels or features."""
+def _with_labels(layer: nn.Conv2d | nn.Linear, more: int) -> nn.Conv2d | nn.Linear:
+    """Returns a new layer like ``layer`` that takes a label of ``more`` classes, too."""
     bias = layer.bias is not None
     if isinstance(layer, nn.Linear):
-        return nn.Linear(layer.in_features + more, layer.out_features, bias=bias)
-    return nn.Conv2d(
+        return _LabelledLinear(layer.in_features + more, layer.out_features, bias=bias)
+    return _LabelledConv2d(
         layer.in_channels + more,
         layer.out_channels,
         layer.kernel_size,  # type: ignore[arg-type]

@@ -8,17 +8,19 @@ values is left to rectify. Flattening follows the logical (C, H, W) order whatev
 layout, so callers may pass ``channels_last`` images, which train faster on a CPU.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from difflib import get_close_matches
 from inspect import signature
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.backends import cudnn
 
+from hyperfed import trees
 from hyperfed.errors import UserError
 from hyperfed.system.devices import CPU
 from hyperfed.trees import mapped
@@ -299,6 +301,7 @@ def head_names(model: nn.Module, layers: int = 1) -> tuple[str, ...]:
     Args:
         model: any module.
         layers: modules in the head, from 0 (no head) to all that have parameters of their own.
+            Modules that are frozen do not count.
 
     Returns:
         Names as in ``model.named_parameters()``, such as ``("fc3.weight", "fc3.bias")``.
@@ -306,15 +309,11 @@ def head_names(model: nn.Module, layers: int = 1) -> tuple[str, ...]:
     Raises:
         UserError: the model has fewer such modules, or ``layers`` is negative.
     """
-    owners = [
-        names
-        for prefix, module in model.named_modules()
-        if (names := [name for name, _ in module.named_parameters(prefix=prefix, recurse=False)])
-    ]
+    owners = [own for part in _entries(model) if (own := part.parameters)]
     if not 0 <= layers <= len(owners):
         raise UserError(
             f"the head of a {type(model).__name__} must have 0 to {len(owners)} layers (modules "
-            f"with parameters), got {layers}; choose such a number or another target"
+            f"with parameters to train), got {layers}; choose such a number or another target"
         )
     return tuple(name for names in owners[len(owners) - layers :] for name in names)
 
@@ -329,56 +328,72 @@ def batch_norm_names(model: nn.Module) -> tuple[str, ...]:
 
     Returns:
         Names of the parameters and buffers of every batch-norm layer (of one, two or three
-        dimensions, synchronised or lazy), in the order of definition. Instance, layer and group
-        normalisation have no statistics of the data set and are not among them.
+        dimensions, synchronised or lazy), in the order of definition, without what is frozen.
+        Instance, layer and group normalisation have no statistics of the data set and are not
+        among them.
     """
     return tuple(
         name
-        for prefix, module in model.named_modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm)
-        for name, _ in (
-            *module.named_parameters(prefix=prefix, recurse=False),
-            *module.named_buffers(prefix=prefix, recurse=False),
-        )
+        for part in _entries(model)
+        if isinstance(part.module, nn.modules.batchnorm._BatchNorm)
+        for name in part.parameters + part.buffers
     )
 
 
 def layers_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Divides a model's entries into layers, as pFedLA weighs them.
 
-    A layer is a module with parameters of its own, in the order of definition: its weight, bias and
-    buffers belong together. Buffers of a module without parameters (a batch-norm without scale)
-    belong to the layer before it, or to the first.
+    A layer is a module with parameters to train, in the order of definition: its weight, bias and
+    buffers belong together. Buffers of a module without (a batch-norm without scale) belong to the
+    layer before it, or to the first.
 
     Args:
         model: any module with parameters.
 
     Returns:
-        {module name: names of its parameters and buffers}; each entry of the model is in one layer.
+        {module name: names of its parameters and buffers}; each entry of the model, which nothing
+        frozen is, is in one layer.
         The name of the model itself, where it has parameters of its own, is "".
 
     Raises:
-        UserError: the model has no parameters.
+        UserError: the model has no parameters to train.
     """
-    parameters = {name for name, _ in model.named_parameters()}  # names a tied one only once
     layers: dict[str, tuple[str, ...]] = {}
     pending: tuple[str, ...] = ()
-    for prefix, module in model.named_modules():
-        own = [name for name, _ in module.named_parameters(prefix=prefix, recurse=False)]
-        buffers = tuple(name for name, _ in module.named_buffers(prefix=prefix, recurse=False))
-        if named := tuple(name for name in own if name in parameters):
-            layers[prefix] = pending + named + buffers
+    for part in _entries(model):
+        if part.parameters:
+            layers[part.name] = pending + part.parameters + part.buffers
             pending = ()
         elif layers:
-            layers[next(reversed(layers))] += buffers
+            layers[next(reversed(layers))] += part.buffers
         else:
-            pending += buffers
+            pending += part.buffers
     if not layers:
         raise UserError(
-            f"a target must have parameters to divide into layers, a {type(model).__name__} has "
-            "none; choose another target"
+            "a target must have parameters to train to divide into layers, a "
+            f"{type(model).__name__} has none; choose another target"
         )
     return layers
+
+
+class _Part(NamedTuple):
+    """A module of a network, and what of the network's model it has itself."""
+
+    name: str
+    module: nn.Module
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+
+
+def _entries(model: nn.Module) -> Iterator[_Part]:
+    """Yields the modules of a network in the order of definition."""
+    trained, moving = trees.parameters_of(model), trees.buffers_of(model)  # a tied one once
+    for prefix, module in model.named_modules():
+        parameters, buffers = (
+            tuple(name for name, _ in named(prefix=prefix, recurse=False) if name in kept)
+            for named, kept in ((module.named_parameters, trained), (module.named_buffers, moving))
+        )
+        yield _Part(prefix, module, parameters, buffers)
 
 
 def _halved(x: Tensor) -> Tensor:

@@ -45,20 +45,6 @@ def tree_map(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
     }
 
 
-def model_of(module: nn.Module) -> Model:
-    """Returns a copy of a module's parameters and buffers as a model tree."""
-    named = dict(module.named_parameters()) | dict(module.named_buffers())
-    return {name: value.detach().clone() for name, value in named.items()}
-
-
-def fill(module: nn.Module, model: Model) -> nn.Module:
-    """Copies a model's values into the parameters and buffers of a module, and returns it."""
-    with torch.no_grad():
-        for name, target in [*module.named_parameters(), *module.named_buffers()]:
-            target.copy_(model[name])
-    return module
-
-
 def subtract(sent: Tree, trained: Tree) -> Tree:
     """Returns delta = sent - trained, the stand-in for a gradient."""
     return tree_map(torch.sub, sent, trained)
@@ -164,9 +150,10 @@ def pull_back(
 
 
 def set_gradients(module: nn.Module, gradient: Mapping[str, Tensor]) -> None:
-    """Puts ``gradient`` {parameter name: tensor} into the ``.grad`` of a module's parameters."""
+    """Puts ``gradient`` {parameter name: tensor} into the ``.grad`` of a module's trained ones."""
     for name, parameter in module.named_parameters():
-        parameter.grad = gradient[name]
+        if parameter.requires_grad:
+            parameter.grad = gradient[name]
 
 
 def fill_gradients(parameters: Iterable[Tensor]) -> None:

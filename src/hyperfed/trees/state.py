@@ -1,4 +1,7 @@
-"""What of an object's attributes is state: modules, optimisers, tensors and trees of tensors."""
+"""What of an object's attributes is state: modules, optimisers, tensors and trees of tensors.
+
+Of a module, what is not frozen.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -33,7 +36,9 @@ def _is_state(value: object) -> bool:
 
 def _state(value: Any) -> Tree | Tensor:
     if isinstance(value, nn.Module):
-        return {name: entry.detach() for name, entry in value.state_dict().items()}
+        frozen = trees.frozen_of(value)
+        entries = value.state_dict().items()
+        return {name: entry.detach() for name, entry in entries if name not in frozen}
     if isinstance(value, torch.optim.Optimizer):
         state = value.state_dict()["state"]
         return {
@@ -57,7 +62,9 @@ def moved(value: Any, device: torch.device) -> Any:
 def loaded(target: Any, state: Any) -> Any:
     """Loads a module or an optimiser in place, and returns it; a tensor or a tree replaces it."""
     if isinstance(target, nn.Module):
-        target.load_state_dict(state)
+        frozen = trees.frozen_of(target)
+        kept = {name: value for name, value in target.state_dict().items() if name in frozen}
+        target.load_state_dict(kept | state)
         return target
     if isinstance(target, torch.optim.Optimizer):
         groups = target.state_dict()["param_groups"]

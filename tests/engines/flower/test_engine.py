@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,7 @@ from hyperfed.runs.run import Run
 from hyperfed.system.randomness import seeded
 from hyperfed.trees import Tree
 from test_every_method import NOVEL, SETTINGS
-from toys import Federation, Normed, TwoLayers, make_task
+from toys import Federation, Normed, Stemmed, TwoLayers, make_task
 
 flwr = pytest.importorskip("flwr")
 
@@ -159,7 +160,7 @@ def values(counts: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("method", ALL)
 def test_a_round_equals_that_of_the_reference_engine(method: str, tmp_path: Path) -> None:
-    ours, loop = both(method, tmp_path, net=Normed)
+    ours, loop = both(method, tmp_path, net=Stemmed)
     for number, clients in enumerate(([0, 1, 2], [0, 2, 3])):
         ours.round(clients, number)
         loop.round(clients, number)
@@ -182,6 +183,53 @@ def test_ten_rounds_give_the_evaluations_of_the_reference_engine(
         here = evaluate(ours.server, ours.engine, ids, 10, novel=novel)
         there = evaluate(loop.server, loop.engine, ids, 10, novel=novel)
         torch.testing.assert_close(values(here), values(there), rtol=1e-9, atol=1e-9)
+
+
+def test_a_site_is_given_what_is_frozen_once_and_again_where_it_lost_it(tmp_path: Path) -> None:
+    """The sites build their targets from another seed, as another version of PyTorch would."""
+    ours, loop = both("fedavg", tmp_path, net=Stemmed)
+    with seeded(1, "toy"):
+        other = Stemmed().double()
+    sites = sites_of(loop.task, ours.module, ours.config, tmp_path, {11: [0, 2], 7: [1, 3]})
+    link = DirectLink(sites)
+    ours.task = remote(loop.task, link, sites)
+    for site in sites.values():
+        site.source = replace(site.source, whole=replace(loop.task, models={"base": other}))
+    ours.engine = ours.new_engine()
+
+    def given() -> list[bool]:
+        steps = [content for kind, _, content in link.sent if kind != HELLO]
+        link.sent.clear()
+        return sorted(bool(wire.unpack_request(content).weights) for content in steps)
+
+    for number, expected in enumerate([True, False, False]):
+        for each in (ours, loop):
+            each.round([0, 1, 2], number)
+        assert given() == [expected] * 2
+    for path in (tmp_path / "7").glob("frozen-*"):
+        path.unlink()
+    lost = ours.round([0, 1], 3).state.lost
+    assert list(lost) == [1]
+    assert "what is frozen in the targets must be in" in lost[1]
+    loop.round([0], 3)
+    assert given() == [False, False]
+    for each in (ours, loop):
+        each.round([0, 1, 2], 4)
+    assert given() == [False, True]
+    torch.testing.assert_close(ours.server.state(), loop.server.state(), rtol=1e-9, atol=1e-12)
+
+
+def test_frozen_weights_that_are_not_what_was_announced_are_refused(tmp_path: Path) -> None:
+    task = make_task(Stemmed)
+    sites = sites_of(task, METHODS["fedavg"], METHODS["fedavg"].Config(), tmp_path, {7: [0]})
+    engine = FlowerEngine(
+        remote(task, DirectLink(sites), sites), METHODS["fedavg"].Client, None, seed=0
+    )
+    engine._frozen = "0" * 32
+    answers = engine.cohort([0], 0, training=True)
+    with pytest.raises(AllLostError, match="must have the hash that came with it"):
+        answers.ask(METHODS["fedavg"].Client.evaluate, {})
+    assert not list((tmp_path / "7").glob("frozen-*"))
 
 
 def test_several_target_sizes(tmp_path: Path) -> None:

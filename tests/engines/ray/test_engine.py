@@ -33,7 +33,7 @@ from hyperfed.runs.run import Run
 from hyperfed.training import UnlabelledError
 from hyperfed.trees import Tree
 from processes import LOOPBACKS, SECONDS, await_end, descendants, linux, listening, name_of
-from toys import Federation, Normed, make_task, short, snapshot
+from toys import Federation, Normed, Stemmed, make_task, short, snapshot
 
 pytestmark = [
     pytest.mark.slow,
@@ -136,7 +136,7 @@ def both(
 
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_two_rounds_equal_the_loop_engine(method: str, reused: type[Reused]) -> None:
-    loop, ray = both(method, reused, net=Normed, novel=1)
+    loop, ray = both(method, reused, net=Stemmed, novel=1)
     for number, clients in enumerate(([0, 1, 2], [1, 2])):
         exchanges = [each.round(clients, number).state.exchanges for each in (loop, ray)]
         assert exchanges[0] == exchanges[1]

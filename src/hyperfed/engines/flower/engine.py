@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hyperfed import trees
+from hyperfed.data.examples import fingerprint_of_frozen
 from hyperfed.data.roster import RemoteTask
 from hyperfed.engines.calls import Call
 from hyperfed.engines.cohort import CohortState, Engine, EngineCohort, Question
@@ -64,6 +66,8 @@ class FlowerEngine:
         self.traffic = {"down": 0, "up": 0}
         self.waiting: list[Question] = []
         self._sites = None if task.link is None else Sites(task.link, timeout)
+        self._frozen = fingerprint_of_frozen(task.models)
+        self._given: set[int] = set()  # nodes that have what is frozen
         self._session, self._serials, self._cohorts = time.time_ns(), count(1), count()
         self._open: set[int] = set()
         self._memory: dict[int, Tree] = {}
@@ -127,13 +131,17 @@ class FlowerEngine:
                 answers[position] = NoAnswerError("its site is not connected")
         serial = next(self._serials)
         contents = {
-            node: wire.pack_request(self._request(serial, list(part.values()), names))
+            node: wire.pack_request(self._request(node, serial, list(part.values()), names))
             for node, part in by_node.items()
         }
         self.traffic["down"] += sum(map(len, contents.values()))
         replies = self.task.link.exchange(STEP, contents, self.timeout)
         for node, part in by_node.items():
             read = self._read(node, serial, list(part.values()), replies.get(node))
+            if all(isinstance(answer, Exception) for answer in read):
+                self._given.discard(node)
+            else:
+                self._given.add(node)
             answers |= zip(part, read, strict=True)
         return [answers[position] for position in range(len(calls))]
 
@@ -157,7 +165,9 @@ class FlowerEngine:
         self._open.discard(cohort)
         self._asked.pop(cohort, None)
 
-    def _request(self, serial: int, calls: Sequence[Call], names: Mapping[int, str]) -> Request:
+    def _request(
+        self, node: int, serial: int, calls: Sequence[Call], names: Mapping[int, str]
+    ) -> Request:
         roster = self.task.roster
         assert roster is not None
         clients = [call.client for call in calls]
@@ -175,7 +185,14 @@ class FlowerEngine:
             begin={c: _version(self._memory[c]) for c in clients if c in self._memory},
             keep=keep,
             open=sorted(self._open),
+            frozen=self._frozen,
+            weights={} if node in self._given else self._weights(),
         )
+
+    def _weights(self) -> Tree:
+        """Returns what is frozen in the targets, {size: {name: tensor}}."""
+        frozen = {size: trees.frozen_of(model) for size, model in self.task.models.items()}
+        return {size: values for size, values in frozen.items() if values}
 
     def _read(
         self, node: int, serial: int, calls: Sequence[Call], reply: bytes | Exception | None

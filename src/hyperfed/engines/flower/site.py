@@ -3,14 +3,16 @@
 Nothing of it stays in memory between two messages, so each may be answered by a new process.
 """
 
+import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from hyperfed.data.examples import Normalize
+from hyperfed import trees
+from hyperfed.data.examples import Normalize, fingerprint_of_frozen
 from hyperfed.data.roster import Frame, Introduction, Member
 from hyperfed.engines.calls import Answer, Call
 from hyperfed.engines.flower import wire
@@ -22,6 +24,7 @@ from hyperfed.federation import Client, Task
 from hyperfed.system.devices import CPU
 from hyperfed.training import Precision
 from hyperfed.trees import Tree
+from hyperfed.trees.checkpoints import load_state, save_state
 
 
 class Source(Protocol):
@@ -140,7 +143,7 @@ class Site:
     def answer(self, request: Request) -> Response:
         """Runs the calls of a request, but none that has been answered before."""
         try:
-            task = self.source.task(request.frame, request.names)
+            task = self._with_frozen(request, self.source.task(request.frame, request.names))
             store = Store(self.state, request.run)
             with store.alone():
                 store.receive(request.session, request.serial)
@@ -148,6 +151,29 @@ class Site:
         except Exception as error:  # concerns all that this message called, and nobody else
             everyone = dict.fromkeys(range(len(request.calls)), error)
             return Response(request.session, request.serial, everyone)
+
+    def _with_frozen(self, request: Request, task: Task) -> Task:
+        """Returns the task with what is frozen in the run's targets.
+
+        It comes with the first message of a session, and is kept by its hash.
+
+        Raises:
+            UserError: it is not there.
+        """
+        if fingerprint_of_frozen(task.models) == request.frozen:
+            return task
+        path, weights = self.state / f"frozen-{request.frozen}.safetensors", request.weights
+        if not weights and not path.exists():
+            raise UserError(f"what is frozen in the targets must be in {path}, but is not")
+        models = {size: copy.deepcopy(model) for size, model in task.models.items()}
+        for size, values in (weights or load_state(path)[0]).items():
+            trees.fill_frozen(models[size], values)
+        if fingerprint_of_frozen(models) != request.frozen:
+            raise UserError("what is frozen in the targets must have the hash that came with it")
+        if weights:
+            self.state.mkdir(parents=True, exist_ok=True)
+            save_state(path, weights, {})
+        return replace(task, models=models)
 
     def _answer(self, request: Request, task: Task, store: Store) -> Response:
         engine = best_engine(self._device)(

@@ -7,10 +7,10 @@ clients alike travels once.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, NonNegativeInt, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as validated
 
 from hyperfed.data.roster import Frame, plain
@@ -56,6 +56,8 @@ class Request:
         begin: client -> the version of its memory that its cohort begins with; absent for none.
         keep: client -> versions that may be asked for again. A site may drop all others.
         open: numbers of the cohorts that may still be asked.
+        frozen: a hash of what is frozen in the targets; empty where nothing is.
+        weights: {size: what is frozen}; {} where the site has had it.
     """
 
     run: int
@@ -67,6 +69,8 @@ class Request:
     begin: Mapping[int, Version]
     keep: Mapping[int, Sequence[Version]]
     open: Sequence[int]
+    frozen: str = ""
+    weights: Tree = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,7 @@ class _Request:
     begin: dict[int, Version]
     keep: dict[int, list[Version]]
     open: list[int]
+    frozen: Annotated[str, Field(pattern="^[0-9a-f]{0,32}$")]
 
 
 @validated(frozen=True, config=_PLAIN)
@@ -120,6 +125,9 @@ class _Response:
     errors: dict[int, tuple[str, str]]
     remembers: list[int]
 
+
+_WEIGHTS = "weights"
+"""Where in a request the frozen weights are, beside the numbers of payloads."""
 
 _REQUEST, _RESPONSE = TypeAdapter(_Request), TypeAdapter(_Response)
 
@@ -153,8 +161,10 @@ def pack_request(request: Request) -> bytes:
         "begin": {str(client): list(version) for client, version in request.begin.items()},
         "keep": {str(client): list(map(list, kept)) for client, kept in request.keep.items()},
         "open": list(request.open),
+        "frozen": request.frozen,
     }
-    return dumps({str(number): tree for number, tree in enumerate(different.values())}, meta)
+    tree = {str(number): tree for number, tree in enumerate(different.values())}
+    return dumps(tree | {_WEIGHTS: request.weights}, meta)
 
 
 def unpack_request(content: bytes) -> Request:
@@ -181,7 +191,7 @@ def unpack_request(content: bytes) -> Request:
         )
         for call in found.calls
     ]
-    return Request(**{**vars(found), "calls": calls})
+    return Request(**{**vars(found), "calls": calls}, weights=tree.get(_WEIGHTS, {}))
 
 
 def pack_response(response: Response) -> bytes:

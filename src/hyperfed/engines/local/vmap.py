@@ -13,7 +13,6 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -28,7 +27,7 @@ from hyperfed.engines.local.loop import LoopEngine, on_cores
 from hyperfed.federation import Split, Task
 from hyperfed.system.devices import CPU, is_out_of_memory
 from hyperfed.system.randomness import generator
-from hyperfed.trees import Structure, Tree
+from hyperfed.trees import Model, Structure, Tree
 
 log = logging.getLogger(__name__)
 
@@ -248,7 +247,7 @@ class VmappedEngine(LoopEngine):
             "batches": torch.stack([draw(call, task, self.seed) for call in calls]),
             "rows": _stack(rows),
             # Also of each: an update in place must not write one client's into what is not.
-            "initial": trees.repeat(trees.model_of(task.models[kind.size]), len(calls)),
+            "initial": trees.repeat(task.initial(kind.size), len(calls)),
         }
 
 
@@ -287,15 +286,17 @@ class _TaskOfAnyone(Task):
     def novel_ids(self) -> Any:
         return [_ANYONE] * self.novel  # which says of itself alone that it is there
 
+    def initial(self, size: str) -> Model:
+        weights: Any = self.models[size]  # all that a client reads of a network here
+        return trees.clone(weights)
+
 
 def _of_anyone(task: Task, size: str, novel: bool, initial: Tree, rows: Tree) -> Task:
     """Returns a task with one client, who may be any of a group."""
     parts: dict[str, Any] = {"sizes": _Alike("sizes", [size])}
     for split in ("train", "val", "test"):
         parts[split] = _Alike(split, [rows[split]] if split in rows else [])
-    # The weights are all that a client reads of a network here.
-    target: Any = SimpleNamespace(named_parameters=initial.items, named_buffers=tuple)
-    return _TaskOfAnyone(**vars(task) | parts | {"models": {size: target}, "novel": int(novel)})
+    return _TaskOfAnyone(**vars(task) | parts | {"models": {size: initial}, "novel": int(novel)})
 
 
 _REASONS = {

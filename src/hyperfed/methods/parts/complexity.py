@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
+from hyperfed import trees
 from hyperfed.nets.hypernets import Chunked, shapes_of
 
 
@@ -69,7 +70,7 @@ class Comparison:
 
 def count_parameters(module: nn.Module) -> int:
     """Returns the number of trainable numbers of a network."""
-    return sum(parameter.numel() for parameter in module.parameters())
+    return sum(parameter.numel() for parameter in trees.parameters_of(module).values())
 
 
 def count_flops(module: nn.Module, *inputs: Tensor) -> int:

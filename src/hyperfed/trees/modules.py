@@ -1,0 +1,68 @@
+"""What of a network is its model, which is generated, trained, sent and averaged, and what is not.
+
+A parameter with ``requires_grad=False`` is *frozen*: a part of the task, which everybody has from
+the start. So are the buffers of a part of the network that is frozen whole.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from hyperfed.trees.arithmetic import Model
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Returns {name: parameter} of those that are trained, in the order of definition."""
+    return {name: value for name, value in module.named_parameters() if value.requires_grad}
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor]:
+    """Returns {name: buffer}, without those of parts that are frozen whole."""
+    frozen = {id(buffer) for part in frozen_parts(module) for buffer in part.buffers(recurse=False)}
+    return {name: value for name, value in module.named_buffers() if id(value) not in frozen}
+
+
+def frozen_parts(module: nn.Module) -> Iterator[nn.Module]:
+    """Yields the parts of a network that are frozen whole: they have parameters, all frozen.
+
+    A part without parameters, such as a batch-norm without scale, goes with what it is in.
+    """
+
+    def within(part: nn.Module, frozen: bool) -> Iterator[nn.Module]:
+        trained = [parameter.requires_grad for parameter in part.parameters()]
+        frozen = not any(trained) if trained else frozen
+        if frozen:
+            yield part
+        for child in part.children():
+            yield from within(child, frozen)
+
+    return within(module, False)
+
+
+def frozen_of(module: nn.Module) -> Model:
+    """Returns {name: value} of all that is frozen: references, not copies."""
+    moving = {**parameters_of(module), **buffers_of(module)}
+    named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {name: value.detach() for name, value in named.items() if name not in moving}
+
+
+def model_of(module: nn.Module) -> Model:
+    """Returns a copy of a module's trained parameters and its buffers, nothing that is frozen."""
+    named = {**parameters_of(module), **buffers_of(module)}
+    return {name: value.detach().clone() for name, value in named.items()}
+
+
+def fill_frozen(module: nn.Module, values: Model) -> nn.Module:
+    """Copies values into all that is frozen of a module, and returns it."""
+    for name, target in frozen_of(module).items():
+        target.copy_(values[name])
+    return module
+
+
+def fill(module: nn.Module, model: Model) -> nn.Module:
+    """Copies a model's values into a module, and returns it; what is frozen stays."""
+    with torch.no_grad():
+        for name, target in {**parameters_of(module), **buffers_of(module)}.items():
+            target.copy_(model[name])
+    return module
