@@ -114,6 +114,22 @@ def test_a_lost_client_equals_one_never_sampled(
     assert same(lossy.engine.memory.get(1, {}), before)
 
 
+@pytest.mark.parametrize("kind", [LoopEngine, VmappedEngine])
+@pytest.mark.parametrize("method", ALL)
+def test_who_diverges_is_lost_and_keeps_what_it_remembered(
+    method: str, kind: type[LoopEngine]
+) -> None:
+    """Also where the model that diverges never leaves its client."""
+    ours = federation(method, examples=(8, 8, 8, 8))
+    ours.engine = kind(ours.task, ours.method.Client, ours.config, seed=0)
+    ours.round([0, 1, 2], 0)
+    before = trees.clone(ours.engine.memory.get(1, {}))
+    ours.task.x[ours.task.train[1]] = torch.nan
+    assert list(ours.round([0, 1, 2], 1).state.lost) == [1]
+    assert same(ours.engine.memory.get(1, {}), before)
+    assert trees.finite([snapshot(ours)]) == [True]
+
+
 @pytest.mark.parametrize("method", ALL)
 def test_a_round_in_which_all_are_lost_changes_nothing(method: str) -> None:
     ours = federation(method, {"faults": Faults(drop=1.0)})

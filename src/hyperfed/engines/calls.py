@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hyperfed import trees
-from hyperfed.engines.replies import check_tree
+from hyperfed.engines.replies import DivergedError, check_tree
 from hyperfed.federation import Client, Split, StepInfo, Task
 from hyperfed.system.randomness import generator
 from hyperfed.training import Batches
@@ -108,12 +108,13 @@ def execute(
 
     Raises:
         BadReplyError: the reply is no tree of tensors.
+        DivergedError: what the client wrote to its memory is not finite.
         Exception: whatever the step raises.
     """
     labelled = is_labelled(task, call.client)
     lengths = batch_lengths(call.batches, len(task.train[call.client]))
     batches = draw(call, task, seed).split_with_sizes(lengths)
-    return perform(
+    answer = perform(
         call,
         task=task,
         client=client,
@@ -126,6 +127,10 @@ def execute(
         generator=generator(seed, "client", *call.keys),
         labelled=labelled,
     )
+    written = {name: kept for name, kept in answer.memory.items() if kept is not memory.get(name)}
+    if not all(trees.finite([written])):
+        raise DivergedError
+    return answer
 
 
 def perform(

@@ -17,6 +17,7 @@ from hyperfed import trees
 from hyperfed.engines.calls import Call, find_step
 from hyperfed.engines.faults import Faults
 from hyperfed.engines.replies import (
+    DivergedError,
     NoAnswerError,
     Reply,
     checked,
@@ -417,10 +418,10 @@ class EngineCohort:
         return replies
 
     def _lose(self, client: int, reason: str, reply: object) -> None:
-        # Who does not answer is lost at any time; what goes wrong at a client that is only served
-        # must be told.
-        absent = isinstance(reply, NoAnswerError)
-        if not self.state.training and isinstance(reply, Exception) and not absent:
+        # Who does not answer or diverges is lost at any time; what else goes wrong at a client
+        # that is only served must be told.
+        lost = isinstance(reply, NoAnswerError | DivergedError)
+        if not self.state.training and isinstance(reply, Exception) and not lost:
             raise reply
         self.state.lost[client] = reason
         if isinstance(reply, Exception):

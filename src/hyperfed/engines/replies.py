@@ -15,6 +15,13 @@ class BadReplyError(Exception):
     """A client's reply is not what the step must return."""
 
 
+class DivergedError(Exception):
+    """What the client would remember is not finite. It keeps what it remembered before."""
+
+    def __init__(self, said: str = "what it would remember is not finite") -> None:
+        super().__init__(said)
+
+
 class NoAnswerError(Exception):
     """The client did not answer."""
 
@@ -67,7 +74,7 @@ def refusal(reply: Reply | Exception, expected: Structure | None, *, finite: boo
         expected: the structure that it must have.
         finite: whether all its numbers are.
     """
-    if isinstance(reply, NoAnswerError | BadReplyError):
+    if isinstance(reply, NoAnswerError | BadReplyError | DivergedError):
         return str(reply)
     if isinstance(reply, Exception):
         return f"{type(reply).__name__}: {reply}"

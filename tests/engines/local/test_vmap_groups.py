@@ -487,7 +487,7 @@ def test_a_client_whose_reply_is_not_finite_is_lost_and_keeps_its_memory() -> No
     before = trees.clone(ours.memory[1])
     task.x[task.train[1]] = torch.nan
     cohort, _ = train_keeping(ours, 1)
-    assert cohort.state.lost == {1: "the reply is not finite"}
+    assert cohort.state.lost == {1: "what it would remember is not finite"}
     assert len(ours.together) == 2
     assert torch.equal(ours.memory[1]["model"]["head.bias"], before["model"]["head.bias"])
 

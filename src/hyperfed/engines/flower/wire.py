@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass as validated
 
 from hyperfed.data.roster import Frame, plain
 from hyperfed.engines.calls import Call
-from hyperfed.engines.replies import BadReplyError
+from hyperfed.engines.replies import BadReplyError, DivergedError
 from hyperfed.errors import UserError
 from hyperfed.training import Batches, Epochs, Steps, UnlabelledError
 from hyperfed.trees import Tree
@@ -32,7 +32,7 @@ class SiteError(Exception):
 
 
 _RAISED: Mapping[str, type[Exception]] = {
-    kind.__name__: kind for kind in (UserError, UnlabelledError, BadReplyError)
+    kind.__name__: kind for kind in (UserError, UnlabelledError, BadReplyError, DivergedError)
 }
 """Errors that mean something to the server; all others become a :class:`SiteError`."""
 

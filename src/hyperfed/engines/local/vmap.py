@@ -24,6 +24,7 @@ from hyperfed.engines.calls import Answer, Call, batch_lengths, draw, is_labelle
 from hyperfed.engines.local.draws import Draws, OwnError
 from hyperfed.engines.local.graphs import Graphs
 from hyperfed.engines.local.loop import LoopEngine, on_cores
+from hyperfed.engines.replies import DivergedError
 from hyperfed.federation import Split, Task
 from hyperfed.system.devices import CPU, is_out_of_memory
 from hyperfed.system.randomness import generator
@@ -90,9 +91,11 @@ class VmappedEngine(LoopEngine):
             if not any(isinstance(replies[place], Exception) for place in group):
                 self._alone.add(kind)
                 self._tell(kind.step, why)
-        for place, answer in answers.items():
-            self.memories.note(calls[place], answer)
-            replies[place] = answer.tree
+        finite = trees.finite([answer.memory for answer in answers.values()])
+        for (place, answer), good in zip(answers.items(), finite, strict=True):
+            replies[place] = answer.tree if good else DivergedError()
+            if good:
+                self.memories.note(calls[place], answer)
         return [replies[place] for place in range(len(calls))]
 
     def _tell(self, step: str, why: str) -> None:
