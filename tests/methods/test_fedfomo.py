@@ -19,44 +19,54 @@ from toys import CLASSES, FEATURES, ONE_STEP, Federation, Normed, TwoLayers, cli
 
 CLOSE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-12}
 EXAMPLES = (12, 7, 20, 9, 15, 5)
+SEED = 121
+"""So that client 0 and, with batch-norm, client 4 gain from their own model; client 2 loses."""
 MODEL = (FEATURES * 4 + 4 + 4 * CLASSES + CLASSES) * 8
 """Bytes of a model."""
 
 
 def federation(net: Any = TwoLayers, candidates: int = 5, **task: Any) -> Federation:
-    """Six clients, each with a model of its own that was drawn at random."""
+    """Six clients, each with a model of its own and a reference, both drawn at random."""
     toy = make_task(net, examples=EXAMPLES, **task)
     settings: dict[str, Any] = {"exploration": 0.0, "novel_steps": 1}
     ours = Federation("fedfomo", toy, **ONE_STEP, candidates=candidates, **settings)
     known = len(toy.known)
     ours.round(range(known))  # for the server to hold something of everyone
-    draw = torch.Generator().manual_seed(3)
+    draw = torch.Generator().manual_seed(SEED)
     for client in range(known):
-        model = ours.server.trained["base"]
-        for name, value in model.items():
+        kept, models = ours.engine.memory[client], ours.server.trained["base"]
+        for name, value in models.items():
             if value.is_floating_point() and "running_var" not in name:
-                value[client] = 0.6 * torch.randn(value.shape[1:], generator=draw).double()
-        ours.engine.memory[client]["model"] = trees.clone(trees.take(model, client))
+                value[client], kept["reference"][name] = 0.6 * torch.randn(
+                    2, *value.shape[1:], generator=draw, dtype=torch.float64
+                )
+        kept["model"] = trees.clone(trees.take(models, client))
     return ours
 
 
 def loss_by_hand(task: Task, rows: Tensor, model: Model) -> float:
-    """Cross entropy of the toy network, in NumPy."""
+    """Cross entropy of the toy network, in NumPy; batch-norm, if any, by its own statistics."""
     x, y = task.x[rows].numpy(), task.y[rows].numpy()
     net = {name: value.numpy() for name, value in model.items()}
-    hidden = np.tanh(x @ net["body.weight"].T + net["body.bias"])
-    outputs = hidden @ net["head.weight"].T + net["head.bias"]
+    hidden = x @ net["body.weight"].T + net["body.bias"]
+    if "norm.weight" in net:
+        spread = np.sqrt(net["norm.running_var"] + 1e-5)
+        hidden = (hidden - net["norm.running_mean"]) / spread * net["norm.weight"]
+        hidden = hidden + net["norm.bias"]
+    outputs = np.tanh(hidden) @ net["head.weight"].T + net["head.bias"]
     log_sum = np.log(np.exp(outputs).sum(axis=1))
     return float((log_sum - outputs[np.arange(len(y)), y]).mean())
 
 
-def weights_by_hand(task: Task, client: int, own: Model, others: list[Model]) -> np.ndarray:
+def weights_by_hand(
+    task: Task, client: int, reference: Model, candidates: list[Model]
+) -> np.ndarray:
     """The weights of the paper's equation, before anything is cut off."""
-    rows = task.val[client]
-    weights = []
-    for other in others:
-        gain = loss_by_hand(task, rows, own) - loss_by_hand(task, rows, other)
-        squares = [((other[name] - own[name]).numpy() ** 2).sum() for name in own]
+    rows, weights = task.val[client], []
+    parameters = [name for name, _ in task.models["base"].named_parameters()]
+    for other in candidates:
+        gain = loss_by_hand(task, rows, reference) - loss_by_hand(task, rows, other)
+        squares = [((other[name] - reference[name]).numpy() ** 2).sum() for name in parameters]
         weights.append(gain / np.sqrt(sum(squares)))
     return np.array(weights)
 
@@ -68,31 +78,36 @@ def stepped(task: Task, client: int, model: Model) -> Model:
     return {name: leaf.detach() - 0.1 * leaf.grad for name, leaf in leaves.items()}
 
 
-def update_by_hand(own: Model, others: list[Model], weights: np.ndarray) -> Model:
+def update_by_hand(reference: Model, candidates: list[Model], weights: np.ndarray) -> Model:
     used = np.where(weights > 0, weights, 0.0)
     used = used / used.sum()
+    pairs = list(zip(used, candidates, strict=True))
     return {
-        name: value + sum(w * (other[name] - value) for w, other in zip(used, others, strict=True))
-        for name, value in own.items()
+        name: value + sum(w * (model[name] - value) for w, model in pairs)
+        for name, value in reference.items()
     }
 
 
 def check_a_round(client: int = 0) -> None:
+    """The client's own trained model is weighed like those of others, against its reference."""
     ours = federation()
     task, server = ours.task, ours.server
-    own = trees.clone(ours.engine.memory[client]["model"])
+    server.affinity[client] = 0.3 * torch.arange(6.0).double()  # what is added must not replace it
+    reference, own = (trees.clone(ours.engine.memory[client][k]) for k in ("reference", "model"))
     ids = [other for other in range(6) if other != client]
     others = [trees.clone(trees.take(server.trained["base"], other)) for other in ids]
     before = server.affinity.clone()
-    weights = weights_by_hand(task, client, own, others)
+    weights = weights_by_hand(task, client, reference, [*others, own])
     assert (weights > 0).sum() > 1  # so that they must be divided by their sum
     assert (weights < 0).any()
     ours.round([client], 1)
-    expected = stepped(task, client, update_by_hand(own, others, weights))
+    start = update_by_hand(reference, [*others, own], weights)
+    expected = stepped(task, client, start)
     torch.testing.assert_close(ours.engine.memory[client]["model"], expected, **CLOSE)
+    torch.testing.assert_close(ours.engine.memory[client]["reference"], start, **CLOSE)
     torch.testing.assert_close(trees.take(server.trained["base"], client), expected, **CLOSE)
     gained = torch.zeros(6, dtype=torch.float64)
-    gained[ids] = torch.from_numpy(weights / np.abs(weights).sum())
+    gained[ids] = torch.from_numpy(weights[:-1] / np.abs(weights).sum())
     torch.testing.assert_close(server.affinity[client] - before[client], gained, **CLOSE)
     others_rows = torch.arange(6) != client
     assert torch.equal(server.affinity[others_rows], before[others_rows])
@@ -101,6 +116,26 @@ def check_a_round(client: int = 0) -> None:
 @pytest.mark.parametrize("client", [0, 2])
 def test_a_round_is_that_of_the_paper(client: int) -> None:
     check_a_round(client)
+
+
+def test_one_better_peer_leaves_the_client_its_own_share() -> None:
+    """The reference is the model before the client's training, whose gain so counts for itself."""
+    ours = Federation("fedfomo", make_task(examples=EXAMPLES), **ONE_STEP, candidates=1)
+    ours.round([0, 1], 0)
+    task, initial = ours.task, trees.clone(ours.engine.memory[0]["reference"])
+    own = trees.clone(ours.engine.memory[0]["model"])
+    peer = own
+    for _ in range(2):
+        peer = stepped(task, 0, peer)
+    for name, value in ours.server.trained["base"].items():
+        value[1] = peer[name]
+    reference, better, best = (loss_by_hand(task, task.val[0], m) for m in (initial, own, peer))
+    assert best < better < reference
+    weights = weights_by_hand(task, 0, initial, [peer, own])
+    ours.round([0], 1)
+    start = ours.engine.memory[0]["reference"]
+    torch.testing.assert_close(start, update_by_hand(initial, [peer, own], weights), **CLOSE)
+    assert (start["body.weight"] - peer["body.weight"]).abs().max() > 1e-3
 
 
 def check_the_best_are_sent() -> None:
@@ -136,7 +171,7 @@ def sum_of_models(own: Model, others: list[Model], weights: Tensor) -> Model:
 
 
 def not_cut_off(weights: Tensor) -> Tensor:
-    return weights / weights.sum()
+    return torch.nan_to_num(weights / weights.sum())
 
 
 def magnitudes(weights: Tensor) -> Tensor:
@@ -148,7 +183,7 @@ def not_normalised(weights: Tensor) -> Tensor:
 
 
 def equal(weights: Tensor) -> Tensor:
-    return (weights > 0).double() / (weights > 0).sum()
+    return torch.nan_to_num((weights > 0).double() / (weights > 0).sum())
 
 
 def training_loss(client: fedfomo.Client, model: Model) -> Tensor:
@@ -203,26 +238,43 @@ def test_mutant_is_caught(
 # Limits
 
 
-def test_a_client_stays_where_no_candidate_is_better() -> None:
+def spoil(ours: Federation, *clients: int) -> None:
+    """Makes the models of some clients the worst there can be: sure of a class, and wrong."""
+    wrong = torch.tensor([50.0, -50.0, -50.0]).double()
+    for client in clients:
+        ours.server.trained["base"]["head.bias"][client] = wrong
+        ours.engine.memory[client]["model"]["head.bias"] = wrong
+
+
+def test_a_client_goes_on_from_its_own_model_where_no_other_is_better() -> None:
     ours = federation()
-    for other in range(1, 6):  # the worst there can be: sure of a class, and wrong
-        value = ours.server.trained["base"]["head.bias"]
-        value[other] = torch.tensor([50.0, -50.0, -50.0]).double()
-    own = ours.engine.memory[0]["model"]
+    spoil(ours, 1, 2, 3, 4, 5)
+    kept = ours.engine.memory[0]
+    kept["model"] = own = stepped(ours.task, 0, kept["reference"])
     ours.round([0], 1)
-    expected = stepped(ours.task, 0, own)
-    torch.testing.assert_close(ours.engine.memory[0]["model"], expected, **CLOSE)
+    torch.testing.assert_close(ours.engine.memory[0]["model"], stepped(ours.task, 0, own), **CLOSE)
     assert (ours.server.affinity[0, 1:] < 0).all()
+
+
+def test_a_client_goes_back_to_its_reference_where_its_own_model_is_worse_too() -> None:
+    ours = federation()
+    spoil(ours, *range(6))
+    reference = trees.clone(ours.engine.memory[0]["reference"])
+    ours.round([0], 1)
+    expected = stepped(ours.task, 0, reference)
+    torch.testing.assert_close(ours.engine.memory[0]["model"], expected, **CLOSE)
 
 
 def test_a_candidate_at_distance_zero_weighs_nothing() -> None:
     ours = federation(candidates=2)
-    own = trees.clone(ours.engine.memory[0]["model"])
+    reference = trees.clone(ours.engine.memory[0]["reference"])
+    ours.engine.memory[0]["model"] = trees.clone(reference)
     for name, value in ours.server.trained["base"].items():
-        value[1:] = own[name]
+        value[1:] = reference[name]
     before = ours.server.affinity.clone()
     ours.round([0], 1)
-    torch.testing.assert_close(ours.engine.memory[0]["model"], stepped(ours.task, 0, own), **CLOSE)
+    expected = stepped(ours.task, 0, reference)
+    torch.testing.assert_close(ours.engine.memory[0]["model"], expected, **CLOSE)
     assert torch.equal(ours.server.affinity, before)
 
 
@@ -240,26 +292,28 @@ def test_without_validation_data_a_client_weighs_on_its_training_data() -> None:
     ours = federation()
     task = ours.task
     task.val[0] = torch.tensor([], dtype=torch.int64)  # type: ignore[index]
-    own = trees.clone(ours.engine.memory[0]["model"])
+    kept = ours.engine.memory[0]
+    kept["model"] = kept["reference"]  # at distance zero
     other = trees.take(ours.server.trained["base"], 3)
     cohort = ours.engine.cohort([0], 1, training=True)
     reply = cohort.ask(fedfomo.Client.weigh, ours.server.models([[3]], "base"))
-    gain = loss_by_hand(task, task.train[0], own) - loss_by_hand(task, task.train[0], other)
-    assert reply["weights"][0].tolist() == [np.sign(gain), 0, 0, 0, 0]
+    before, after = (loss_by_hand(task, task.train[0], m) for m in (kept["reference"], other))
+    assert reply["weights"][0].tolist() == [np.sign(before - after), 0, 0, 0, 0]
 
 
 def test_batch_norm_buffers_move_with_the_weights() -> None:
     ours = federation(Normed)
-    counters = ours.server.trained["base"]["norm.num_batches_tracked"]
-    counters[:] = torch.tensor([10, 20, 31, 40, 50, 60])
-    ours.engine.memory[4]["model"]["norm.num_batches_tracked"] = torch.tensor(50)
-    own, ids = trees.clone(ours.engine.memory[4]["model"]), [0, 1, 2, 3, 5]
+    ours.server.trained["base"]["norm.num_batches_tracked"][:] = torch.arange(10, 70, 10)
+    kept = ours.engine.memory[4]
+    kept["model"]["norm.num_batches_tracked"] = torch.tensor(57)
+    kept["reference"]["norm.num_batches_tracked"] = torch.tensor(40)
+    reference, ids = trees.clone(kept["reference"]), [0, 1, 2, 3, 5]
     others = [trees.clone(trees.take(ours.server.trained["base"], other)) for other in ids]
-    before = ours.server.affinity.clone()
+    candidates = [*others, trees.clone(kept["model"])]
+    weights = weights_by_hand(ours.task, 4, reference, candidates)
+    assert 1 < (weights > 0).sum() < 6
     ours.round([4], 1)
-    weights = (ours.server.affinity - before)[4, ids].numpy()
-    assert 1 < (weights > 0).sum() < 5
-    start = update_by_hand(own, others, weights)
+    start = update_by_hand(reference, candidates, weights)
     trained = ours.engine.memory[4]["model"]
     counted = trained["norm.num_batches_tracked"]
     assert counted == round(float(start["norm.num_batches_tracked"])) + 1

@@ -3,28 +3,33 @@
 Paper: https://arxiv.org/abs/2012.08565.
 
 The server keeps the last trained model theta_n of every client n. A client i that takes part is
-sent M of them, its candidates, and weighs them on its own validation data (its training data, where
-it has no other):
+sent M of them, and its own last trained model is one more candidate. Its reference, theta_i, is the
+model that this training began with. It weighs candidates on its own validation data (its training
+data, where it has no other):
 
     w_n = (L_i(theta_i) - L_i(theta_n)) / |theta_n - theta_i|
 
-with the Euclidean distance over all parameters; a candidate at distance zero weighs nothing.
-Weights below zero are cut off, the others divided by their sum, and from theta_i + sum_n w_n
-(theta_n - theta_i) the client trains. Losses are those of evaluation mode, each model with its own
-batch-norm buffers, which move with the same weights; integer ones are rounded back.
+with the Euclidean distance over all parameters (the authors' code: by default the sum of
+magnitudes); a candidate at distance zero weighs nothing. Weights below zero are cut off, the others
+divided by their sum, and from theta_i + sum_n w_n (theta_n - theta_i) the client trains. So the
+client's own training counts like that of others: by what it gained, and not at all where it did
+harm. Losses are those of evaluation mode, each model with its own batch-norm buffers, which move
+with the same weights; integer ones are rounded back.
 
-To row i of the affinity matrix P the server adds the weights that client i replies with: before
-they are cut off, so that a model that would do harm comes after one that was never tried, and
-divided by the sum of their magnitudes (the authors' code: by the magnitude of their sum, which may
-be near zero). As in that code each of the M places is filled by the client with the highest
-affinity, ties broken at random, or with a probability that falls from round to round by any client.
-Only clients of the same target size that have trained are candidates. A server is built under the
-run's seed and draws one number then; with it candidates are a function of seed, round and client.
+To row i of the affinity matrix P the server adds the weights of others that client i replies with:
+before they are cut off, so that a model that would do harm comes after one that was never tried,
+and divided by the sum of all magnitudes, its own model's too (the authors' code: by the magnitude
+of their sum, which may be near zero). As in that code each of the M places is filled by the client
+with the highest affinity, ties broken at random, or with a probability that falls from round to
+round by any client. Only clients of the same target size that have trained are candidates. A server
+is built under the run's seed and draws one number then; with it candidates are a function of seed,
+round and client.
 
-Sent: the candidates. Returned: M weights, then the trained model. Kept: the client's own model.
-Evaluated: that model, as last trained. A novel client, of which the paper has none, begins where
-all did, at the initial weights: it weighs M candidates drawn at random in the same way, then trains
-for ``novel_steps`` steps, for which it needs labels.
+Sent: M candidates. Returned: their weights, then the trained model. Kept: that model, and the one
+that its training began with; at first both are the initial one. Evaluated: the model as last
+trained. A novel client, of which the paper has none, begins where all did, at the initial weights:
+it weighs M candidates drawn at random in the same way, then trains for ``novel_steps`` steps, for
+which it needs labels.
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,7 +54,8 @@ class Config(LocalConfig):
     """Settings of FedFomo.
 
     Attributes:
-        candidates: M, models of others that a client is sent; fewer where fewer have trained.
+        candidates: M, models of others that a client is sent; fewer where fewer have trained. (The
+            authors count a client's own as well: their "5 models" are M = 4.)
         exploration: probability in round 0 that a place among them is filled at random.
         exploration_decay: by how much that falls from round to round.
         novel_steps: steps in which a novel client trains its model.
@@ -71,23 +77,26 @@ class Client(federation.Client):
 
     @step
     def weigh(self, candidates: Tree) -> Tree:
-        """Moves the client's own model, and holds what becomes of it until the end of the round.
+        """Moves the reference, and holds what becomes of it until the end of the round.
 
         Args:
-            candidates: {place, "0" to "M-1": model}; some places may be empty.
+            candidates: {place, "0" to "M-1": model of another}; some places may be empty.
 
         Returns:
-            {"weights": (M,) float64}, not cut off, magnitudes summing to 1; 0 for an empty place.
+            {"weights": (M,) float64}, not cut off, 0 for an empty place. With that of the client's
+            own model, which does not travel, their magnitudes sum to 1.
         """
-        own = self.personal_model({})
-        loss = self.validation_loss(own)
-        weights = loss.new_zeros(self.config.candidates)
-        for place, other in candidates.items():
-            if (distance := self.distance(own, other)) > 0:
-                weights[int(place)] = (loss - self.validation_loss(other)) / distance
-        used = shares(weights)[[int(place) for place in candidates]]
-        self.scratch["model"] = moved(own, list(candidates.values()), used)
-        return {"weights": F.normalize(weights, p=1, dim=0)}
+        reference, own = self.recall("reference", self.initial), self.personal_model({})
+        models = {int(place): other for place, other in candidates.items()}
+        models[self.config.candidates] = own
+        loss = self.validation_loss(reference)
+        weights = loss.new_zeros(self.config.candidates + 1)
+        for place, model in models.items():
+            if (distance := self.distance(reference, model)) > 0:
+                weights[place] = (loss - self.validation_loss(model)) / distance
+        used = shares(weights)[list(models)]
+        self.scratch["model"] = moved(reference, list(models.values()), used)
+        return {"weights": F.normalize(weights, p=1, dim=0)[:-1]}
 
     def validation_loss(self, model: Model) -> Tensor:
         """Returns the mean loss of a model on validation data; on training data without any."""
@@ -101,10 +110,10 @@ class Client(federation.Client):
 
     @step
     def train_model(self) -> Model:
-        """Trains from where the weights led; keeps and returns the model."""
+        """Trains from where the weights led; keeps that and the model, and returns the latter."""
         start, settings = self.scratch["model"], self.config.local
         model = sgd(self.objective, start, self.batches, settings, trainable=self.parameters).model
-        self.memory["model"] = model
+        self.memory["reference"], self.memory["model"] = start, model
         return model
 
     @step
@@ -187,10 +196,10 @@ def shares(weights: Tensor) -> Tensor:
     return F.normalize(weights.clamp(min=0), p=1, dim=0)
 
 
-def moved(own: Model, others: Sequence[Model], weights: Tensor) -> Model:
-    """Returns own + sum_n weights_n (others_n - own); integer entries are rounded back."""
+def moved(start: Model, models: Sequence[Model], weights: Tensor) -> Model:
+    """Returns start + sum_n weights_n (models_n - start); integer entries are rounded back."""
     rest = 1 - weights.sum(0, keepdim=True)
-    return trees.weighted_mean(trees.stack([own, *others]), torch.cat([rest, weights]))
+    return trees.weighted_mean(trees.stack([start, *models]), torch.cat([rest, weights]))
 
 
 def fill_places(ranked: list[int], at_random: list[int], explores: list[bool]) -> list[int]:
