@@ -1,6 +1,7 @@
 """pFedMe against closed forms on quadratics."""
 
 from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -49,9 +50,14 @@ def batches(task: Task, client: int, number: int, name: str = "train_model") -> 
 
 
 def round_by_hand(task: Task, client: int, w: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """Algorithm 1 with matrices: the client's w and theta after four local rounds."""
+    """The client's w and theta after four local rounds."""
+    return local_rounds_by_hand(task, w, islice(batches(task, client, number), 4))
+
+
+def local_rounds_by_hand(task: Task, w: Tensor, drawn: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
+    """Algorithm 1 with matrices: w and theta after a local round on each of some batches."""
     theta = w
-    for rows, _ in zip(batches(task, client, number), range(4), strict=False):
+    for rows in drawn:
         a, b = quadratic(task, rows)
         for _ in range(3):
             theta = theta - RATE * (a @ theta - b + LAMBDA * (theta - w))
@@ -201,26 +207,32 @@ def test_buffers_are_those_of_thetas_passes_averaged_uniformly(server_lr: float)
 
 
 @pytest.mark.parametrize("unit", ["steps", "epochs"])
-def test_a_novel_client_fine_tunes_on_the_loss_with_w_fixed(unit: str) -> None:
+def test_a_novel_client_fine_tunes_as_in_training_with_a_w_of_its_own_that_moves(unit: str) -> None:
     task = make_quadratic_task(novel=1)
     novel = {"novel_steps": 6} if unit == "steps" else {"novel_epochs": 3}
     federation = Federation("pfedme", task, **STEPS, **novel)
     federation.round([0, 1, 2])
     before = federation.server.model["base"]
-    w = theta = vector(before)
     if unit == "steps":
-        rows = [r for r, _ in zip(batches(task, 3, 99, "fine_tune"), range(6), strict=False)]
+        rows = list(islice(batches(task, 3, 99, "fine_tune"), 6))
     else:
         source = generator(0, "batches", 3, 99, "fine_tune", 0)
         orders = [task.train[3][torch.randperm(9, generator=source)] for _ in range(3)]
         rows = [part for order in orders for part in order.split(5)]
     assert len(rows) == 6
-    for some in rows:
-        a, b = quadratic(task, some)
-        theta = theta - RATE * (a @ theta - b + LAMBDA * (theta - w))
+    w, theta = local_rounds_by_hand(task, vector(before), rows)
     torch.testing.assert_close(vector(federation.personal(3, fresh=True)), theta, **CLOSE)
+    assert (w - vector(before)).abs().max() > 0.1  # or a fixed w would pass
     torch.testing.assert_close(federation.server.model["base"], before, rtol=0, atol=0)
     assert 3 not in federation.engine.memory
+
+
+def test_a_novel_client_replies_with_nothing() -> None:
+    federation = Federation("pfedme", make_task(novel=1), **STEPS, novel_steps=2)
+    cohort = federation.engine.cohort([3], 99, training=False, fresh=True)
+    model = federation.server.personalize(cohort)
+    (exchange,) = cohort.state.exchanges
+    assert (exchange.step, exchange.down, exchange.up) == ("fine_tune", trees.count_bytes(model), 0)
 
 
 # Mistakes that the checks above must reject

@@ -10,7 +10,9 @@ Sent: the global model w, batch-norm buffers included; the client's moved w come
 personal model, the last theta. Aggregated: w <- (1 - beta) w + beta times the mean of the clients'
 w; the mean is **uniform** over the cohort, as in the paper (the authors' code weighs by training
 examples). Evaluated: theta, not w; a known client that was never asked uses w as it is. A novel
-client fine-tunes w on f(theta) + lambda/2 |theta - w|^2 with w fixed, for ``novel_steps`` steps.
+client fine-tunes the global model on the same loss (PeFLL, appendix C.2) as in training: for
+``novel_steps`` local rounds, in which a w of its own moves after theta. (A fixed w would hold theta
+at the global model where lambda is large.) Nothing comes back.
 
 Where the paper leaves theta's start open we follow the authors' code: the global w in a round's
 first local round, the last theta in the others. The paper has every client train in every round and
@@ -43,8 +45,8 @@ class Config(LocalConfig):
         proximity: lambda; 0 trains theta alone and leaves w where it is.
         lr: eta, the rate of w; eta * lambda = 1 puts w onto theta.
         server_lr: beta; 1 takes the mean of the clients' w, 0 leaves the global model as it is.
-        novel_steps: steps in which a novel client fine-tunes the global model.
-        novel_epochs: passes over its data instead of ``novel_steps``.
+        novel_steps: local rounds in which a novel client fine-tunes the global model.
+        novel_epochs: passes over its data instead, with a local round for each batch.
     """
 
     local_lr: PositiveFloat = 5e-2
@@ -89,8 +91,8 @@ class Client(federation.Client):
 
     @step
     def fine_tune(self, model: Model) -> Tree:
-        """Trains theta near the fixed w; replies with nothing."""
-        self.memory["personal"] = self.approach(model, model, self.batches)
+        """Does the same; replies with nothing."""
+        self.train_model(model)
         return {}
 
     def approach(self, theta: Model, w: Model, batches: Iterable[Batch]) -> Model:
