@@ -15,7 +15,6 @@ from hyperfed.system.randomness import generator
 from hyperfed.training import Batch, Sgd, sgd
 from hyperfed.trees import Model
 from toys import (
-    EXAMPLES,
     ONE_STEP,
     PLAIN,
     Federation,
@@ -67,14 +66,13 @@ def check_a_round(variant: str) -> None:
     federation = Federation("per_fedavg", task, **STEPS, variant=variant)
     start = task.outline().initial()["weight"].squeeze()
     federation.round(clients)
-    total = sum(EXAMPLES[i] for i in clients)
-    expected = sum(EXAMPLES[i] / total * trained_by_hand(task, i, start, variant) for i in clients)
+    expected = sum(trained_by_hand(task, i, start, variant) for i in clients) / 3
     ours = federation.server.model["base"]["weight"].squeeze()
     torch.testing.assert_close(ours, expected, **CLOSE)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_round_is_the_matrix_formula_averaged_by_training_examples(variant: str) -> None:
+def test_a_round_is_the_matrix_formula_averaged_uniformly(variant: str) -> None:
     check_a_round(variant)
 
 
@@ -126,9 +124,11 @@ def test_an_epoch_is_one_iteration_for_each_of_its_batches() -> None:
 
 def test_with_a_vanishing_alpha_it_is_fedavg() -> None:
     settings = PLAIN | {"local_steps": 4, "batch_size": 10_000, "local_lr": 0.1}
+    equal = {"examples": (9, 9, 9, 9)}  # where the mean by examples is the uniform one
     for variant in VARIANTS:
-        ours = Federation("per_fedavg", make_task(), **settings, variant=variant, adapt_lr=1e-15)
-        fedavg = Federation("fedavg", make_task(), **settings)
+        task = make_task(**equal)
+        ours = Federation("per_fedavg", task, **settings, variant=variant, adapt_lr=1e-15)
+        fedavg = Federation("fedavg", make_task(**equal), **settings)
         for federation in (ours, fedavg):
             federation.round([0, 1, 3])
         torch.testing.assert_close(ours.server.model, fedavg.server.model, rtol=0, atol=1e-12)
@@ -155,9 +155,9 @@ def test_buffers_follow_the_pass_of_the_adapted_model_alone() -> None:
 # Which model is evaluated, what travels, what stays
 
 
-def check_the_evaluated_model(novel: bool = False) -> None:
+def check_the_evaluated_model(novel: bool = False, **local: Any) -> None:
     task = make_quadratic_task(novel=1)
-    federation = Federation("per_fedavg", task, **STEPS, adapt_steps=3)
+    federation = Federation("per_fedavg", task, **STEPS | local, adapt_steps=3)
     federation.round([0, 1, 2])
     client = 3 if novel else 1
     w = federation.server.model["base"]["weight"].squeeze()
@@ -172,6 +172,15 @@ def check_the_evaluated_model(novel: bool = False) -> None:
 @pytest.mark.parametrize("novel", [False, True])
 def test_every_client_uses_the_meta_model_after_adapting_it(novel: bool) -> None:
     check_the_evaluated_model(novel)
+
+
+@pytest.mark.parametrize(
+    "local", [{"local_momentum": 0.9}, {"local_weight_decay": 0.5}, {"local_clip": 0.01}], ids=str
+)
+def test_an_adaptation_has_plain_steps_whatever_the_settings_of_training(
+    local: dict[str, float],
+) -> None:
+    check_the_evaluated_model(**local)
 
 
 def test_what_is_counted_is_the_adapted_model() -> None:

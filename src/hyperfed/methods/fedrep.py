@@ -6,8 +6,10 @@ Sent: the body (everything but the head; buffers included), both ways. Kept: the
 ``head_layers`` layers. A client first trains its head on the frozen body, for ``head_steps`` steps
 (or ``head_epochs``), then the body under the frozen head, for ``local_steps`` (or
 ``local_epochs``); each has an optimiser of its own. Bodies are averaged, weighted by training
-examples. Evaluated: the global body with the client's own head. A novel client trains a head from
-the initial weights, which are random, on the frozen body for ``novel_steps`` (or ``novel_epochs``).
+examples, as in FedAvg (algorithm 1 and, for CIFAR, the authors' code weigh clients alike; for
+FEMNIST and Sent140 that code weighs by examples). Evaluated: the global body with the client's own
+head. A novel client trains a head from the initial weights, which are random, on the frozen body
+for ``novel_steps`` (or ``novel_epochs``).
 
 A frozen body is frozen whole. While the head trains, batch-norm normalises by the batch, as in all
 training, but its running statistics do not move: what a client sends back has seen the batches of

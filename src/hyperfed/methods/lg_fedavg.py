@@ -4,8 +4,9 @@ Paper: https://arxiv.org/abs/2001.01523.
 
 Sent: the head, the parameters of the last ``head_layers`` layers, both ways. Kept: the body
 (everything else; all batch-norm buffers are part of it). Body and head train jointly; heads are
-averaged, weighted by training examples. Evaluated: the client's own body under the global head. A
-novel client trains a body from where the others began, under the frozen head, for ``novel_steps``.
+averaged, weighted by training examples, as in FedAvg (the authors' code for MNIST and CIFAR-10
+weighs clients alike). Evaluated: the client's own body under the global head. A novel client trains
+a body from where the others began, under the frozen head, for ``novel_steps``.
 
 A body begins at the initial weights. Or, as in pFedHN's comparison (Shamsian et al., section 5), at
 a model that FedAvg made in the first ``pretrain_rounds`` rounds: in these the whole model is sent,

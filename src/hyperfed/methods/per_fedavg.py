@@ -11,11 +11,12 @@ from three independent batches D, D', D''. ``first_order`` drops the Hessian; ``
 its product with a gradient as the difference of two gradients.
 
 Sent: the meta-model w, batch-norm buffers included, both ways. Kept: nothing. Aggregated: the mean
-of the trained meta-models, weighted by training examples, as in FedAvg. Evaluated: the meta-model
-after ``adapt_steps`` steps of rate alpha at the client, each on a batch as large as those of
-training, so that a client is served what w was trained for. A novel client does the same. What has
-been adapted never travels. Batch-norm buffers follow the passes of the adapted model: in training
-those on D', in adaptation those on its batches.
+of the trained meta-models, **uniform** over the cohort, as in the paper, whose objective is the
+plain mean over clients (we know of no code of its authors; that of pFedMe's, who compare with it,
+weighs by training examples). Evaluated: the meta-model after ``adapt_steps`` steps of rate alpha at
+the client, each on a batch as large as those of training, so that a client is served what w was
+trained for. A novel client does the same. What has been adapted never travels. Batch-norm buffers
+follow the passes of the adapted model: in training those on D', in adaptation those on its batches.
 """
 
 from collections.abc import Mapping
@@ -28,10 +29,10 @@ from torch import Tensor
 from torch.func import grad
 
 from hyperfed import federation
-from hyperfed.federation import Cohort, Outline, average, step
+from hyperfed.federation import Cohort, Outline, step
 from hyperfed.methods.parts.presets import DEFAULT, PEFLL, PFEDHN
 from hyperfed.training import Batch, LocalConfig, Sgd, Steps, sgd
-from hyperfed.trees import Model, Tree, detach, partition, tree_map
+from hyperfed.trees import Model, Tree, detach, partition, tree_map, weighted_mean
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -127,9 +128,14 @@ class Server(federation.Server):
         self.model: Tree = {size: outline.initial(size) for size in outline.models}
 
     def round(self, clients: Cohort) -> None:
-        """Replaces the meta-model by the weighted mean of the trained ones."""
-        batches = self.config.batches
-        self.model = average(clients, Client.train_model, self.model, batches)
+        """Replaces the meta-model by the uniform mean of the trained ones."""
+        groups, batches = clients.sizes, self.config.batches
+        trained = {
+            size: group.ask(Client.train_model, self.model[size], batches=batches)
+            for size, group in groups.items()
+        }
+        means = {s: weighted_mean(trained[s], group.weight.sign()) for s, group in groups.items()}
+        self.model = self.model | means
 
     def personalize(self, clients: Cohort) -> Tree:
         """Has each client adapt the meta-model, and sends nothing more."""
