@@ -12,7 +12,16 @@ from hyperfed.methods import fedbn
 from hyperfed.nets.targets import PFedLACNN, batch_norm_names
 from hyperfed.runs.config import from_keys
 from hyperfed.trees import Model, Tree
-from toys import CLASSES, EXAMPLES, FEATURES, ONE_STEP, Federation, client_loss, make_task
+from toys import (
+    CLASSES,
+    EXAMPLES,
+    FEATURES,
+    ONE_STEP,
+    Federation,
+    TwoLayers,
+    client_loss,
+    make_task,
+)
 
 CLOSE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
 CLIENTS = [0, 1, 3]
@@ -205,6 +214,33 @@ def test_a_novel_client_measures_its_statistics_where_there_is_nothing_to_train(
     torch.testing.assert_close(ours["first.running_mean"], (1 - 0.9**2) * x.mean(0), **CLOSE)
     variance = 0.9**2 + (1 - 0.9**2) * x.var(0)
     torch.testing.assert_close(ours["first.running_var"], variance, **CLOSE)
+
+
+# A target without batch-norm
+
+
+def test_without_batch_norm_the_run_starts_with_a_warning_that_it_is_fedavg(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ours = Federation("fedbn", make_task(novel=1), **ONE_STEP, novel_steps=1)
+    assert not caplog.messages  # a server is also built to evaluate
+    for number in range(3):
+        ours.round(CLIENTS[:2], number)
+    ours.personal(0)
+    ours.personal(3, fresh=True)
+    (message,) = caplog.messages
+    assert "this is FedAvg, not FedBN" in message
+    assert "task.model=" in message
+
+
+def test_with_batch_norm_in_a_target_of_any_size_there_is_no_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    models = {"S": TwoLayers().double(), "L": Misnamed().double()}
+    task = make_task(models=models, sizes=("S", "L", "S", "L"))
+    Federation("fedbn", task, **ONE_STEP).round([0, 1])
+    Federation("fedbn", make_task(Misnamed), **ONE_STEP).round([0, 1])
+    assert not caplog.messages
 
 
 def test_the_settings_of_pfedla() -> None:

@@ -9,10 +9,12 @@ the client's own batch-norm layers. A novel client trains its batch-norm layers,
 ones, with all else frozen, for ``novel_steps`` steps, whose forward passes measure its statistics:
 the server has never had any batch-norm layer to give.
 
-Without batch normalisation this is FedAvg. That is so for the default target of the digits: take a
-target that has some, such as ``task.model=pfedla_cnn``, where images have 16 pixels a side or more.
+Without batch normalisation this is FedAvg, of which a warning tells as the run starts. That is so
+for the default targets: take one that has some, such as ``task.model=pfedla_cnn``, where images
+have 16 pixels a side or more.
 """
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,6 +27,8 @@ from hyperfed.methods.parts.presets import DEFAULT
 from hyperfed.nets.targets import batch_norm_names
 from hyperfed.training import LocalConfig, Steps, sgd
 from hyperfed.trees import Model, Tree, partition
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -110,6 +114,11 @@ class Server(federation.Server):
 
     def round(self, clients: Cohort) -> None:
         """Replaces the shared part by the weighted mean of the trained ones."""
+        if clients.round == 0 and not any(map(batch_norm_names, self.outline.models.values())):
+            log.warning(
+                "this is FedAvg, not FedBN: no target has a batch-norm layer, so clients keep "
+                "nothing of their own; choose a target with some, such as task.model=pfedla_cnn"
+            )
         self.shared = average(clients, Client.train_model, self.shared, self.config.batches)
 
     def personalize(self, clients: Cohort) -> Model:
