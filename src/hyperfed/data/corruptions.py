@@ -57,7 +57,8 @@ def blur(images: Tensor, sigma: float) -> Tensor:
 def rotate(images: Tensor, degrees: float) -> Tensor:
     """Rotates counter-clockwise about the centre; what comes from outside the image is black.
 
-    Values between pixels are interpolated linearly.
+    A pixel gets the value of the one nearest to where it comes from, as in torchvision's rotations
+    by default: the paper names no interpolation. A small angle may leave a small image as it is.
 
     Args:
         images: (N, C, H, W) floats.
@@ -70,7 +71,8 @@ def rotate(images: Tensor, degrees: float) -> Tensor:
     # Where each pixel comes from, in pixels from the centre; grid_sample counts in half images.
     from_right, from_down = cosine * right - sine * down, sine * right + cosine * down
     grid = torch.stack([from_right * 2 / width, from_down * 2 / height], dim=-1)  # (H, W, 2)
-    return F.grid_sample(images, grid.expand(len(images), -1, -1, -1), align_corners=False)
+    grid = grid.expand(len(images), -1, -1, -1)
+    return F.grid_sample(images, grid, mode="nearest", align_corners=False)
 
 
 def scale_brightness(images: Tensor, factor: float) -> Tensor:
