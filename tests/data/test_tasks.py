@@ -284,6 +284,13 @@ def test_three_widths_are_sizes_s_m_l_for_equal_groups():
     assert set(targets(TaskConfig(widths=(8, 12)), images, seed=0)) == {"width8", "width12"}
 
 
+def test_hidden_sizes_reach_the_target():
+    for hidden, expected in ((7, [7]), ((7, 5), [7, 5]), ((), []), (None, [200])):
+        (net,) = targets(TaskConfig(model="mlp", hidden=hidden), made(), seed=0).values()
+        outputs = [len(value) for name, value in net.named_parameters() if "bias" in name]
+        assert outputs == [*expected, 10]
+
+
 def test_sizes_reach_the_task(tmp_path):
     x = np.zeros((70, 1, 16, 16), dtype=np.uint8)
     np.savez(tmp_path / "mine.npz", x=x, y=np.arange(70) % 2)
@@ -361,6 +368,7 @@ def test_settings_that_contradict_themselves_are_refused(settings, message):
         ({"novel_corruption": "saturation"}, "saturation needs colour images, .* got 1"),
         ({"model": "lenett"}, "did you mean 'lenet'"),
         ({"width": 8}, "the options of mlp are hidden"),
+        ({"model": "mlp", "hidden": 3, "width": 8}, "the options of mlp are hidden, got width"),
         ({"name": "digit"}, "did you mean 'digits'"),
     ],
 )

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from hyperfed import trees
 from hyperfed.federation import step
 from hyperfed.methods import fedbn
-from hyperfed.nets.targets import PFedLACNN, batch_norm_names
+from hyperfed.nets.targets import LeNet, LeNetBN, PFedLACNN, batch_norm_names
 from hyperfed.runs.config import from_keys
 from hyperfed.trees import Model, Tree
 from toys import (
@@ -83,11 +83,12 @@ def test_batch_norm_is_found_by_its_type() -> None:
     assert batch_norm_names(nn.Sequential(nn.InstanceNorm1d(3, affine=True), nn.Linear(2, 2))) == ()
 
 
-def test_the_target_of_pfedla_has_two_such_layers() -> None:
-    found = batch_norm_names(PFedLACNN((3, 32, 32), 10))
+@pytest.mark.parametrize(("target", "entries"), [(LeNetBN, 5), (PFedLACNN, 3)])
+def test_the_targets_that_have_two_such_layers(target: type[LeNetBN], entries: int) -> None:
+    found = batch_norm_names(target((3, 32, 32), 10))
     assert {name.split(".")[0] for name in found} == {"norm1", "norm2"}
-    assert len(found) == 2 * 5
-    assert batch_norm_names(PFedLACNN((3, 32, 32), 10, norm=False)) == ()
+    assert len(found) == 2 * entries
+    assert batch_norm_names(LeNet((3, 32, 32), 10)) == ()
 
 
 # The update, what travels and what stays

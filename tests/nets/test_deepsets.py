@@ -111,7 +111,7 @@ def test_a_maximum_has_no_such_sensitivity() -> None:
     assert (encoder(changed) - encoder(x)).norm() > 10 * sensitivity(1, 1, 400)
 
 
-@pytest.mark.parametrize("name", ["lenet", "omniglot_net", "mlp", "pfedla_cnn", "pfedkt_cnn"])
+@pytest.mark.parametrize("name", ["lenet", "omniglot_net", "mlp", "lenet_bn", "pfedkt_cnn"])
 @pytest.mark.parametrize("bounded", [False, True])
 def test_it_encodes_for_every_target(name: str, bounded: bool) -> None:
     assert name in TARGETS

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hyperfed.errors import UserError
-from hyperfed.nets import MLP, CharLSTM, LeNet, OmniglotNet, PFedLACNN
+from hyperfed.nets import MLP, CharLSTM, LeNet, LeNetBN, OmniglotNet
 from hyperfed.nets.descriptors import LabelledTarget, LabelMap, Standard
 from hyperfed.system.randomness import generator, seeded
 
@@ -67,7 +67,7 @@ def test_the_layers_between_keep_the_targets_weights_and_the_target_its_own() ->
     [
         (lambda: nn.Linear(6, 2, bias=False), (6,)),
         (lambda: OmniglotNet((1, 28, 28), 55, width=2), (1, 28, 28)),
-        (lambda: PFedLACNN((3, 16, 16), 10), (3, 16, 16)),
+        (lambda: LeNetBN((3, 16, 16), 10), (3, 16, 16)),
     ],
     ids=["one layer", "padded convolutions", "batch-norm"],
 )

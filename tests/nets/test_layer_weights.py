@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from hyperfed import trees
 from hyperfed.errors import UserError
-from hyperfed.nets import LayerWeights, PFedLACNN, layers_of
+from hyperfed.nets import LayerWeights, LeNetBN, PFedLACNN, layers_of
 from hyperfed.system.randomness import seeded
 
 CLIENTS, LAYERS = 5, {"S": 2, "L": 3}
@@ -84,7 +84,7 @@ def test_numbers_out_of_range_are_refused(numbers: tuple) -> None:
 
 
 def test_a_layer_is_a_module_with_its_weight_bias_and_buffers() -> None:
-    model = PFedLACNN((3, 16, 16), 4)
+    model = LeNetBN((3, 16, 16), 4)
     layers = layers_of(model)
     assert list(layers) == ["conv1", "norm1", "conv2", "norm2", "fc1", "fc2", "fc3"]
     assert layers["conv1"] == ("conv1.weight", "conv1.bias")
@@ -92,6 +92,13 @@ def test_a_layer_is_a_module_with_its_weight_bias_and_buffers() -> None:
     assert layers["norm1"] == ("norm1.weight", "norm1.bias", *statistics)
     entries = [name for names in layers.values() for name in names]
     assert sorted(entries) == sorted(trees.model_of(model))
+
+
+def test_statistics_without_a_scale_belong_to_the_layer_before() -> None:
+    layers = layers_of(PFedLACNN((3, 16, 16), 4))
+    assert list(layers) == ["conv1", "conv2", "fc1", "fc2", "fc3"]
+    statistics = ("norm2.running_mean", "norm2.running_var", "norm2.num_batches_tracked")
+    assert layers["conv2"] == ("conv2.weight", "conv2.bias", *statistics)
 
 
 def test_every_entry_of_an_unusual_model_is_in_one_layer() -> None:

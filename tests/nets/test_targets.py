@@ -12,6 +12,7 @@ from hyperfed.nets import (
     TARGETS,
     CharLSTM,
     LeNet,
+    LeNetBN,
     OmniglotNet,
     PFedKTCNN,
     PFedLACNN,
@@ -132,10 +133,10 @@ class TestPFedKTCNN:
         assert model.fc3.weight.shape == (100, 80)
 
 
-class TestPFedLACNN:
+class TestLeNetBN:
     def test_normalises_before_pooling_and_relu(self):
         with seeded(3):
-            model = PFedLACNN((3, 16, 18), 4).double()
+            model = LeNetBN((3, 16, 18), 4).double()
         p = dict(model.named_parameters())
         for name in ("norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias"):
             nn.init.normal_(
@@ -156,18 +157,21 @@ class TestPFedLACNN:
         expected = expected @ p["fc3.weight"].T + p["fc3.bias"]
         torch.testing.assert_close(model(x), expected, rtol=1e-10, atol=1e-12)
 
-    def test_without_norm_is_a_lenet(self):
+    def test_that_of_pfedla_has_neither_scale_nor_shift(self):
         with seeded(4):
-            model = PFedLACNN((1, 28, 28), 10, norm=False).double()
-        assert not list(model.buffers())
-        lenet = LeNet((1, 28, 28), 10).double()
-        lenet.load_state_dict(model.state_dict())
-        x = images(2, 1, 28, 28)
-        torch.testing.assert_close(model(x), lenet(x))
+            model = PFedLACNN((3, 32, 32), 10).double()
+            whole = LeNetBN((3, 32, 32), 10).double()
+        names = {name for name, _ in LeNet((3, 32, 32), 10).named_parameters()}
+        assert {name for name, _ in model.named_parameters()} == names
+        assert count(model) == count(LeNet((3, 32, 32), 10))
+        assert {name for name, _ in model.named_buffers()} == {n for n, _ in whole.named_buffers()}
+        whole.load_state_dict(model.state_dict(), strict=False)  # its scale is 1, its shift 0
+        x = images(5, 3, 32, 32)
+        torch.testing.assert_close(model(x), whole(x))
 
     def test_vmap_over_clients_equals_a_loop(self):
         with seeded(5):
-            model = PFedLACNN((1, 16, 16), 3).double()
+            model = LeNetBN((1, 16, 16), 3).double()
         noise = generator(5, "models")
         models = {
             name: tensor + 0.1 * torch.rand(2, *tensor.shape, generator=noise, dtype=tensor.dtype)
@@ -222,6 +226,11 @@ class TestMLP:
         torch.testing.assert_close(model(x), expected)
         assert len(p) == 2 * layers
 
+    def test_a_number_is_one_hidden_layer(self):
+        one, default = MLP((4,), 3, 7), MLP((4,), 3)
+        assert [tuple(layer.weight.shape) for layer in one.layers] == [(7, 4), (3, 7)]
+        assert [tuple(layer.weight.shape) for layer in default.layers] == [(200, 4), (3, 200)]
+
 
 class TestCharLSTM:
     def test_equals_the_recurrence(self):
@@ -271,7 +280,8 @@ class TestBuildTarget:
         ("lenet", (3, 32, 32), {"width": 8, "hidden": [20, 10]}),
         ("omniglot_net", (1, 28, 28), {"width": 4, "hidden": 5}),
         ("mlp", (1, 8, 8), {"hidden": [5, 4]}),
-        ("pfedla_cnn", (3, 32, 32), {"norm": False}),
+        ("lenet_bn", (3, 32, 32), {"affine": False}),
+        ("pfedla_cnn", (3, 32, 32), {}),
         ("pfedkt_cnn", (3, 32, 32), {}),
         ("char_lstm", (12,), {"embedding": 3, "hidden": 4, "layers": 1}),
     )
@@ -310,7 +320,7 @@ class TestBuildTarget:
         with pytest.raises(UserError, match="options of mlp are hidden, got hiden, width"):
             build_target("mlp", input_shape=(1, 28, 28), classes=3, hiden=(3,), width=1)
 
-    @pytest.mark.parametrize("name", ["lenet", "omniglot_net", "pfedla_cnn", "pfedkt_cnn"])
+    @pytest.mark.parametrize("name", ["lenet", "omniglot_net", "lenet_bn", "pfedkt_cnn"])
     @pytest.mark.parametrize("input_shape", [(28, 28), (1, 15, 28), (1, 28, 15), (0, 28, 28)])
     def test_image_shapes(self, name, input_shape):
         with pytest.raises(UserError, match="sides of at least 16, got "):
@@ -325,8 +335,15 @@ class TestBuildTarget:
         [
             ("lenet", (1, 28, 28), {"width": 0}, "width must be at least 1, got 0"),
             ("lenet", (1, 28, 28), {"hidden": (5,)}, r"outputs of fc1 and fc2, got \(5,\)"),
+            ("lenet", (1, 28, 28), {"hidden": 5}, "outputs of fc1 and fc2, got 5"),
             ("lenet", (1, 28, 28), {"hidden": (5, 0)}, "fc2 must be at least 1, got 0"),
             ("omniglot_net", (1, 28, 28), {"hidden": -1}, "hidden must be at least 1, got -1"),
+            (
+                "omniglot_net",
+                (1, 28, 28),
+                {"hidden": (5, 4)},
+                r"hidden must be one number, got \(5,",
+            ),
             ("mlp", (4,), {"hidden": (3, 0)}, "layer must be at least 1, got 0"),
             ("char_lstm", (4,), {"layers": 0}, "layers must be at least 1, got 0"),
         ],
@@ -347,7 +364,7 @@ class TestHeadNames:
             (LeNet((1, 28, 28), 3), ("fc3.weight", "fc3.bias")),
             (OmniglotNet((1, 28, 28), 3), ("fc2.weight", "fc2.bias")),
             (MLP((4,), 3, (5, 6)), ("layers.2.weight", "layers.2.bias")),
-            (PFedLACNN((1, 28, 28), 3), ("fc3.weight", "fc3.bias")),
+            (LeNetBN((1, 28, 28), 3), ("fc3.weight", "fc3.bias")),
             (CharLSTM(5, hidden=3), ("fc.weight", "fc.bias")),
             (nn.Linear(2, 3, bias=False), ("weight",)),
             (nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.ReLU()), ("1.weight", "1.bias")),

@@ -86,6 +86,8 @@ class TaskConfig:
         model: target network, a name of :data:`hyperfed.nets.targets.TARGETS`. None for the one
             that suits the data: char_lstm, omniglot_net, lenet, or mlp for small images.
         width: first filters of a lenet or omniglot_net; None for its default.
+        hidden: outputs of the hidden layers, a number or one for each layer, as the target takes
+            them (an mlp either, a lenet those of fc1 and fc2); None for its default.
         widths: several widths, one model size each, for equal groups of clients drawn at random.
             Three are called S, M and L.
     """
@@ -107,6 +109,7 @@ class TaskConfig:
     test: Fraction | None = None
     model: str | None = None
     width: PositiveInt | None = None
+    hidden: PositiveInt | tuple[PositiveInt, ...] | None = None
     widths: Annotated[tuple[PositiveInt, ...], Field(min_length=2)] | None = None
 
     @property
@@ -330,7 +333,8 @@ def targets(config: TaskConfig, examples: Examples, seed: int) -> dict[str, nn.M
     shape, classes = tuple(examples.x.shape[1:]), examples.classes
     models = {}
     for size, width in widths.items():
-        options = {} if width is None else {"width": width}
+        given = {"width": width, "hidden": config.hidden}
+        options = {option: value for option, value in given.items() if value is not None}
         with seeded(seed, "target", size):
             models[size] = build_target(name, input_shape=shape, classes=classes, **options)
     return models

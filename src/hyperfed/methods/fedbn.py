@@ -10,7 +10,7 @@ ones, with all else frozen, for ``novel_steps`` steps, whose forward passes meas
 the server has never had any batch-norm layer to give.
 
 Without batch normalisation this is FedAvg, of which a warning tells as the run starts. That is so
-for the default targets: take one that has some, such as ``task.model=pfedla_cnn``, where images
+for the default targets: take one that has some, such as ``task.model=lenet_bn``, where images
 have 16 pixels a side or more.
 """
 
@@ -50,7 +50,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "rounds": 600,
         "cohort": 1.0,
         "task.clients": 10,
-        "task.model": "pfedla_cnn",
+        "task.model": "lenet_bn",
         "task.partition": "equal_classes",
         "task.classes_per_client": 4,
         "task.novel": 0.0,
@@ -117,7 +117,7 @@ class Server(federation.Server):
         if clients.round == 0 and not any(map(batch_norm_names, self.outline.models.values())):
             log.warning(
                 "this is FedAvg, not FedBN: no target has a batch-norm layer, so clients keep "
-                "nothing of their own; choose a target with some, such as task.model=pfedla_cnn"
+                "nothing of their own; choose a target with some, such as task.model=lenet_bn"
             )
         self.shared = average(clients, Client.train_model, self.shared, self.config.batches)
 

@@ -54,9 +54,9 @@ class LeNet(nn.Module):
         last: bool = True,
     ) -> None:
         super().__init__()
-        if len(hidden) != 2:
+        if isinstance(hidden, int) or len(hidden) != 2:
             raise UserError(
-                f"hidden must give the outputs of fc1 and fc2, got {tuple(hidden)}; "
+                f"hidden must give the outputs of fc1 and fc2, got {hidden}; "
                 "pass two numbers, such as (120, 84)"
             )
         _check_positive(classes=classes, width=width, fc1=hidden[0], fc2=hidden[1])
@@ -92,30 +92,26 @@ class PFedKTCNN(LeNet):
         super().__init__(input_shape, classes, width=16, hidden=(1920, 80))
 
 
-class PFedLACNN(nn.Module):
+class LeNetBN(nn.Module):
     """A LeNet with batch normalisation after each convolution: (B, C, H, W) -> (B, classes).
 
-    pFedLA (section 4, training details) takes "the same CNN architectures as in FedFomo, FedBN and
-    pFedHN", adds batch normalisation after the convolutions on CIFAR, and uses none on EMNIST and
-    Fashion-MNIST. The layer sizes stand in a supplement that is not published with the paper; these
-    are pFedHN's (16 and 32 filters, linear layers of 120 and 84 outputs).
-
-    Normalisation comes before pooling: a negative scale would exchange maximum and minimum.
+    16 and 32 filters, linear layers of 120 and 84 outputs. Normalisation comes before pooling: a
+    negative scale would exchange maximum and minimum, and statistics are those of all pixels.
 
     Args:
         input_shape: (C, H, W) of an image; H and W at least 16.
         classes: number of outputs.
-        norm: whether to normalise; the paper does for colour images only.
+        affine: whether normalisation has a scale and a shift to train.
     """
 
-    def __init__(self, input_shape: Sequence[int], classes: int, norm: bool = True) -> None:
+    def __init__(self, input_shape: Sequence[int], classes: int, affine: bool = True) -> None:
         super().__init__()
         _check_positive(classes=classes)
         channels, height, length = _image_shape(input_shape, least=16)
         self.conv1 = nn.Conv2d(channels, 16, 5)
-        self.norm1 = nn.BatchNorm2d(16) if norm else nn.Identity()
+        self.norm1 = nn.BatchNorm2d(16, affine=affine)
         self.conv2 = nn.Conv2d(16, 32, 5)
-        self.norm2 = nn.BatchNorm2d(32) if norm else nn.Identity()
+        self.norm2 = nn.BatchNorm2d(32, affine=affine)
         self.fc1 = nn.Linear(32 * _pixels_after_two_convolutions(height, length), 120)
         self.fc2 = nn.Linear(120, 84)
         self.fc3 = nn.Linear(84, classes)
@@ -127,6 +123,24 @@ class PFedLACNN(nn.Module):
         x = F.relu(self.fc1(x.flatten(1)))
         logits: Tensor = self.fc3(F.relu(self.fc2(x)))
         return logits
+
+
+class PFedLACNN(LeNetBN):
+    """The CNN of pFedLA on colour images: (B, C, H, W) -> (B, classes).
+
+    pFedLA (section 4, training details) takes "the same CNN architectures as in FedFomo, FedBN and
+    pFedHN" and adds batch normalisation after the convolutions on CIFAR. The layer sizes stand in a
+    supplement that is not published with it, but its table of communication costs tells them: they
+    are pFedHN's, and the normalisation has neither scale nor shift. On EMNIST, of which those costs
+    are of 10 classes, and on Fashion-MNIST there is no normalisation: that is the target "lenet".
+
+    Args:
+        input_shape: (C, H, W) of an image; H and W at least 16.
+        classes: number of outputs.
+    """
+
+    def __init__(self, input_shape: Sequence[int], classes: int) -> None:
+        super().__init__(input_shape, classes, affine=False)
 
 
 class OmniglotNet(nn.Module):
@@ -168,23 +182,23 @@ class OmniglotNet(nn.Module):
 class MLP(nn.Module):
     """Linear layers with ReLU between them: (B, *input_shape) -> (B, classes).
 
-    pFedHN (appendix C.1) runs one hidden layer on MNIST, of a size it does not give. An empty
-    ``hidden`` is a linear model.
+    pFedHN (appendix C.1) runs one hidden layer on MNIST, of a size it does not give
+    (``task.hidden``). An empty ``hidden`` is a linear model.
 
     Args:
         input_shape: shape of one example; flattened.
         classes: number of outputs.
-        hidden: outputs of the hidden layers.
+        hidden: outputs of the hidden layers; a number is that of a single one.
     """
 
     def __init__(
-        self, input_shape: Sequence[int], classes: int, hidden: Sequence[int] = (200,)
+        self, input_shape: Sequence[int], classes: int, hidden: int | Sequence[int] = 200
     ) -> None:
         super().__init__()
         inputs = 1
         for side in input_shape:
             inputs *= side
-        outputs = [*hidden, classes]
+        outputs = [*([hidden] if isinstance(hidden, int) else hidden), classes]
         for size in (inputs, *outputs):
             _check_positive(layer=size)
         self.layers = nn.ModuleList()
@@ -254,6 +268,7 @@ TARGETS: Mapping[str, Callable[..., nn.Module]] = MappingProxyType(
         "lenet": LeNet,
         "omniglot_net": OmniglotNet,
         "mlp": MLP,
+        "lenet_bn": LeNetBN,
         "pfedla_cnn": PFedLACNN,
         "pfedkt_cnn": PFedKTCNN,
         "char_lstm": _char_lstm,
@@ -428,7 +443,9 @@ def _pixels_after_two_convolutions(height: int, length: int) -> int:
 
 
 def _check_positive(**sizes: int) -> None:
-    """Raises ``UserError`` for a size below one, naming the argument."""
+    """Raises ``UserError`` for a size below one or several for one, naming the argument."""
     for name, size in sizes.items():
+        if not isinstance(size, int):
+            raise UserError(f"{name} must be one number, got {size}; give one")
         if size < 1:
             raise UserError(f"{name} must be at least 1, got {size}; choose a larger number")
