@@ -14,6 +14,8 @@ from hyperfed.engines.calls import Call
 from hyperfed.errors import UserError
 from hyperfed.federation import Task
 from hyperfed.methods import pfedla
+from hyperfed.nets import LeNet, PFedLACNN
+from hyperfed.runs.config import from_keys
 from hyperfed.system.randomness import seeded
 from toys import FEATURES, ONE_STEP, PLAIN, Federation, Normed, TwoLayers, client_loss, make_task
 
@@ -248,16 +250,25 @@ def chain(clients: int = 7, classes_of_one: int = 4) -> Task:
 
 
 def test_clients_with_common_classes_weigh_more_than_strangers() -> None:
+    """Figure 6, with the hypernetworks as they are by default."""
     settings = {"local_steps": 5, "batch_size": 24, "local_lr": 0.2}
-    federation = Federation("pfedla", chain(), **(PLAIN | settings), hidden=20, lr=0.5)
+    federation = Federation("pfedla", chain(), **(PLAIN | settings))
     everyone = torch.arange(7)
-    for number in range(12):
+    for number in range(20):
         federation.round(everyone.tolist(), number)
     apart = (everyone[:, None] - everyone).abs()
     for layer, weights in federation.server.weights(everyone).items():
         own, neighbours = weights[apart == 0].mean(), weights[apart == 1].mean()
         strangers = weights[apart >= 4].mean()  # no class in common
-        assert own > neighbours > 1.2 * strangers, layer
+        assert own > 1.2 * neighbours > 1.4 * strangers, layer
+
+
+def test_a_rate_suits_its_preset() -> None:
+    """The paper's is for many more and longer rounds than those of the default."""
+    assert from_keys("pfedla", {}).settings.lr == 0.1
+    for method in ("pfedla", "heurpfedla"):
+        for preset in ("paper", "paper_100"):
+            assert from_keys(method, {"preset": preset}).settings.lr == 1e-2
 
 
 def test_weights_are_a_function_of_the_state() -> None:
@@ -294,6 +305,77 @@ def test_bytes_fall_as_the_retained_layers_sizes_say(retain: int) -> None:
     cohort = federation.round([0, 1, 2, 3], 3)
     assert {e.client: (e.down, e.up) for e in cohort.state.exchanges} == expected
     assert retain in (0, 3) or len(set(expected.values())) > 1  # the clients do differ
+
+
+def check_fixed_layers(*layers: str) -> None:
+    """All clients keep the same layers, whatever the ranking, and are sent all others."""
+    federation = trained_federation(retained_layers=layers, retain=1)
+    task, stored = federation.task, trees.clone(federation.server.trained["base"])
+    sent = {c: trees.detach(mixture_of(federation, c)) for c in range(4)}
+    for client in range(4):
+        for layer in layers:
+            sent[client] |= {name: stored[name][client] for name in LAYERS[layer]}
+        torch.testing.assert_close(federation.personal(client), sent[client], **CLOSE)
+    before = trees.clone(federation.server.state()["hyper_nets"])
+    cohort = federation.round([0, 1, 2, 3], 3)
+    model = trees.model_of(task.models["base"])
+    kept = [name for layer in layers for name in LAYERS[layer]]
+    down = sum(value.numel() * 8 for name, value in model.items() if name not in kept)
+    assert {e.down for e in cohort.state.exchanges} == {down}
+    after = federation.server.state()["hyper_nets"]
+    head = after["heads.base.bias"] - before["heads.base.bias"]  # (n, L * n)
+    moved = head.reshape(4, len(LAYERS), 4).abs().amax((0, 2)) > 0
+    assert moved.tolist() == [layer not in layers for layer in LAYERS]
+
+
+@pytest.mark.parametrize("layers", [("head",), ("norm", "body")])
+def test_fixed_layers_are_retained_by_everybody(layers: tuple[str, ...]) -> None:
+    check_fixed_layers(*layers)
+
+
+def test_a_fixed_layer_must_be_one() -> None:
+    message = r"retained_layers must be layers of every target, of body, head, got head, fc; remove"
+    with pytest.raises(UserError, match=message):
+        Federation("heurpfedla", make_task(), retained_layers=("head", "fc"))
+
+
+CNN: dict[str, Callable[[], torch.nn.Module]] = {
+    "EMNIST": lambda: LeNet((1, 28, 28), 10),
+    "CIFAR-10": lambda: PFedLACNN((3, 32, 32), 10),
+}
+COSTS: list[tuple[str, tuple[str, ...], float, float]] = [
+    ("EMNIST", (), 491.08, 491.08),
+    ("EMNIST", ("fc3",), 488.65, 488.65),
+    ("EMNIST", ("fc3", "fc1"), 312.52, 312.52),
+    ("CIFAR-10", (), 693.98, 693.98),
+    ("CIFAR-10", ("fc1",), 418.97, 418.98),
+    ("CIFAR-10", ("fc1", "conv2"), 382.25, 382.27),
+    ("CIFAR-10", ("fc1", "conv2", "fc3"), 379.82, 379.84),
+]
+"""Data, retained layers, the paper's "communication cost (MBytes)", and ours."""
+
+
+@pytest.mark.parametrize(("data", "layers", "published", "expected"), COSTS)
+def test_the_costs_of_the_paper(
+    data: str, layers: tuple[str, ...], published: float, expected: float
+) -> None:
+    """Its table of costs: ten clients, 600 rounds, every layer kept by all of them alike.
+
+    It is of 750 messages each way, an eighth of the 6000 that these are, as if bytes were bits.
+    Four of its numbers are ours to the last digit. Where layers are retained on CIFAR-10, its
+    differences (275.01, 36.72, 2.43) are up to 0.01 above what these layers are (275.00, 36.71).
+    """
+    net = CNN[data]()
+    x = torch.zeros(8, *((1, 28, 28) if data == "EMNIST" else (3, 32, 32)))
+    rows = [torch.arange(8)] * 2
+    task = Task(data, x, torch.arange(8), rows, rows, rows, {"base": net}, classes=10)
+    settings = ONE_STEP | SERVER | {"retained_layers": layers}
+    cohort = Federation("heurpfedla" if layers else "pfedla", task, **settings).round([0, 1])
+    messages = cohort.state.exchanges
+    assert len({(message.down, message.up) for message in messages}) == 1
+    cost = 750 * (messages[0].down + messages[0].up) / 2**20
+    assert round(cost, 2) == expected
+    assert abs(expected - published) < 0.021
 
 
 def test_heurpfedla_retains_one_layer() -> None:
@@ -354,10 +436,38 @@ def test_a_novel_client_starts_from_the_mean_of_all_models(steps: int, retain: i
     assert 3 not in federation.engine.memory
 
 
-def test_a_client_is_mixed_from_the_clients_of_its_own_size() -> None:
+def test_a_novel_client_is_fine_tuned_for_its_own_number_of_steps() -> None:
+    task = make_task(novel=1)
+    settings = ONE_STEP | SERVER | {"novel_steps": 3}
+    federation = Federation("pfedla", task, **settings)
+    federation.round([0, 1, 2])
+    leaves = {name: value.mean(0) for name, value in federation.server.trained["base"].items()}
+    for _ in range(3):  # of its own: a known client has one
+        leaves = {name: value.clone().requires_grad_() for name, value in leaves.items()}
+        client_loss(task, 3, leaves).backward()
+        leaves = {name: (leaf - 0.1 * leaf.grad).detach() for name, leaf in leaves.items()}
+    torch.testing.assert_close(federation.personal(3, fresh=True), leaves, **CLOSE)
+
+
+def two_sizes(**options: Any) -> Task:
     with seeded(0, "sizes"):
         models = {"S": TwoLayers().double(), "L": Normed().double()}
-    task = make_task(models=models, sizes=("S", "L", "S", "L"))
+    return make_task(models=models, sizes=("S", "L", "S", "L"), **options)
+
+
+def test_a_novel_client_starts_from_the_mean_of_the_models_of_its_size() -> None:
+    federation = Federation("pfedla", two_sizes(novel=1), **ONE_STEP, **SERVER)
+    for number in range(2):
+        federation.round([0, 1, 2], number)
+    ours, stored = federation.personal(3, fresh=True), federation.server.trained
+    for name, value in stored["L"].items():
+        torch.testing.assert_close(ours[name], value[1], **CLOSE)  # client 1 alone is as large
+    initial = federation.task.outline().initial("L")
+    assert (ours["body.weight"] - initial["body.weight"]).abs().max() > 1e-3
+
+
+def test_a_client_is_mixed_from_the_clients_of_its_own_size() -> None:
+    task = two_sizes()
     federation = Federation("pfedla", task, **ONE_STEP, **SERVER)
     unseen = federation.server.weights(torch.tensor([0]), "S")["body"]
     assert bool((unseen > 0).all())  # the server has not yet met anyone

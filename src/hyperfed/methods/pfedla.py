@@ -11,10 +11,8 @@ client's own hypernetwork and embedding, into no other (eq. 10 and 11); that of 
 the loss in training mode does not depend on them.
 
 Sent: that mixture, buffers included. Returned: the whole trained model, which becomes theta_i. Kept
-by the client: nothing. With ``retain=k`` (HeurpFedLA, section 3.3) the k layers on which its own
-weight alpha_i[l, i] is largest are not sent: it goes on with its own, from its last trained model,
-which it then keeps. The paper does not say what becomes of the weights of such a layer. They had no
-part in the model that was trained, so its gradient there is zero and nothing is pulled back.
+by the client: nothing; with retained layers (:mod:`hyperfed.methods.heurpfedla`) its last trained
+model.
 
 Evaluated: the mixture (with the retained layers). The paper's objective (eq. 7) is the loss of the
 mixture; whether its section 4 tests that or the model trained from it is left open:
@@ -48,11 +46,15 @@ class Config(LocalConfig):
     """Settings of pFedLA. Local training is plain SGD, at the learning rate of CIFAR.
 
     Attributes:
-        lr: learning rate of the hypernetworks' SGD; the paper names one rate for everything.
+        lr: learning rate of the hypernetworks' SGD. The paper names one rate for everything, which
+            its presets have: it suits their 600 rounds of ten epochs, and leaves weights where they
+            began in the few short rounds of the default.
         embedding_size: length of a client's embedding.
         hidden: width of the hypernetworks' hidden layers.
         hidden_layers: number of hidden layers after the first.
-        retain: k, layers that a client keeps instead of receiving them (HeurpFedLA).
+        retain: k, layers that a client keeps instead of receiving them, those on which its own
+            weight is largest (HeurpFedLA).
+        retained_layers: names of the layers that every client keeps, in the place of those k.
         evaluated: the mixture a client receives, or the model it last trained from one.
         novel_steps: fine-tuning steps of a novel client.
     """
@@ -61,23 +63,29 @@ class Config(LocalConfig):
     local_lr: PositiveFloat = 1e-2
     local_momentum: NonNegativeFloat = 0.0
     local_weight_decay: NonNegativeFloat = 0.0
-    lr: PositiveFloat = 1e-2
+    lr: PositiveFloat = 0.1
     embedding_size: PositiveInt = 100
     hidden: PositiveInt = 100
     hidden_layers: NonNegativeInt = 1
     retain: NonNegativeInt = 0
+    retained_layers: tuple[str, ...] = ()
     evaluated: Literal["mixture", "trained"] = "mixture"
     novel_steps: NonNegativeInt = 0
 
 
-_SPLIT = {"task.partition": "equal_classes", "task.classes_per_client": 4, "task.novel": 0.0}
+_PAPER = {
+    "task.partition": "equal_classes",
+    "task.classes_per_client": 4,
+    "task.novel": 0.0,
+    "method.lr": 1e-2,
+}
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "default": DEFAULT,
     # Section 4.1: 10 clients at 100 % or 100 clients at 10 %, four classes each.
-    "paper": {"rounds": 600, "cohort": 1.0, "task.clients": 10, "method.local_epochs": 10} | _SPLIT,
+    "paper": {"rounds": 600, "cohort": 1.0, "task.clients": 10, "method.local_epochs": 10} | _PAPER,
     "paper_100": {"rounds": 2500, "cohort": 0.1, "task.clients": 100, "method.local_epochs": 20}
-    | _SPLIT,
+    | _PAPER,
 }
 
 
@@ -94,7 +102,7 @@ class Client(federation.Client):
             self.config.local,
             trainable=self.parameters,
         ).model
-        if self.config.retain:
+        if self.config.retain or self.config.retained_layers:
             self.memory["model"] = model
         return model
 
@@ -115,6 +123,12 @@ class Server(federation.Server):
                 f"retain must be 0 to {min(counts.values())}, the target's number of layers "
                 f"(modules with parameters), got {config.retain}; lower it"
             )
+        for layers in self.layers.values():
+            if not layers.keys() >= set(config.retained_layers):
+                raise UserError(
+                    f"retained_layers must be layers of every target, of {', '.join(layers)}, got "
+                    f"{', '.join(config.retained_layers)}; remove or rename what is not among them"
+                )
         self.hyper_nets = LayerWeights(
             outline.clients, counts, config.embedding_size, config.hidden, config.hidden_layers
         ).to(outline.dtype)
@@ -151,16 +165,35 @@ class Server(federation.Server):
             client the names of the entries that it must be sent.
         """
         ids, size = clients.ids, clients.size
+        layers, trained = self.layers[size], self.trained[size]
         weights = self.hyper_nets(ids, size, self.members[size])  # (C, L, n)
         own = F.one_hot(ids, self.outline.clients).to(weights.dtype)[:, None]  # (C, 1, n)
-        rank = (weights.detach() * own).sum(-1).argsort(dim=1, descending=True, stable=True)
-        retained = torch.zeros_like(rank, dtype=torch.bool)
-        retained.scatter_(1, rank[:, : self.config.retain], True)  # (C, L)
+        retained = self.retained((weights.detach() * own).sum(-1), list(layers))
         weights = torch.where(retained[..., None], own, weights)
-        layer = {name: at for at, names in enumerate(self.layers[size].values()) for name in names}
-        model = {name: _mix(weights[:, at], self.trained[size][name]) for name, at in layer.items()}
-        sent = [{name for name, at in layer.items() if not row[at]} for row in retained.tolist()]
+        model = {
+            name: _mix(weights[:, at], trained[name])
+            for at, names in enumerate(layers.values())
+            for name in names
+        }
+        # What a module without parameters holds is mixed as the layer before; it is no part of it.
+        part = [
+            {name for name in names if name.rpartition(".")[0] == module}
+            for module, names in layers.items()
+        ]
+        sent = [
+            set(model).difference(*(part[at] for at, keeps in enumerate(row) if keeps))
+            for row in retained.tolist()
+        ]
         return model, sent
+
+    def retained(self, weights: Tensor, layers: list[str]) -> Tensor:
+        """Returns which layers the clients keep, (C, L) bool, from their own weights (C, L)."""
+        if self.config.retained_layers:
+            fixed = [layer in self.config.retained_layers for layer in layers]
+            return torch.tensor(fixed, device=weights.device).expand_as(weights)
+        rank = weights.argsort(dim=1, descending=True, stable=True)
+        retained = torch.zeros_like(rank, dtype=torch.bool)
+        return retained.scatter(1, rank[:, : self.config.retain], True)
 
     def keep(self, trained: Model, clients: Cohort) -> None:
         """Puts what the clients of one size trained, (C, ...), in the place of their old models."""
