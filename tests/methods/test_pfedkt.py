@@ -251,6 +251,20 @@ def test_a_known_client_that_was_never_asked_uses_the_global_model() -> None:
     torch.testing.assert_close(federation.personal(2), federation.server.model["base"])
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_the_global_model_can_be_evaluated_instead(case: str) -> None:
+    """As the paper does for A and C of its ablation; training is the same."""
+    trained = after_two_rounds(**CASES[case])
+    ours = after_two_rounds(**CASES[case], evaluated="global", novel_rounds=1)
+    torch.testing.assert_close(ours.server.model, trained.server.model, rtol=0, atol=0)
+    torch.testing.assert_close(ours.engine.memory, trained.engine.memory, rtol=0, atol=0)
+    for client in range(4):  # never asked, or novel, all alike
+        found = ours.personal(client, fresh=client == 3)
+        torch.testing.assert_close(found, ours.server.model["base"], rtol=0, atol=0)
+    gap = ours.personal(0)["head.weight"] - trained.personal(0)["head.weight"]
+    assert gap.abs().max() > 1e-3
+
+
 def test_the_server_averages_by_training_examples_buffers_too() -> None:
     federation = Federation("pfedkt", make_task(Normed), **SETTINGS)
     federation.round([0, 1, 2])
@@ -379,11 +393,11 @@ def test_training_lowers_the_loss_of_every_client() -> None:
 
 
 def test_a_novel_client_does_what_a_known_one_does_with_the_global_model_frozen() -> None:
-    federation = after_two_rounds(novel_rounds=2)
+    federation = after_two_rounds(novel_rounds=3)
     received = trees.clone(federation.server.model["base"])
     previous = federation.task.outline().initial()
     phi = draw_weights(hyper_net(federation), generator(0, "client", 3, 99, "join", 0))
-    for _ in range(2):
+    for _ in range(3):  # what the second one absorbs shows in the third
         previous, phi = round_by_hand(federation, 3, received, previous, phi)
     torch.testing.assert_close(federation.personal(3, fresh=True), previous, **CLOSE)
     torch.testing.assert_close(federation.server.model["base"], received, rtol=0, atol=0)
