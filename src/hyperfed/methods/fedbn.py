@@ -50,7 +50,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "rounds": 600,
         "cohort": 1.0,
         "task.clients": 10,
-        "task.model": "lenet_bn",
+        "task.model": "pfedla_cnn",
         "task.partition": "equal_classes",
         "task.classes_per_client": 4,
         "task.novel": 0.0,
