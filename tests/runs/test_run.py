@@ -173,6 +173,19 @@ def test_a_cohort_is_a_number_or_a_fraction(cohort: float, size: int) -> None:
     assert len(run._sample()) == size
 
 
+@pytest.mark.parametrize(
+    ("cohort", "known", "size"),
+    # Exact halves go up, also to an odd number, and where binary fractions fall short of them.
+    [(0.25, 18, 5), (0.1, 25, 3), (0.1, 15, 2), (0.29, 50, 15), (0.1, 24, 2), (0.01, 18, 1)],
+)
+def test_a_fraction_of_a_cohort_counts_who_trains_and_rounds_halves_up(
+    cohort: float, known: int, size: int
+) -> None:
+    task = make_task(examples=(1,) * (known + 10), novel=10)
+    run = Run(config.from_keys("fedavg", {"cohort": cohort}), task)
+    assert len(run._sample()) == size
+
+
 def test_resume_refuses_a_finished_run_other_data_and_no_run(tmp_path: Path) -> None:
     run = trained(out=tmp_path)
     assert run.folder is not None

@@ -58,7 +58,8 @@ class RunConfig:
         settings: an instance of that method's ``Config``.
         preset: which of the method's published settings the run started from.
         rounds: server iterations.
-        cohort: clients of a round: their number, or a fraction of those that train (1.0 is all).
+        cohort: clients of a round: their number, or a fraction of those that train (1.0 is all),
+            novel ones not counted; halves are rounded up, and one is the least.
         evaluate_every: rounds between evaluations.
         checkpoint_every: rounds between checkpoints.
         seed: of every draw.

@@ -7,6 +7,7 @@ differ from what it would have been: all its state is in one file, written whole
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +197,11 @@ class Run(Served):
 
     def _cohort_size(self) -> int:
         known, cohort = len(self.task.known), self.config.cohort
-        return max(1, round(cohort * known)) if isinstance(cohort, float) else min(cohort, known)
+        if isinstance(cohort, int):
+            return min(cohort, known)
+        # Of the fraction as it is written: 0.29 of 50 are 14.5, but in binary a little less.
+        exact = Decimal(str(cohort)) * known
+        return max(1, int(exact.to_integral_value(ROUND_HALF_UP)))
 
     def _evaluate(self) -> dict[str, Evaluation]:
         ids = list(self.task.known)
