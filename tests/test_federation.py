@@ -65,3 +65,8 @@ def test_masking_takes_absent_classes_out_at_minus_infinity() -> None:
     counts = cohort.ask(Client.evaluate, task.outline().initial())["test"]
     assert counts["correct"].item() == 0
     assert counts["masked_correct"].item() == 6
+    # What is absent is so from training: from test labels it could be told what is asked.
+    task.y[task.test[0]] = 2
+    task.y[task.val[0]] = 2
+    counts = cohort.ask(Client.evaluate, task.outline().initial())
+    assert [counts[split]["masked_correct"].item() for split in ("val", "test")] == [0, 0]
