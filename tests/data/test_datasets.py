@@ -215,6 +215,47 @@ def test_changed_files_are_read_again(cached, small):
     assert after.fingerprint != before.fingerprint
 
 
+@pytest.mark.parametrize("name", ["cifar10", "cifar100"])
+def test_a_cache_made_under_other_constants_is_not_used(cached, tmp_path, monkeypatch, name):
+    import datasets as huggingface
+
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 4, 4, 3), dtype=np.uint8)
+    labels = {"cifar10": ["label"], "cifar100": ["fine_label", "coarse_label"]}[name]
+    kinds = dict.fromkeys(labels, huggingface.Value("int64"))
+    features = huggingface.Features(img=huggingface.Image(), **kinds)
+    columns = {label: [0, 1, 2] for label in labels}
+    write_split(tmp_path / name, "train", features, img=[png(p) for p in pixels], **columns)
+    before = load(name, data_dir=tmp_path)
+    own = readers.STATISTICS[name]
+    assert (before.mean, before.std) == (own["mean"], own["std"])
+    changed = {"mean": (0.1, 0.2, 0.3), "std": (0.4, 0.5, 0.6)}
+    monkeypatch.setitem(readers.STATISTICS, name, changed)
+    after = load(name, data_dir=tmp_path)
+    assert (after.mean, after.std) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+    assert len(list(cached.iterdir())) == 2
+    monkeypatch.undo()
+
+
+def test_a_cache_is_of_one_name_reader_source_and_every_constant(monkeypatch):
+    def keys():
+        yield cache.key("name", "images", readers.constants(), "source")
+        yield cache.key("x" * 50 + "name", "images", readers.constants(), "source")
+        yield cache.key("y" * 50 + "name", "images", readers.constants(), "source")
+        yield cache.key("name", "mnist", readers.constants(), "source")
+        yield cache.key("name", "images", readers.constants(), [("train", 1, 2)])
+        for constant in ("WINDOW", "STRIDE", "LEAST_WINDOWS", "OMNIGLOT_SIDE", "STATISTICS"):
+            with monkeypatch.context() as other:
+                other.setattr(readers, constant, 7)
+                yield cache.key("name", "images", readers.constants(), "source")
+        with monkeypatch.context() as other:
+            other.setattr(cache, "FORMAT", 0)
+            yield cache.key("name", "images", readers.constants(), "source")
+
+    found = list(keys())
+    assert len(set(found)) == len(found) == 11
+    assert found[0] == next(keys())
+
+
 def test_a_cache_that_cannot_be_written_is_done_without(small, tmp_path, monkeypatch):
     folder, _, labels = small
     (tmp_path / "file").write_text("in the way")

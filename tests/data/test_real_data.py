@@ -38,6 +38,11 @@ def test_cifar100_has_fine_and_coarse_labels(real):
     fine, rough = real("cifar100"), real("cifar100_coarse", folder="cifar100")
     assert (fine.classes, rough.classes) == (100, 20)
     assert fine.coarse is not None
+    assert fine.mean == rough.mean == (0.5071, 0.4865, 0.4409)  # pFedHN's authors, and PeFLL's
+    assert fine.std == rough.std == (0.2673, 0.2564, 0.2762)
+    total = fine.x[~fine.held_out].sum(dim=(0, 2, 3), dtype=torch.int64)
+    count = int((~fine.held_out).sum()) * 32 * 32
+    assert (total / (255 * count)).tolist() == pytest.approx(fine.mean, abs=2e-3)
     assert torch.equal(rough.y, fine.coarse)
     assert torch.bincount(fine.y).tolist() == [600] * 100
     pairs = torch.stack([fine.y, fine.coarse], 1).unique(dim=0)
@@ -72,6 +77,9 @@ def test_mnist_has_writers(real):
     assert examples.client is not None
     assert len(examples.client[~examples.held_out].unique()) == 539
     assert len(examples.client[examples.held_out].unique()) == 297
+    partition = divide(TaskConfig(name="mnist", clients=50), examples, seed=0)
+    assert sum(map(len, partition.val)) == 10_000  # as many as of CIFAR (pFedHN, appendix C.1)
+    assert sum(map(len, partition.train)) == 50_000
 
 
 def test_fashion_mnist(real):

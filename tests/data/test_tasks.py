@@ -186,6 +186,21 @@ def test_an_official_test_split_is_kept_and_a_fifth_of_the_rest_validates():
     assert len(all_indices(partition.val)) == pytest.approx(300, abs=5)  # rounded in each class
 
 
+def test_mnist_validates_on_10000_of_its_training_images():
+    classes = np.random.default_rng(0).permutation(np.arange(70_000) ** 2 % 17 % 10)  # unequal
+    examples = replace(
+        made(70_000, held_out=torch.arange(70_000) >= 60_000), y=torch.from_numpy(classes)
+    )
+    config = TaskConfig(clients=4, partition="iid")
+    sizes = {
+        name: [int(size.sum()) for size in held_by(divide(each, replace(examples, name=name), 0))]
+        for name, each in (("mnist", config), ("made", config))
+    }
+    assert sizes == {"mnist": [50_000, 10_000, 10_000], "made": [47_999, 12_001, 10_000]}
+    asked = divide(replace(config, val=0.5), replace(examples, name="mnist"), seed=0)
+    assert held_by(asked)[1].sum() == pytest.approx(30_000, abs=5)  # rounded in each class
+
+
 def test_a_test_fraction_pools_the_official_split():
     held_out = torch.arange(2000) < 500
     config = TaskConfig(clients=4, partition="iid", val=0.1, test=0.1)
@@ -241,6 +256,59 @@ def test_novel_clients_may_have_another_alpha(name):
         nearest_total_variation(rows[90:], rows[:90]).mean() for rows in (proportions, alike)
     )
     assert far > near
+
+
+@pytest.mark.parametrize("name", ["dirichlet", "dirichlet_equal"])
+def test_novel_clients_are_dealt_anew_from_what_they_hold_and_known_ones_are_not(name):
+    config = TaskConfig(clients=16, partition=name, alpha=0.5, novel=0.25, val=0.25, test=0.25)
+    before = build(config, seed=0)
+    again = build(config, seed=0, served=replace(config, novel_alpha=None))
+    assert again.fingerprint == before.fingerprint
+    found = {}
+    for alpha in (0.2, 1e9):
+        task = build(config, seed=0, served=replace(config, novel_alpha=alpha, unlabelled=True))
+        assert task.unlabelled
+        assert task.fingerprint != before.fingerprint
+        assert all(
+            torch.equal(mine, other)
+            for mine, other in zip(
+                task.models["base"].parameters(), before.models["base"].parameters(), strict=True
+            )
+        )
+        for ours, theirs in zip(
+            (task.train, task.val, task.test), (before.train, before.val, before.test), strict=True
+        ):
+            for client in before.known:
+                assert torch.equal(ours[client], theirs[client])
+            assert torch.equal(all_indices(ours[12:]), all_indices(theirs[12:]))
+            assert not torch.equal(ours[12], theirs[12])
+            counts = [torch.bincount(task.y[own], minlength=10) for own in ours[12:]]
+            found[alpha] = torch.stack(counts)
+            if alpha == 1e9 and name == "dirichlet":  # an equal part of each class that there is
+                assert np.ptp(found[alpha].numpy(), axis=0).max() <= 1
+        if name == "dirichlet_equal":
+            assert [*map(len, task.train[12:])] == [*map(len, before.train[12:])]
+    # Of equal sizes, the last to take have what is left, whatever their alpha.
+    spread = {alpha: count.double().std(dim=0).sum() for alpha, count in found.items()}
+    assert spread[0.2] > 1.5 * spread[1e9]
+
+
+def test_equal_shares_are_equal_and_the_default_ones_are_not():
+    examples = made(4000)
+    config = TaskConfig(clients=10, shares="paper", test=0.0, val=0.0)
+    for shares, low, equal in (
+        ("paper", 0.4, False),
+        ("paper", 0.6, True),
+        ("official", 0.6, True),
+    ):
+        own = replace(config, shares=shares, share_low=low)
+        sizes = held_by(divide(own, examples, seed=0))[0]
+        assert (np.ptp(sizes) <= 2) == equal
+    explicit = replace(config, share_low=0.4, share_high=0.6)
+    same = [divide(each, examples, seed=0).fingerprint for each in (config, explicit)]
+    assert same[0] == same[1]
+    wide = divide(replace(config, share_low=0.01, share_high=0.99), examples, seed=0)
+    assert max(held_by(wide)[0]) > 1.5 * max(held_by(divide(config, examples, seed=0))[0])
 
 
 @pytest.mark.parametrize("name", ["blur", "rotation", "brightness", "contrast"])
@@ -340,6 +408,11 @@ def test_an_npz_file_is_a_task(tmp_path):
         ),
         ({"novel_corruption": "fog"}, "blur"),
         ({"novel_corruption": "blur", "novel": 0}, "novel_corruption needs novel clients, got nov"),
+        (
+            {"novel_alpha": 0.5, "novel": 0, "partition": "dirichlet"},
+            "novel_alpha needs novel clients, got nov",
+        ),
+        ({"share_low": 0.7}, "share_low must be at most share_high, got 0.7 and 0.6"),
         ({"width": 8, "widths": (8, 16)}, "give width or widths, not both"),
         ({"widths": (8, 8)}, "widths must differ"),
         ({"val": 0.5, "test": 0.5}, "val . test must leave examples to train on"),

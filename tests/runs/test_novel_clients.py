@@ -180,6 +180,20 @@ def test_novel_clients_are_served_several_times_with_noise_of_their_own() -> Non
         run.evaluate_novel(draws=0)
 
 
+def test_novel_clients_are_served_by_the_server_of_the_best_round_not_of_the_last() -> None:
+    keys = {"evaluate_every": 1, "cohort": 2, "method": {"local_lr": 1.0, "local_steps": 5}}
+    run = hyperfed.train("fedavg", make_task(novel=1), rounds=6, **keys)
+    best = run.summary["best_round"]
+    assert best < 6
+    till_then = hyperfed.train("fedavg", make_task(novel=1), rounds=best, **keys)
+    latest = evaluate(till_then.server, till_then.engine, [NOVEL], best, novel=True)["test"]
+    (recorded,) = [e for e in run.evaluations if e.split == "novel"]
+    found = {e.loss for e in (recorded, run.evaluate_novel(), run.evaluate_best()["novel"])}
+    assert found == {latest.loss.item() / latest.count.item()}
+    last = evaluate(run.server, run.engine, [NOVEL], 6, novel=True)["test"]
+    assert last.loss.item() != latest.loss.item()
+
+
 def test_settings_that_decide_what_is_trained_are_refused_when_serving() -> None:
     run = finished("pfedhn", make_task(novel=1))
     with pytest.raises(UserError, match="must not change what was trained"):
@@ -201,3 +215,30 @@ def test_novel_clients_images_are_corrupted_after_training_too(tmp_path: Path) -
     assert not torch.equal(blurred.task.x[novel], run.task.x[novel])
     assert torch.equal(blurred.task.x[known], run.task.x[known])
     assert blurred.evaluate_novel().loss != run.evaluate_novel().loss
+
+
+def test_one_trained_run_serves_novel_clients_of_several_distributions(tmp_path: Path) -> None:
+    data = {"name": "digits", "clients": 12, "novel": 0.25, "partition": "dirichlet", "alpha": 0.3}
+    keys = {"rounds": 2, "evaluate_every": 1, "cohort": 3, "method": {"local_steps": 1}}
+    run = hyperfed.train("fedavg", out=tmp_path, task=data, **keys)
+    before = run.evaluate_best()
+    for alpha in (1, 100):
+        other = run.served_otherwise([f"task.novel_alpha={alpha}"])
+        for ours, theirs in zip(
+            (run.task.train, run.task.val, run.task.test),
+            (other.task.train, other.task.val, other.task.test),
+            strict=True,
+        ):
+            for client in run.task.known:
+                assert torch.equal(theirs[client], ours[client])
+        assert torch.equal(other.task.x, run.task.x)
+        after = other.evaluate_best()
+        for split in ("val", "test"):
+            assert after[split].client_loss == before[split].client_loss
+        assert after["novel"].client_loss != before["novel"].client_loss
+        assert sum(after["novel"].count) == sum(before["novel"].count)
+    same = run.served_otherwise(["task.novel_alpha=none"])
+    assert same.evaluate_novel().client_loss == before["novel"].client_loss
+    given = hyperfed.train("fedavg", run.task, task=data, **keys)
+    with pytest.raises(UserError, match=r"novel_alpha can change only where settings made"):
+        given.served_otherwise(["task.novel_alpha=1"])

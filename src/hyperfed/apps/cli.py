@@ -130,7 +130,7 @@ def evaluate(
         Argument(
             metavar="[KEY=VALUE]...",
             help="Serve clients otherwise: method.* and engine.*, where what was trained fits, "
-            "task.unlabelled, task.novel_corruption.",
+            "task.unlabelled, task.novel_alpha, task.novel_corruption.",
         ),
     ] = None,
     *,

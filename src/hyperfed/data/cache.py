@@ -10,6 +10,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -17,7 +18,7 @@ from safetensors.torch import save_file
 from hyperfed.data.examples import Examples, channels_moved_first, fingerprint_of, hash_of
 
 FORMAT = 1
-"""Part of every key: raise it when what is decoded from the same files changes."""
+"""Part of every key: raise it when the code that decodes comes to something else."""
 
 
 def folder() -> Path:
@@ -28,15 +29,18 @@ def folder() -> Path:
     return (Path(shared) if shared else Path.home() / ".cache") / "hyperfed"
 
 
-def key(name: str, reader: str, source: str | list[tuple[str, int, int]]) -> str:
+def key(
+    name: str, reader: str, constants: dict[str, Any], source: str | list[tuple[str, int, int]]
+) -> str:
     """Returns the cache's name for what ``reader`` makes of ``source``.
 
     Args:
         name: of the data set; kept legible in the result.
         reader: name of the function that decodes.
+        constants: those that it decodes by, plain data.
         source: hub id, or (path in the folder, bytes, modification time in ns) of every file.
     """
-    digest = hash_of(json.dumps([FORMAT, reader, source]))
+    digest = hash_of(json.dumps([FORMAT, name, reader, constants, source]))
     legible = "".join(letter if letter.isalnum() else "_" for letter in name)[-40:]
     return f"{legible}-{digest}"
 

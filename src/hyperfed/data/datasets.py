@@ -50,6 +50,9 @@ KNOWN: Mapping[str, Known] = MappingProxyType(
 )
 """Data sets by name, besides the bundled ``digits`` and ``cifar100_coarse`` (20 superclasses)."""
 
+VALIDATION: Mapping[str, int] = MappingProxyType({"mnist": 10_000})
+"""Training examples for validation in the place of a fifth: as many as of CIFAR (pFedHN, C.1)."""
+
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -93,7 +96,8 @@ def _load_rows(name: str, data_dir: Path | None) -> Examples:
             f"{name} must come from a local folder, got data_dir={data_dir} without one; set "
             f" data_dir (or HYPERFED_DATA) to a folder that holds {name}/"
         )
-    key = cache.key(name, read.__name__, _files(folder) if folder else source)
+    files = _files(folder) if folder else source
+    key = cache.key(name, read.__name__, readers.constants(), files)
 
     def build() -> Examples:
         # The rows of a local folder are decoded once: no second copy of them stays on disk.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hyperfed.data.examples import hash_of
-from hyperfed.data.shares import Integers, Shares
+from hyperfed.data.shares import Integers, Shares, to_whole
 from hyperfed.errors import UserError
 from hyperfed.system.randomness import derive
 
@@ -74,7 +74,7 @@ def hold_out(
     groups: Integers,
     rng: np.random.Generator,
     *,
-    val: float,
+    val: float | int,
     test: float | None,
     held_out: npt.NDArray[np.bool_] | None = None,
 ) -> Integers:
@@ -83,12 +83,16 @@ def hold_out(
     Args:
         groups: (N,) what to keep the fractions within: labels, or clients.
         rng: decides which examples.
-        val: fraction for validation: of all examples, or of those not in ``held_out``.
+        val: fraction for validation: of all examples, or of those not in ``held_out``. A whole
+            number is that many of them, shared out to the groups in proportion.
         test: fraction for testing; None to test on ``held_out``.
         held_out: (N,) the data set's own test split.
 
     Returns:
         (N,) of TRAIN, VAL and TEST. Counts are rounded within each group.
+
+    Raises:
+        UserError: none are held out to test on, or a number for validation leaves none to train on.
     """
     part = np.full(len(groups), TRAIN)
     free = np.arange(len(groups))
@@ -100,9 +104,20 @@ def hold_out(
     within = groups[free]
     rank, size = _ranked(within, rng)
     first_val = np.rint((test or 0.0) * size)[within]
-    first_train = first_val + np.rint(val * size)[within]
+    first_train = first_val + _amounts(val, size)[within]
     part[free] = np.select([rank < first_val, rank < first_train], [TEST, VAL], TRAIN)
     return part
+
+
+def _amounts(val: float | int, size: Integers) -> Shares:
+    """Returns how many of each group a fraction, or a number of all groups together, comes to."""
+    if isinstance(val, float):
+        return np.asarray(np.rint(val * size))
+    if val >= size.sum():
+        raise UserError(
+            f"val must leave examples to train on, got {val} of {size.sum()}; give a fraction"
+        )
+    return to_whole(val * size / size.sum())
 
 
 def thin(part: Integers, groups: Integers, fraction: float, rng: np.random.Generator) -> Integers:

@@ -35,6 +35,17 @@ LEAST_WINDOWS = (50, 5)
 OMNIGLOT_SIDE = 28
 """Side of an Omniglot image, resized from 105."""
 
+STATISTICS: Mapping[str, Mapping[str, tuple[float, ...]]] = {
+    "cifar10": {"mean": (0.4914, 0.4822, 0.4465), "std": (0.2023, 0.1994, 0.2010)},
+    "cifar100": {"mean": (0.5071, 0.4865, 0.4409), "std": (0.2673, 0.2564, 0.2762)},
+}
+"""By which the code of pFedHN's authors, and of PeFLL's, normalises each channel."""
+
+
+def constants() -> dict[str, Any]:
+    """Returns the constants of this module by name: what is decoded depends on them."""
+    return {name: value for name, value in globals().items() if name.isupper()}
+
 
 class NoSuchConfigurationError(UserError):
     """A data set lacks a configuration that was asked for."""
@@ -80,20 +91,23 @@ def mnist(rows: Rows, name: str) -> Examples:
 
 
 def cifar10(rows: Rows, name: str) -> Examples:
-    """Reads CIFAR-10 with the per-channel statistics that the field's public code uses."""
-    statistics = {"mean": (0.4914, 0.4822, 0.4465), "std": (0.2023, 0.1994, 0.2010)}
-    return _with(images(rows, name), **statistics)
+    """Reads CIFAR-10 with the authors' channel statistics (:data:`STATISTICS`)."""
+    return _with(images(rows, name), **STATISTICS["cifar10"])
 
 
 def cifar100(rows: Rows, name: str) -> Examples:
-    """Reads CIFAR-100: ``y`` is one of 100 fine labels, ``coarse`` one of 20 superclasses."""
+    """Reads CIFAR-100: ``y`` is one of 100 fine labels, ``coarse`` one of 20 superclasses.
+
+    Its channel statistics are the authors' (:data:`STATISTICS`).
+    """
     splits = rows(None)
     fine, coarse = (
         torch.from_numpy(_column(splits, column).astype(np.int64))
         for column in ("fine_label", "coarse_label")
     )
     x = _decode(splits, "img", name)
-    return _of_images(name, x, fine, _held_out(splits), 100, coarse=coarse)
+    examples = _of_images(name, x, fine, _held_out(splits), 100, coarse=coarse)
+    return _with(examples, **STATISTICS["cifar100"])
 
 
 def omniglot(rows: Rows, name: str) -> Examples:

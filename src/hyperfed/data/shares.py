@@ -76,7 +76,8 @@ def dirichlet_per_client(
     """Draws each client's class proportions from Dir(alpha), then shares each class by them.
 
     pFedHN, section 5.3: p_i ~ Dir(alpha) over classes, then scaled so that each class is used up,
-    sum_i p_ij = 1. Sizes of clients differ.
+    sum_i p_ij = 1. Sizes of clients differ. (PeFLL's text, section 5.2, has no such scaling, but
+    its authors' code does; :func:`dirichlet_equal` scales within the client.)
 
     Args:
         clients: number of clients.
@@ -126,7 +127,7 @@ def dirichlet_equal(
     left, amount = available.copy(), available.sum() // clients
     taken = np.zeros((clients, classes))
     for client in rng.permutation(clients):
-        taken[client] = _to_whole(_take(mixes[client], left, amount))
+        taken[client] = to_whole(_take(mixes[client], left, amount))
         left -= taken[client]
     return np.asarray(taken / np.maximum(available, 1))
 
@@ -144,7 +145,7 @@ def _take(log_weights: Shares, left: Shares, amount: float) -> Shares:
     return taken
 
 
-def _to_whole(amounts: Shares) -> Shares:
+def to_whole(amounts: Shares) -> Shares:
     """Rounds to whole numbers of the same sum, which is whole: the largest remainders go up."""
     whole = np.floor(amounts)
     missing = round(float((amounts - whole).sum()))

@@ -72,15 +72,20 @@ class TaskConfig:
         classes_per_client: for ``class_shares`` and ``equal_classes``; shards per client for
             ``shards``; majority classes per client for ``majority``.
         shares: ``class_shares`` as pFedHN's paper or as its official code draws them.
+        share_low: a client's part of each of its classes is drawn, in proportion, between this and
+            ``share_high``, by ``class_shares``. Equal ones give equal parts, as PeFLL's authors do.
+        share_high: see there.
         alpha: Dirichlet concentration.
         majority_ratio: examples of a majority class to one of another, for ``majority``.
         novel: fraction of clients that join after training, rounded; the last ones.
-        novel_alpha: another Dirichlet concentration for them; None for the same.
+        novel_alpha: another Dirichlet concentration for them; None for the same. Where it changes
+            after training, what they hold is dealt out to them anew, and to nobody else.
         novel_corruption: of the novel clients' images, in training, validation and test
             (:mod:`hyperfed.data.corruptions`); None for images as they are.
         unlabelled: novel clients have no training labels.
         val: fraction for validation. None for 0.2 of the training split where the data set has a
-            test split of its own (10,000 images of CIFAR), else 0.15 of all examples.
+            test split of its own (10,000 images of CIFAR; of MNIST 10,000 too), else 0.15 of all
+            examples.
         test: fraction of all examples for testing. None for the data set's own test split, where
             it has one, else 0.15. A number pools all examples first.
         model: target network, a name of :data:`hyperfed.nets.targets.TARGETS`. None for the one
@@ -99,6 +104,8 @@ class TaskConfig:
     partition: PartitionName = "class_shares"
     classes_per_client: PositiveInt = 2
     shares: Literal["paper", "official"] = "paper"
+    share_low: PositiveFloat = 0.4
+    share_high: PositiveFloat = 0.6
     alpha: PositiveFloat = 0.1
     majority_ratio: Annotated[float, Field(ge=1)] = 5.0
     novel: Fraction = 0.1
@@ -125,10 +132,15 @@ class TaskConfig:
                 f"novel_alpha needs partition={' or '.join(per_client)}, got {self.partition}; "
                 "remove novel_alpha"
             )
-        if self.novel_corruption is not None and not self.novel_clients:
+        for key in ("novel_alpha", "novel_corruption"):
+            if getattr(self, key) is not None and not self.novel_clients:
+                raise ValueError(
+                    f"{key} needs novel clients, got novel={self.novel} of {self.clients} "
+                    f"clients; raise novel or remove {key}"
+                )
+        if self.share_low > self.share_high:
             raise ValueError(
-                f"novel_corruption needs novel clients, got novel={self.novel} of {self.clients} "
-                "clients; raise novel or remove novel_corruption"
+                f"share_low must be at most share_high, got {self.share_low} and {self.share_high}"
             )
         if self.widths is not None and self.width is not None:
             raise ValueError("give width or widths, not both")
@@ -146,20 +158,25 @@ class TaskConfig:
         return self
 
 
-def build(config: TaskConfig, seed: int) -> Task:
+def build(config: TaskConfig, seed: int, *, served: TaskConfig | None = None) -> Task:
     """Loads the data, divides it over clients and makes the target network(s).
 
     Args:
         config: the settings.
         seed: of the division and of the initial weights.
+        served: the same settings with another ``novel_alpha``, ``novel_corruption`` or
+            ``unlabelled`` for novel clients, after training. Known ones keep what they have.
 
     Raises:
         UserError: the data cannot be had, or the settings do not fit it.
     """
+    served = served or config
     examples = datasets.load(config.name, config.data_dir)
     partition = divide(config, examples, seed)
-    if config.novel_corruption is not None:
-        examples = _corrupted(examples, partition, config, config.novel_corruption, seed)
+    if served.novel_alpha != config.novel_alpha:
+        partition = _novel_dealt_anew(partition, served, examples, seed)
+    if served.novel_corruption is not None:
+        examples = _corrupted(examples, partition, config, served.novel_corruption, seed)
     models = targets(config, examples, seed)
     return Task(
         name=examples.name,
@@ -172,7 +189,7 @@ def build(config: TaskConfig, seed: int) -> Task:
         classes=examples.classes,
         sizes=partitions.deal_sizes(tuple(models), config.clients, seed),
         novel=config.novel_clients,
-        unlabelled=config.unlabelled,
+        unlabelled=served.unlabelled,
         transform=examples.transform,
         fingerprint=hash_of(examples.fingerprint, partition.fingerprint),
     )
@@ -208,19 +225,61 @@ def divide(config: TaskConfig, examples: Examples, seed: int) -> Partition:
         )
     labels = examples.y.numpy()
     part = _hold_out(config, examples, labels, examples.held_out.numpy(), seed)
-    drawn = _draw_shares(config, examples, labels[part == partitions.TRAIN], seed)
+    rng = random_source(seed, "shares")
+    drawn = _draw_shares(config, examples, labels[part == partitions.TRAIN], rng)
     return partitions.by_shares(drawn, labels, part, random_source(seed, "allocate"))
 
 
+def _novel_dealt_anew(
+    partition: Partition, config: TaskConfig, examples: Examples, seed: int
+) -> Partition:
+    """Deals what novel clients hold out to them by ``novel_alpha``, as if there were no others."""
+    known = config.clients - config.novel_clients
+    part = np.full(len(examples), partitions.UNUSED)
+    splits = (partition.train, partition.val, partition.test)
+    for purpose, own in zip(
+        (partitions.TRAIN, partitions.VAL, partitions.TEST), splits, strict=True
+    ):
+        part[torch.cat(own[known:]).numpy()] = purpose
+    alone = replace(
+        config,
+        clients=config.novel_clients,
+        novel=0.0,
+        alpha=config.novel_alpha or config.alpha,
+        novel_alpha=None,
+        novel_corruption=None,
+    )
+    labels = examples.y.numpy()
+    rng = random_source(seed, "novel shares")
+    drawn = _draw_shares(alone, examples, labels[part == partitions.TRAIN], rng)
+    novel = partitions.by_shares(drawn, labels, part, random_source(seed, "novel allocate"))
+    return Partition(
+        train=partition.train[:known] + novel.train,
+        val=partition.val[:known] + novel.val,
+        test=partition.test[:known] + novel.test,
+        class_proportions=torch.cat([partition.class_proportions[:known], novel.class_proportions]),
+    )
+
+
 def _draw_shares(
-    config: TaskConfig, examples: Examples, training_labels: shares.Integers, seed: int
+    config: TaskConfig,
+    examples: Examples,
+    training_labels: shares.Integers,
+    rng: np.random.Generator,
 ) -> shares.Shares:
     clients, per_client, classes = config.clients, config.classes_per_client, examples.classes
-    rng = random_source(seed, "shares")
     sizes = np.bincount(training_labels, minlength=classes)
     match config.partition:
         case "class_shares":
-            return shares.class_shares(clients, classes, per_client, rng, variant=config.shares)
+            return shares.class_shares(
+                clients,
+                classes,
+                per_client,
+                rng,
+                variant=config.shares,
+                low=config.share_low,
+                high=config.share_high,
+            )
         case "dirichlet":
             return shares.dirichlet_per_client(clients, classes, _alphas(config), rng)
         case "dirichlet_equal":
@@ -306,7 +365,8 @@ def _hold_out(
     """Decides what each example is for, with the fractions that ``TaskConfig`` documents."""
     rng = random_source(seed, "hold out")
     if config.test is None and own_split.any():
-        val = 0.2 if config.val is None else config.val
+        usual = datasets.VALIDATION.get(examples.name, 0.2)
+        val = usual if config.val is None else config.val
         part = partitions.hold_out(groups, rng, val=val, test=None, held_out=own_split)
     else:
         val = 0.15 if config.val is None else config.val

@@ -26,7 +26,10 @@ from hyperfed.system.randomness import derive, seeded
 from hyperfed.training import UnlabelledError
 from hyperfed.trees import Tree
 
-SERVING = ("method.", "engine.", "task.unlabelled", "task.novel_corruption")
+NOVEL = ("novel_alpha", "novel_corruption")
+"""Settings of a task that decide what data novel clients have."""
+
+SERVING = ("method.", "engine.", "task.unlabelled", *(f"task.{key}" for key in NOVEL))
 """How the keys begin that may change after training; ``method.*`` only where the state fits."""
 
 
@@ -163,24 +166,27 @@ class Served:
         examples, by another protocol or with other noise, and without training again.
 
         Args:
-            overrides: ``key=value`` for ``method.*``, ``engine.*``, ``task.unlabelled`` and
-                ``task.novel_corruption``.
+            overrides: ``key=value`` for ``method.*``, ``engine.*``, ``task.unlabelled``,
+                ``task.novel_alpha`` and ``task.novel_corruption``.
             samples: training examples that each novel client has; all of its own where None.
 
         Raises:
             UserError: another key, a setting that changes what was trained, too few examples,
-                images to corrupt of a task that no settings made; or the run has not come to its
-                first evaluation.
+                other data for a task that no settings made; or the run has not come to its first
+                evaluation.
         """
         config = configuration.override(self.config, overrides, allowed=SERVING)
         task = self.task
-        if config.task.novel_corruption != self.config.task.novel_corruption:
+        others = [
+            key for key in NOVEL if getattr(config.task, key) != getattr(self.config.task, key)
+        ]
+        if others:
             if not self._built:
                 raise UserError(
-                    "task.novel_corruption can change only where settings made the task, but this "
-                    "run was given one; corrupt its images with hyperfed.data.corruptions"
+                    f"task.{others[0]} can change only where settings made the task, but this run "
+                    "was given one; give one with other novel clients (hyperfed.data)"
                 )
-            task = tasks.build(config.task, config.seed)
+            task = tasks.build(self.config.task, config.seed, served=config.task)
         elif config.task.unlabelled != self.config.task.unlabelled:
             task = replace(task, unlabelled=config.task.unlabelled)
         if samples is not None:
