@@ -365,15 +365,17 @@ def balanced_softmax_loss(logits: Tensor, y: Tensor, count: Tensor, balance: flo
     return F.cross_entropy(logits + count.to(logits.dtype).pow(balance).log(), y)
 
 
-def regression(module: nn.Module, target: Tensor) -> Objective:
+def regression(
+    module: nn.Module, target: Tensor, reduction: Literal["mean", "sum"] = "mean"
+) -> Objective:
     """Returns the objective |module(x) - target|^2 / l in training mode; it reads no labels.
 
-    The mean over the l entries, so that a learning rate serves targets of any length.
+    The mean over the l entries, so that a learning rate serves targets of any length; or their sum.
     """
 
     def objective(model: Model, batch: Batch) -> tuple[Tensor, Model]:
         output, buffers = forward(module, model, batch.x)
-        return F.mse_loss(output, target), buffers
+        return F.mse_loss(output, target, reduction=reduction), buffers
 
     return objective
 

@@ -65,26 +65,34 @@ def state(ours: Federation) -> dict[str, Any]:
 def check_descent(
     ours: Federation, net: str, clients: list[int], describe: Callable[[int], Tensor], number: int
 ) -> None:
-    """One round is one step on the mean of L_i(h(v_i)), which autograd sees in one piece.
+    """One round is one step on the mean, or sum, of L_i(h(v_i)), seen by autograd in one piece.
 
     With one plain local step of rate eta, delta = eta times the gradient, so descending the
-    pull-back is gradient descent with rate lr * eta.
+    pull-back is gradient descent with rate lr * eta. Its clipping counts all that moves, and
+    precedes weight decay.
     """
-    server = ours.server
+    server, config = ours.server, ours.config
+    together = 1 if config.cohort_reduction == "sum" else len(clients)
     objective = torch.zeros((), dtype=torch.float64)
     for client in clients:
         generated = getattr(server, net)(describe(client)[None])
         model = {name: value[0] for name, value in generated.items()}
-        objective = objective + client_loss(ours.task, client, model) / len(clients)
+        objective = objective + client_loss(ours.task, client, model) / together
     named = dict(getattr(server, net).named_parameters())
     if net == "hyper_net":
         named["v"] = server.embeddings.weight
-    gradients = torch.autograd.grad(objective, list(named.values()))
-    rate = ours.config.lr * ours.config.local_lr
-    expected = {
-        name: (value - rate * gradient).detach()
-        for (name, value), gradient in zip(named.items(), gradients, strict=True)
-    }
+    gradients = torch.autograd.grad(config.local_lr * objective, list(named.values()))
+    norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
+    scale = (config.clip / (norm + 1e-6)).clamp(max=1)
+    expected = {}
+    for (name, value), gradient in zip(named.items(), gradients, strict=True):
+        lr, decay = config.lr, config.weight_decay
+        if name == "v":
+            lr = config.embedding_lr or lr
+            decay = (
+                decay if config.embedding_weight_decay is None else config.embedding_weight_decay
+            )
+        expected[name] = (value - lr * (scale * gradient + decay * value)).detach()
     ours.round(clients, number)
     after = dict(getattr(server, net).named_parameters()) | {"v": server.embeddings.weight}
     after = {name: after[name].detach() for name in expected}
@@ -114,6 +122,37 @@ def test_phase_one_is_pfedhns_gradient_in_one_piece(clients: list[int], private:
     check_phase_one(clients, private=private)
 
 
+DESCENTS: list[dict[str, Any]] = [
+    {"cohort_reduction": "sum"},
+    {"clip": 1e-3},  # a hundredth of the gradient's norm, or less
+    {"cohort_reduction": "sum", "clip": 1e-3, "weight_decay": 0.2},
+    {"weight_decay": 0.2, "embedding_weight_decay": 0.3, "embedding_lr": 0.4},
+    {"weight_decay": 0.2, "embedding_weight_decay": 0.0},
+]
+"""The server's step: equations 7 and 9 are sums, and embeddings have their own rate and decay."""
+
+
+@pytest.mark.parametrize("settings", DESCENTS)
+def test_the_servers_step_is_by_sum_or_mean_clipped_and_decayed(settings: dict[str, Any]) -> None:
+    check_phase_one([0, 1, 2], **settings)
+    check_phase_two([0, 1, 2], **settings)
+
+
+def test_the_papers_preset_is_its_text() -> None:
+    """Appendix C: 500 steps of a tenth of the clients, the grids; equations 7 to 9 are sums."""
+    run = from_keys("itpfl", {"preset": "paper"})
+    own, rates = run.settings, {1e-1, 5e-2, 1e-2, 5e-3, 1e-3}
+    assert (run.rounds, run.cohort, run.task.val, run.task.novel) == (500, 0.1, 0.15, 0.1)
+    assert (own.hidden, own.hidden_layers, own.encoder_units) == (100, 3, 200)
+    assert (own.cohort_reduction, own.encoder_reduction) == ("sum", "sum")
+    assert {own.lr, own.embedding_lr, own.local_lr, own.encoder_lr} <= rates
+    decays = {own.weight_decay, own.embedding_weight_decay, own.local_weight_decay}
+    assert decays <= {1e-3, 1e-4, 1e-5}
+    assert own.local_epochs in {1, 2, 5, 10}
+    assert own.batch_size in {32, 64}
+    assert own.local_momentum == 0.9
+
+
 def test_phase_one_is_pfedhn() -> None:
     """From the same start, over several rounds, with momentum, weight decay and local steps."""
     theirs = {"local_steps": 4, "batch_size": 6, "local_lr": 0.05, "hidden": 7}
@@ -129,7 +168,7 @@ def test_phase_one_is_pfedhn() -> None:
 
 
 def check_encoder(clients: list[int], **settings: Any) -> None:
-    """FedAvg, by training examples, of one step each on |g(x) - e_i|^2 / l."""
+    """FedAvg, by training examples, of one clipped step each on |g(x) - e_i|^2, or that / l."""
     ours = federation(settings=settings)
     bounded = ours.config.bounded
     before = trees.clone(ours.server.encoder)
@@ -140,17 +179,25 @@ def check_encoder(clients: list[int], **settings: Any) -> None:
         leaves = {name: value.clone().requires_grad_() for name, value in before.items()}
         e = ours.server.embeddings.weight[client].detach().clone()
         e = e / e.norm() if bounded else e
-        distance = (encode(leaves, inputs(ours, client), bounded=bounded) - e).square().mean()
+        squares = (encode(leaves, inputs(ours, client), bounded=bounded) - e).square()
+        distance = squares.sum() if ours.config.encoder_reduction == "sum" else squares.mean()
         gradients = torch.autograd.grad(distance, list(leaves.values()))
+        if (bound := ours.config.local_clip) is not None:
+            norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
+            assert norm > 2 * bound
+            gradients = tuple(gradient * bound / (norm + 1e-6) for gradient in gradients)
         for name, gradient in zip(leaves, gradients, strict=True):
             expected[name] += share * (before[name] - ours.config.encoder_lr * gradient)
     ours.round(clients, 0)
     torch.testing.assert_close(ours.server.encoder, expected, **CLOSE)
 
 
-@pytest.mark.parametrize("private", [False, True])
-def test_the_encoder_is_fedavg_of_steps_towards_the_embeddings(private: bool) -> None:
-    check_encoder([0, 1, 2], private=private)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"private": True}, {"encoder_reduction": "sum"}, {"local_clip": 1e-2}],
+)
+def test_the_encoder_is_fedavg_of_steps_towards_the_embeddings(settings: dict[str, Any]) -> None:
+    check_encoder([0, 1, 2], **settings)
 
 
 def test_training_brings_descriptors_to_the_embeddings() -> None:
@@ -532,7 +579,7 @@ def halved(model: Any, delta: Any, weight: Tensor) -> None:
     trees.pull_back(model, delta, weight / 2)
 
 
-def summed_regression(module: Any, target: Tensor) -> Any:
+def summed_regression(module: Any, target: Tensor, reduction: str) -> Any:
     return lambda model, batch: ((module(batch.x) - target).square().sum(), {})
 
 

@@ -270,6 +270,47 @@ def test_fixed_descriptors_are_class_proportions() -> None:
         )
 
 
+def check_class_shares(engine: Any = None) -> None:
+    """p_ij over known clients i, which sums to one for each class j (section 5.3)."""
+    task = make_task(novel=1)
+    task.y[: len(task.y)] = task.y.clamp(max=1)  # nobody has the third class
+    task.y[task.train[3][:2]] = 2  # but for a novel client
+    settings = SERVER | {"descriptor": "class_shares"}
+    federation = Federation("pfedhn", task, engine, **ONE_STEP, **settings)
+    cohort = federation.round([0, 1])
+    asked = [(e.client, e.step) for e in cohort.state.exchanges if e.step == "class_counts"]
+    assert sorted(client for client, _ in asked) == [0, 0, 1, 1, 2]  # all known ones, once
+    cohort = federation.round([2], 1)
+    assert [e.step for e in cohort.state.exchanges] == ["class_counts", "train_model"]
+    labels = [task.y[task.train[client]] for client in range(4)]
+    count = torch.stack([torch.bincount(y, minlength=CLASSES) for y in labels]).double()
+    total = count[:3].sum(dim=0)
+    assert total[2] == 0
+    for client, options in ((1, {}), (3, {"fresh": True})):
+        share = torch.where(total > 0, count[client] / total, (count[client] > 0).double())
+        generated = federation.server.hyper_net(share[None])
+        expected = {name: value[0].detach() for name, value in generated.items()}
+        torch.testing.assert_close(
+            federation.personal(client, **options), expected, rtol=1e-9, atol=1e-12
+        )
+
+
+def test_fixed_descriptors_may_be_shares_of_classes() -> None:
+    check_class_shares()
+
+
+def test_class_shares_are_known_before_the_first_round_and_after_a_restart() -> None:
+    settings = SERVER | {"descriptor": "class_shares"}
+    ours, other = (Federation("pfedhn", make_task(), **ONE_STEP, **settings) for _ in range(2))
+    fresh = ours.personal(0)
+    assert not ours.server.examples  # serving changes nothing
+    ours.round([0])
+    other.server.load(trees.clone(ours.server.state()))
+    assert torch.equal(other.server.examples["count"], ours.server.examples["count"])
+    torch.testing.assert_close(other.personal(0), ours.personal(0), rtol=0, atol=0)
+    assert not torch.equal(fresh["head.bias"], ours.personal(0)["head.bias"])
+
+
 # Proposition 1
 
 

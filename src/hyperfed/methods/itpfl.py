@@ -14,10 +14,14 @@ for a novel client, what the fine-tuned one makes of its descriptor, in one forw
 its unlabelled inputs. Batch-norm statistics never travel: each client measures them on its inputs.
 
 Private (section 7): the encoder is bounded, and a novel client adds Gaussian noise to its
-descriptor before it sends it. Training is without noise, as in the paper. Of what the paper leaves
-open, optimisers and the cohort's mean are pFedHN's, the lengths of the phases and the encoder's
-start are ours, and private embeddings are put on the unit sphere, beyond which a bounded encoder
-cannot follow them.
+descriptor before it sends it. Training is without noise, as in the paper.
+
+The preset ``paper`` is the paper's text: losses that are sums, over the clients of a round
+(equations 7 and 9) and over the entries of an embedding (8), and rates, decays, epochs and batch
+size out of the grids that it searched (appendix C); it does not say which were chosen. By default
+both are means, so that no rate depends on how many clients take part or on l. What the paper leaves
+open: optimisers are pFedHN's, the lengths of the phases and the encoder's start are ours, and
+private embeddings are put on the unit sphere, beyond which a bounded encoder cannot follow them.
 """
 
 import copy
@@ -34,7 +38,7 @@ from torch import Tensor, nn
 
 from hyperfed import federation
 from hyperfed.federation import EVALUATION_BATCH, Cohort, Each, Outline, step
-from hyperfed.methods.parts.hypernet_training import HyperNetConfig, descend
+from hyperfed.methods.parts.hypernet_training import HyperNetConfig, Reduction, descend
 from hyperfed.methods.parts.privacy import PrivacyConfig, sensitivity
 from hyperfed.nets.deepsets import DeepSet
 from hyperfed.nets.hypernets import MultiHead, shapes_of
@@ -55,6 +59,8 @@ class Config(PrivacyConfig, HyperNetConfig, LocalConfig):
         local_clip: bound of a local gradient's norm.
         phase_one_rounds: rounds of phase 1; all further rounds are phase 2.
         encoder_lr: learning rate of the encoder; the rest of its SGD is that of local training.
+        encoder_reduction: whether its loss is the mean or the sum over the entries of an embedding.
+            At the mean a rate does as much as one of 1 / l times it at the sum.
         encoder_units: outputs of the encoder's layer before pooling.
         private: whether the encoder is bounded, as noise (``epsilon``) needs it.
     """
@@ -62,6 +68,7 @@ class Config(PrivacyConfig, HyperNetConfig, LocalConfig):
     local_clip: PositiveFloat | None = 50.0
     phase_one_rounds: PositiveInt = 400
     encoder_lr: PositiveFloat = 1e-3
+    encoder_reduction: Reduction = "mean"
     encoder_units: Annotated[int, Field(gt=0, multiple_of=2)] = 200
     private: bool = False
 
@@ -73,7 +80,25 @@ class Config(PrivacyConfig, HyperNetConfig, LocalConfig):
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "default": {"rounds": 80, "cohort": 0.1, "evaluate_every": 20, "method.phase_one_rounds": 64},
-    "paper": {"rounds": 500, "cohort": 0.1, "evaluate_every": 10},
+    # Of appendix C's grids: rates 1e-1, 5e-2, 1e-2, 5e-3, 1e-3; decays 1e-3, 1e-4, 1e-5; epochs 1,
+    # 2, 5, 10; batches of 32, 64. Validation is 15 % of the training examples.
+    "paper": {
+        "rounds": 500,
+        "cohort": 0.1,
+        "evaluate_every": 10,
+        "task.val": 0.15,
+        "method.cohort_reduction": "sum",
+        "method.lr": 1e-2,
+        "method.weight_decay": 1e-3,
+        "method.embedding_lr": 1e-2,
+        "method.embedding_weight_decay": 1e-3,
+        "method.encoder_lr": 1e-3,
+        "method.encoder_reduction": "sum",
+        "method.local_lr": 5e-3,
+        "method.local_weight_decay": 1e-4,
+        "method.local_epochs": 2,
+        "method.batch_size": 32,
+    },
 }
 
 
@@ -100,10 +125,10 @@ class Client(federation.Client):
 
     @step(like="encoder")
     def train_encoder(self, encoder: Model, target: Tree) -> Model:
-        """Returns the encoder after SGD on |g(x) - e|^2 / l, e = ``target["embedding"]``."""
+        """Returns the encoder after SGD on |g(x) - e|^2, e = ``target["embedding"]``."""
         network = self.network("encoder")
         return sgd(
-            regression(network, target["embedding"]),
+            regression(network, target["embedding"], self.config.encoder_reduction),
             encoder,
             self.batches,
             replace(self.config.local, lr=self.config.encoder_lr),
@@ -178,7 +203,14 @@ class Server(federation.Server):
             self.tuned_net.load_state_dict(self.hyper_net.state_dict())
             self.tuning = torch.tensor(True)
             model = {size: self.tuned_net(vector[size], size) for size in groups}
-        descend(optimizer, model, delta, clients, self.config.clip)
+        descend(
+            optimizer,
+            model,
+            delta,
+            clients,
+            self.config.clip,
+            reduction=self.config.cohort_reduction,
+        )
 
     def personalize(self, clients: Cohort) -> Each:
         """Sends what phase 1 made for known clients, and what phase 2 makes for novel ones."""

@@ -8,8 +8,11 @@ by the client: batch-norm buffers, where the target has any, and with ``head_lay
 section 3.3) a personal classifier and its momentum. Evaluated: the generated model with what the
 client keeps. A novel client's embedding is fitted, from the mean of the learned ones, by
 ``novel_rounds`` of the same exchange with the hypernetwork frozen (section 5.3). With
-``descriptor="class_proportions"`` (appendix C.5) nothing is fitted: a client's descriptor is the
-share of each class in its data. With ``novel_models`` a novel client needs no labels: it uses the
+a fixed ``descriptor`` (appendix C.5) nothing is fitted. The appendix takes "the vector of class
+proportions" of section 5.3, which the words say is within the client, the default of the two
+(``"class_proportions"``, the share of each class in its data), and the formula over the clients
+(``"class_shares"``, its share of each class: sum_i p_ij = 1 over known clients, who are asked for
+their counts once). With ``novel_models`` a novel client needs no labels: it uses the
 models of known clients, all of them or that of the nearest by its inputs.
 """
 
@@ -38,7 +41,8 @@ class Config(PoolConfig, HyperNetConfig, LocalConfig):
 
     Attributes:
         local_clip: bound of a local gradient's norm.
-        descriptor: an embedding learned for each client, or the fixed class proportions.
+        descriptor: an embedding learned for each client; or fixed, the share of each class in the
+            client's data, or the client's share of each class.
         head_layers: how many of the target's last layers are the client's own (pFedHN-PC: 1).
         spectral_norm: whether all layers of the hypernetwork are spectrally normalised (C.3).
         novel_rounds: exchanges in which a novel client's embedding is fitted.
@@ -46,7 +50,7 @@ class Config(PoolConfig, HyperNetConfig, LocalConfig):
     """
 
     local_clip: PositiveFloat | None = 50.0
-    descriptor: Literal["embedding", "class_proportions"] = "embedding"
+    descriptor: Literal["embedding", "class_proportions", "class_shares"] = "embedding"
     head_layers: NonNegativeInt = 0
     spectral_norm: bool = False
     novel_rounds: NonNegativeInt = 20
@@ -94,6 +98,11 @@ class Client(federation.Client):
         count = count_classes(self.train.labels, self.classes)
         return {"descriptor": count.to(torch.get_default_dtype()) / len(self.train)}
 
+    @step
+    def class_counts(self) -> Tree:
+        """Returns {"count": (classes,)}, the training examples of each class."""
+        return {"count": count_classes(self.train.labels, self.classes)}
+
     def personal_model(self, received: Model) -> Model:
         """Returns the received parameters with the client's own head and buffers."""
         head, buffers = self.recall("head", self.head), self.recall("buffers", self.buffers)
@@ -127,8 +136,8 @@ class Server(federation.Server):
 
     def __init__(self, outline: Outline, config: Config) -> None:
         super().__init__(outline, config)
-        fixed = config.descriptor == "class_proportions"
-        size = outline.classes if fixed else config.length(outline.clients)
+        learned = config.descriptor == "embedding"
+        size = config.length(outline.clients) if learned else outline.classes
         self.hyper_net = MultiHead(
             {
                 name: partition(shapes_of(net), head_names(net, config.head_layers))[1]
@@ -140,6 +149,7 @@ class Server(federation.Server):
             spectral_norm=config.spectral_norm,
         ).to(outline.dtype)
         self.embeddings = nn.Embedding(outline.clients, size).to(outline.dtype)
+        self.examples: Tree = {}  # {"count": (classes,)} of all known clients, once they were asked
         self.optimizer = config.sgd(
             embeddings=self.embeddings.parameters(), hyper_net=self.hyper_net.parameters()
         )
@@ -147,14 +157,24 @@ class Server(federation.Server):
     def round(self, clients: Cohort) -> None:
         """Algorithm 1; for a cohort of several, the mean over them (the paper's has one)."""
         groups, batches = clients.sizes, self.config.batches
+        examples = self.class_totals(clients)
         model = {
-            size: self.hyper_net(self.descriptors(group), size) for size, group in groups.items()
+            size: self.hyper_net(self.descriptors(group, examples), size)
+            for size, group in groups.items()
         }
         delta = {
             size: group.ask(Client.train_model, Each(detach(model[size])), batches=batches)
             for size, group in groups.items()
         }
-        descend(self.optimizer, model, delta, clients, self.config.clip)
+        self.examples = examples
+        descend(
+            self.optimizer,
+            model,
+            delta,
+            clients,
+            self.config.clip,
+            reduction=self.config.cohort_reduction,
+        )
 
     def personalize(self, clients: Cohort) -> Tree | Each:
         """Sends the generated models; a novel client's embedding is fitted first, or borrowed."""
@@ -166,15 +186,25 @@ class Server(federation.Server):
         elif clients.novel and config.descriptor == "embedding":
             descriptor = self.fit_embeddings(clients)
         else:
-            descriptor = self.descriptors(clients)
+            descriptor = self.descriptors(clients, self.class_totals(clients))
         with torch.no_grad():
             return Each(self.hyper_net(descriptor, clients.size))
 
-    def descriptors(self, clients: Cohort) -> Tensor:
+    def class_totals(self, clients: Cohort) -> Tree:
+        """Returns {"count": (classes,)}, the examples that known clients have together."""
+        if self.examples or self.config.descriptor != "class_shares":
+            return self.examples
+        return {"count": clients.known.ask(Client.class_counts)["count"].sum(dim=0)}
+
+    def descriptors(self, clients: Cohort, examples: Tree) -> Tensor:
         """Returns (C, l): learned embeddings, or what the clients say of their classes."""
         if self.config.descriptor == "class_proportions":
             proportions: Tensor = clients.ask(Client.class_proportions)["descriptor"]
             return proportions.to(self.outline.dtype)
+        if self.config.descriptor == "class_shares":
+            count: Tensor = clients.ask(Client.class_counts)["count"].to(self.outline.dtype)
+            shares: Tensor = count / examples["count"]
+            return shares.nan_to_num(posinf=1.0)  # of a class that no known client has: 0, or all
         rows: Tensor = self.embeddings(clients.ids)
         return rows
 

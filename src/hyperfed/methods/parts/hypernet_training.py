@@ -1,7 +1,7 @@
 """What methods share whose server trains a hypernetwork on the deltas of the models it makes."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from hyperfed.federation import Cohort
 from hyperfed.trees import Model, fill_gradients, pull_back
+
+Reduction = Literal["mean", "sum"]
+"""What the clients of a cohort, or the entries of a vector, come to together."""
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -23,6 +26,10 @@ class HyperNetConfig:
         clip: bound of the norm of the server's gradient.
         embedding_lr: learning rate of the embeddings; ``lr`` where not given. IT-PFL-HN's authors
             searched it by itself.
+        embedding_weight_decay: weight decay of the embeddings; ``weight_decay`` where not given.
+            They searched it by itself too.
+        cohort_reduction: whether the server steps by the mean of what its clients' deltas are
+            pulled back to, or by their sum, as a loss does that is a sum over clients.
         embedding_size: length l of an embedding; 1 + n // 4 for n clients where not given.
         hidden: width of the hypernetwork's hidden layers.
         hidden_layers: their number.
@@ -33,6 +40,8 @@ class HyperNetConfig:
     weight_decay: NonNegativeFloat = 1e-3
     clip: PositiveFloat = 50.0
     embedding_lr: PositiveFloat | None = None
+    embedding_weight_decay: NonNegativeFloat | None = None
+    cohort_reduction: Reduction = "mean"
     embedding_size: PositiveInt | None = None
     hidden: PositiveInt = 100
     hidden_layers: NonNegativeInt = 3
@@ -55,9 +64,11 @@ class HyperNetConfig:
             hyper_net: the hypernetwork's, likewise.
             embedding_lr: in the place of the setting of that name.
         """
-        lr = embedding_lr or self.embedding_lr or self.lr
+        lr, decay = embedding_lr or self.embedding_lr or self.lr, self.embedding_weight_decay
+        if decay is None:
+            decay = self.weight_decay
         groups: list[dict[str, Any]] = [
-            {"params": [*embeddings], "lr": lr},
+            {"params": [*embeddings], "lr": lr, "weight_decay": decay},
             {"params": [*hyper_net]},
         ]
         return torch.optim.SGD(
@@ -75,8 +86,10 @@ def descend(
     delta: Mapping[str, Model],
     clients: Cohort,
     clip: float | None,
+    *,
+    reduction: Reduction = "mean",
 ) -> None:
-    """Makes a step against the mean of what a cohort's deltas are pulled back to.
+    """Makes a step against the mean, or sum, of what a cohort's deltas are pulled back to.
 
     Gradients that parameters have already are added; afterwards they have none.
 
@@ -87,10 +100,11 @@ def descend(
         delta: {size: sent minus trained}, likewise.
         clients: the cohort; a lost client does not count.
         clip: bound of the gradient's norm; None for none.
+        reduction: over the clients that are there.
     """
-    there = clients.weight.sign().sum()
+    together = clients.weight.sign().sum() if reduction == "mean" else 1
     for size, group in clients.sizes.items():
-        pull_back(model[size], delta[size], group.weight.sign() / there)
+        pull_back(model[size], delta[size], group.weight.sign() / together)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     fill_gradients(parameters)
     if clip is not None:
