@@ -1,9 +1,11 @@
 """Every method keeps the contract: one table of methods x shared tests."""
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from hyperfed import trees
 from hyperfed.engines import Faults
@@ -13,6 +15,7 @@ from hyperfed.engines.local.vmap import VmappedEngine
 from hyperfed.errors import UserError
 from hyperfed.federation import AllLostError
 from hyperfed.methods import METHODS
+from hyperfed.runs.evaluation import evaluate
 from hyperfed.system.randomness import seeded
 from toys import Federation, Normed, Stemmed, TwoLayers, make_task, snapshot
 
@@ -25,10 +28,12 @@ COUNTS = {"val", "test"}
 """What is in an evaluation, and in no model."""
 
 
-def federation(method: str, engine: Any = None, **task: Any) -> Federation:
+def federation(
+    method: str, engine: Any = None, settings: dict[str, Any] | None = None, **task: Any
+) -> Federation:
     known = METHODS[method].Config.__dataclass_fields__
     novel = {key: value for key, value in NOVEL.items() if key in known}
-    return Federation(method, make_task(**task), engine, **SETTINGS, **novel)
+    return Federation(method, make_task(**task), engine, **SETTINGS | novel | (settings or {}))
 
 
 def used(ours: Federation, client: int, **options: Any) -> trees.Tree:
@@ -156,6 +161,33 @@ def test_personalize_serves_known_and_novel_clients_and_changes_nothing(
         assert trees.structure(model) == trees.structure(expected)
     assert trees.finite([model]) == [True]
     assert same(model, used(ours, client, fresh=novel))  # and it is a function
+
+
+def variants(method: str) -> Iterator[dict[str, Any]]:
+    """The defaults, and every other choice of each setting that is one of a few."""
+    yield {}
+    config = METHODS[method].Config
+    for key, kind in get_type_hints(config).items():
+        choices = (True, False) if kind is bool else get_args(kind)
+        if kind is bool or get_origin(kind) is Literal:
+            yield from ({key: choice} for choice in choices if choice != getattr(config, key))
+
+
+@pytest.mark.parametrize("method", ALL)
+def test_serving_and_evaluating_leave_the_server_as_it_is(method: str) -> None:
+    for settings in variants(method):
+        try:
+            ours = federation(method, settings=settings, novel=1)
+        except ValidationError:  # it does not go with the defaults of the others
+            continue
+        for number in range(2):
+            ours.round([0, 1, 2], number)
+        before = snapshot(ours)
+        server, engine = ours.server, ours.engine
+        for serve in filter(None, (server.personalize, server.rehearse)):
+            evaluate(server, engine, [0, 1, 2], 2, serve=serve)
+        evaluate(server, engine, [3], 2, novel=True)
+        assert same(snapshot(ours), before), settings
 
 
 @pytest.mark.parametrize("method", ALL)

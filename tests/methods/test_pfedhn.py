@@ -7,11 +7,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import hyperfed
 from hyperfed import trees
-from hyperfed.federation import Task
+from hyperfed.engines import Faults
+from hyperfed.engines.local.loop import LoopEngine
+from hyperfed.engines.local.vmap import VmappedEngine
+from hyperfed.federation import AllLostError, Task
 from hyperfed.methods import pfedhn
 from hyperfed.methods.parts import hypernet_training
-from hyperfed.system.randomness import seeded
+from hyperfed.system.randomness import generator, seeded
 from toys import (
     CLASSES,
     FEATURES,
@@ -58,17 +62,29 @@ def parameters_after_one_round(
     }
 
 
+def parameters(server: Any) -> dict[str, Tensor]:
+    named = dict(server.hyper_net.named_parameters()) | {"v": server.embeddings.weight}
+    return {name: value.detach().clone() for name, value in named.items()}
+
+
+def own_head(client: int) -> dict[str, Tensor]:
+    """A classifier for each client."""
+    noise = generator(5, client)
+    return {
+        "head.weight": torch.randn(CLASSES, 4, generator=noise, dtype=torch.float64),
+        "head.bias": torch.randn(CLASSES, generator=noise, dtype=torch.float64),
+    }
+
+
 def check_one_round(method: str, clients: list[int], **settings: Any) -> None:
     federation = Federation(method, make_task(), **ONE_STEP, **SERVER, **settings)
-    head: dict[str, Tensor] = {}
+    heads: dict[int, dict[str, Tensor]] = {}
     if method == "pfedhn_pc":
-        initial = federation.task.outline().initial()
-        head = {name: initial[name] for name in ("head.weight", "head.bias")}
-    expected = parameters_after_one_round(federation, clients, dict.fromkeys(clients, head))
+        heads = {client: own_head(client) for client in clients}
+        federation.engine.memory = {client: {"head": head} for client, head in heads.items()}
+    expected = parameters_after_one_round(federation, clients, heads)
     federation.round(clients)
-    server = federation.server
-    ours = dict(server.hyper_net.named_parameters()) | {"v": server.embeddings.weight}
-    torch.testing.assert_close({n: p.detach() for n, p in ours.items()}, expected, **CLOSE)
+    torch.testing.assert_close(parameters(federation.server), expected, **CLOSE)
 
 
 @pytest.mark.parametrize("clients", [[2], [0, 1, 3]])
@@ -144,6 +160,48 @@ def test_the_servers_gradient_is_clipped() -> None:
     assert torch.cat(moved).norm().item() == pytest.approx(1e-4, rel=0.02)
 
 
+def test_the_servers_gradient_need_not_be_clipped() -> None:
+    """With a gradient above the bound of 50, which is no bound then."""
+    steep = ONE_STEP | {"local_lr": 1e4}
+    federation = Federation("pfedhn", make_task(), **steep, **SERVER, clip=None)
+    expected = parameters_after_one_round(federation, [2], {})
+    clipped = Federation("pfedhn", make_task(), **steep, **SERVER)
+    for ours in (federation, clipped):
+        ours.round([2])
+    found, bounded = (parameters(ours.server) for ours in (federation, clipped))
+    torch.testing.assert_close(found, expected, **CLOSE)
+    assert not torch.allclose(found["v"], bounded["v"])
+
+
+# Spectral normalisation
+
+
+def test_a_round_that_all_are_lost_in_leaves_the_norms_too() -> None:
+    options = {"faults": Faults(drop=1.0)}
+    federation = Federation(
+        "pfedhn", make_task(), options, **ONE_STEP, **SERVER, spectral_norm=True
+    )
+    before = trees.clone(federation.server.state())
+    with pytest.raises(AllLostError):
+        federation.round([0])
+    torch.testing.assert_close(federation.server.state(), before, rtol=0, atol=0)
+
+
+def test_norms_follow_the_weights_once_a_round() -> None:
+    """One power iteration on the new weights, however many sizes a cohort has."""
+    federation = Federation("pfedhn", sized_task(), **ONE_STEP, **SERVER, spectral_norm=True)
+    key = "trunk.0.parametrizations.weight"
+    before = trees.clone(federation.server.state())["hyper_net"]
+    federation.round([0, 1])
+    after = federation.server.state()["hyper_net"]
+    weight, v = after[f"{key}.original"], before[f"{key}.0._v"]
+    assert not torch.equal(weight, before[f"{key}.original"])
+    u = weight @ v / (weight @ v).norm()
+    torch.testing.assert_close(after[f"{key}.0._u"], u, **CLOSE)
+    found = after[f"{key}.0._v"]
+    torch.testing.assert_close(found, weight.T @ u / (weight.T @ u).norm(), **CLOSE)
+
+
 # Personal classifiers
 
 
@@ -153,8 +211,8 @@ def test_pc_keeps_head_and_its_momentum_at_the_client_and_does_not_clip_it() -> 
         "pfedhn_pc", make_task(), **settings, local_weight_decay=0.0, local_clip=1e-9, **SERVER
     )
     task = federation.task
-    initial = task.outline().initial()
-    head = {name: initial[name].clone() for name in ("head.weight", "head.bias")}
+    head = own_head(0)
+    federation.engine.memory = {0: {"head": own_head(0)}}
     speed = {name: torch.zeros_like(value) for name, value in head.items()}
     for number in range(2):
         generated = federation.server.hyper_net(federation.server.embeddings.weight[:1].detach())
@@ -167,6 +225,35 @@ def test_pc_keeps_head_and_its_momentum_at_the_client_and_does_not_clip_it() -> 
                 head[name] = head[name] - 0.1 * speed[name]
         federation.round([0], number)
         torch.testing.assert_close(federation.engine.memory[0]["head"], head, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", [LoopEngine, VmappedEngine])
+def test_pc_clients_draw_a_head_each_and_once(
+    kind: type[LoopEngine], caplog: pytest.LogCaptureFixture
+) -> None:
+    still = ONE_STEP | {"local_lr": 1e-300}  # what was drawn is what is kept
+    federation = Federation("pfedhn_pc", make_task(), **still, **SERVER)
+    federation.engine = kind(federation.task, federation.method.Client, federation.config, seed=0)
+    for number, clients in enumerate(([3, 0], [0, 1, 2])):
+        federation.round(clients, number)
+    for client, number in ((0, 0), (3, 0), (1, 1), (2, 1)):
+        noise = generator(0, "client", client, number, "train_model", 0)
+        expected = {  # as ``nn.Linear`` draws, from 4 features
+            "head.weight": torch.empty(CLASSES, 4, dtype=torch.float64),
+            "head.bias": torch.empty(CLASSES, dtype=torch.float64),
+        }
+        for value in expected.values():
+            value.uniform_(-0.5, 0.5, generator=noise)
+        kept = federation.engine.memory[client]["head"]
+        torch.testing.assert_close(kept, expected, rtol=0, atol=0)
+    assert not [record for record in caplog.records if "client by client" in record.msg]
+
+
+def test_a_client_of_pc_that_was_never_asked_uses_the_initial_head() -> None:
+    federation = Federation("pfedhn_pc", make_task(), **ONE_STEP, **SERVER)
+    federation.round([0, 1])
+    ours, initial = federation.personal(2), federation.task.outline().initial()
+    assert all(torch.equal(ours[name], initial[name]) for name in ("head.weight", "head.bias"))
 
 
 def test_what_travels_is_what_the_hypernetwork_makes() -> None:
@@ -245,6 +332,49 @@ def test_a_novel_client_fits_an_embedding_with_the_hypernetwork_frozen(rate: str
         embedding = (embedding - 0.3 * 0.1 * by).detach()
     expected = {name: value[0].detach() for name, value in server.hyper_net(embedding).items()}
     torch.testing.assert_close(ours, expected, **CLOSE)
+
+
+def fitted(server: Any, task: Task, client: int, start: Tensor, config: Any) -> Tensor:
+    """What gradient descent of a client's loss, by PyTorch's own SGD, makes of an embedding."""
+    embedding = start.clone().requires_grad_()
+    optimizer = torch.optim.SGD(
+        [embedding], config.lr, config.momentum, weight_decay=config.weight_decay
+    )
+    for _ in range(config.novel_rounds):
+        model = {name: value[0] for name, value in server.hyper_net(embedding[None]).items()}
+        (by,) = torch.autograd.grad(client_loss(task, client, model), embedding)
+        embedding.grad = config.local_lr * by
+        if config.clip is not None:
+            nn.utils.clip_grad_norm_([embedding], config.clip)
+        optimizer.step()
+    return embedding.detach()
+
+
+@pytest.mark.parametrize("clip", [None, 1e-3])
+@pytest.mark.parametrize("start", ["mean", "random"])
+def test_novel_clients_are_fitted_each_as_if_alone(start: str, clip: float | None) -> None:
+    """Of unequal size, with momentum and decay, and clipped as in training."""
+    task = make_task(novel=2)
+    settings = SERVER | {"momentum": 0.9, "weight_decay": 0.3, "novel_rounds": 4, "clip": clip}
+    federation = Federation("pfedhn", task, **ONE_STEP, **settings, novel_start=start)
+    federation.round([0, 1])
+    cohort = federation.engine.cohort([2, 3], 99, training=False, fresh=True)
+    ours = federation.server.fit_embeddings(cohort)
+    assert len(task.train[2]) != len(task.train[3])
+    for place, client in enumerate((2, 3)):
+        first = federation.server.embeddings.weight.detach().mean(dim=0)
+        if start == "random":
+            noise = generator(0, "client", client, 99, "draw_embedding", 0)
+            first = torch.randn(first.shape, generator=noise, dtype=torch.float64)
+        expected = fitted(federation.server, task, client, first, federation.config)
+        torch.testing.assert_close(ours[place], expected, **CLOSE)
+        assert not torch.allclose(ours[place], first)
+
+
+def test_where_a_fit_starts_can_change_after_training() -> None:
+    run = hyperfed.train("pfedhn", make_task(novel=1), rounds=2, method={"local_steps": 2})
+    other = run.served_otherwise(["method.novel_start=random"])
+    assert run.evaluate_novel().client_loss != other.evaluate_novel().client_loss
 
 
 def test_a_novel_client_of_pc_fits_its_classifier_too_and_leaves_no_memory() -> None:

@@ -10,7 +10,7 @@ from torch.func import functional_call, grad, vmap
 
 from hyperfed.errors import UserError
 from hyperfed.nets import Chunked, LeNet, MultiHead, PFedKTCNN, SingleOutput, shapes_of
-from hyperfed.nets.hypernets import draw_weights, spread_of
+from hyperfed.nets.hypernets import draw_weights, spread_of, update_norms
 from hyperfed.system.randomness import generator, seeded
 
 SMALL = {"conv.weight": torch.Size([2, 1, 3]), "conv.bias": torch.Size([2]), "scale": torch.Size()}
@@ -302,6 +302,27 @@ class TestDrawWeights:
         assert all((first[name] != other[name]).all() for name in first)
         torch.testing.assert_close(dict(net.named_parameters()), before, rtol=0, atol=0)
 
+    @pytest.mark.parametrize(
+        "layer", [nn.Linear(90, 40), nn.Conv2d(10, 90, 3), nn.Conv1d(30, 80, 3)]
+    )
+    def test_of_a_layer_is_distributed_as_a_new_one(self, layer):
+        ours = draw_weights(layer, generator(10, "weights"))
+        bound = layer.weight[0].numel() ** -0.5
+        for name, value in layer.named_parameters():
+            assert ours[name].abs().max() <= bound
+            rel = 4 * value.numel() ** -0.5
+            assert ours[name].std().item() == pytest.approx(value.std().item(), rel=rel)
+
+    def test_draws_what_it_is_asked_for_and_leaves_other_layers_as_they_are(self):
+        net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        start = {"1.weight": torch.tensor([7.0] * 4), "2.bias": torch.tensor([8.0, 9.0])}
+        ours = draw_weights(net, generator(1, "weights"), start)
+        assert list(ours) == ["1.weight", "2.bias"]
+        assert ours["1.weight"].tolist() == [7.0] * 4
+        assert start["2.bias"].tolist() == [8.0, 9.0]
+        drawn = torch.empty(2).uniform_(-0.5, 0.5, generator=generator(1, "weights"))
+        assert torch.equal(ours["2.bias"], drawn)
+
 
 class TestSpectralNorm:
     @pytest.mark.parametrize("kind", [MultiHead, SingleOutput])
@@ -315,12 +336,30 @@ class TestSpectralNorm:
             assert torch.linalg.matrix_norm(original, ord=2) > 1.5
         assert len(raw) == len(linear)
         for _ in range(300):  # one power iteration each
-            net(draw(1, 4))
-        net.eval()
+            update_norms(net)
         assert len(linear) >= 3
         for layer in linear:
             norm = torch.linalg.matrix_norm(layer.weight, ord=2)
             torch.testing.assert_close(norm, torch.ones_like(norm), rtol=1e-6, atol=0)
+
+    @pytest.mark.parametrize("kind", [MultiHead, SingleOutput])
+    def test_making_models_changes_nothing_and_an_update_is_one_power_iteration(self, kind):
+        with seeded(9):
+            net = kind({"base": SMALL}, 4, hidden=6, spectral_norm=True).double()
+        before = {name: value.clone() for name, value in net.state_dict().items()}
+        net(draw(1, 4))
+        torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
+        update_norms(net)
+        prefixes = [name.removesuffix("0._u") for name in before if name.endswith("._u")]
+        assert prefixes
+        for prefix in prefixes:
+            weight, v = before[f"{prefix}original"], before[f"{prefix}0._v"]
+            u = weight @ v / (weight @ v).norm()
+            v = weight.T @ u / (weight.T @ u).norm()
+            after = net.state_dict()
+            torch.testing.assert_close((after[f"{prefix}0._u"], after[f"{prefix}0._v"]), (u, v))
+            layer = net.get_submodule(prefix.removesuffix(".parametrizations.weight."))
+            torch.testing.assert_close(layer.weight, weight / (u @ weight @ v))
 
     def test_is_off_by_default(self):
         net = MultiHead({"base": SMALL}, 4)

@@ -6,8 +6,9 @@ Sent: the parameters the hypernetwork makes from a client's embedding. Returned:
 trained; the server pulls it back through the hypernetwork into its weights and all embeddings. Kept
 by the client: batch-norm buffers, where the target has any, and with ``head_layers`` (pFedHN-PC,
 section 3.3) a personal classifier and its momentum. Evaluated: the generated model with what the
-client keeps. A novel client's embedding is fitted, from the mean of the learned ones, by
-``novel_rounds`` of the same exchange with the hypernetwork frozen (section 5.3). With
+client keeps. A novel client's embedding is fitted by ``novel_rounds`` of the same exchange with the
+hypernetwork frozen (section 5.3), clipped as in training. The paper does not say where the fit
+starts: at the mean of the learned embeddings, or where a learned one starts (``novel_start``). With
 a fixed ``descriptor`` (appendix C.5) nothing is fitted. The appendix takes "the vector of class
 proportions" of section 5.3, which the words say is within the client, the default of the two
 (``"class_proportions"``, the share of each class in its data), and the formula over the clients
@@ -27,9 +28,10 @@ from torch import Tensor, nn
 from hyperfed import federation
 from hyperfed.federation import Cohort, Each, Outline, step
 from hyperfed.methods.parts import a_distance, pools
-from hyperfed.methods.parts.hypernet_training import HyperNetConfig, descend
+from hyperfed.methods.parts.hypernet_training import HyperNetConfig, clip_rows, descend
 from hyperfed.methods.parts.pools import POOL, PoolConfig
-from hyperfed.nets.hypernets import MultiHead, shapes_of
+from hyperfed.methods.parts.presets import PEFLL
+from hyperfed.nets.hypernets import MultiHead, draw_weights, shapes_of, update_norms
 from hyperfed.nets.targets import head_names
 from hyperfed.training import LocalConfig, count_classes, sgd
 from hyperfed.trees import Model, Tree, detach, partition, pull_back, subtract
@@ -46,6 +48,8 @@ class Config(PoolConfig, HyperNetConfig, LocalConfig):
         head_layers: how many of the target's last layers are the client's own (pFedHN-PC: 1).
         spectral_norm: whether all layers of the hypernetwork are spectrally normalised (C.3).
         novel_rounds: exchanges in which a novel client's embedding is fitted.
+        novel_start: where that begins: at the mean of the learned embeddings, or at a random one
+            (PeFLL, appendix C.2).
         novel_lr: learning rate of that fit; the embeddings' where not given.
     """
 
@@ -54,6 +58,7 @@ class Config(PoolConfig, HyperNetConfig, LocalConfig):
     head_layers: NonNegativeInt = 0
     spectral_norm: bool = False
     novel_rounds: NonNegativeInt = 20
+    novel_start: Literal["mean", "random"] = "mean"
     novel_lr: PositiveFloat | None = None
 
     def __post_init__(self) -> None:
@@ -65,6 +70,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "paper": {"rounds": 5000, "cohort": 1, "evaluate_every": 30, "task.shares": "paper"},
     # The authors' code leaves part of each class unused when it splits the data.
     "official": {"rounds": 5000, "cohort": 1, "evaluate_every": 30, "task.shares": "official"},
+    # PeFLL, appendix C.2: what pFedHN recommends, and a random embedding for a new client.
+    "pefll": {**PEFLL, "method.novel_start": "random"},
 }
 
 
@@ -77,7 +84,13 @@ class Client(federation.Client):
 
     @step(like="model")
     def train_model(self, model: Model) -> Model:
-        """Returns delta after local SGD; keeps head and buffers."""
+        """Returns delta after local SGD; keeps head and buffers.
+
+        A head that the client has none of yet is drawn: each client's is another.
+        """
+        if "head" not in self.memory:
+            start, _ = partition(self.initial, self.head)
+            self.memory["head"] = draw_weights(self.module, self.generator, start)
         trained, velocity = sgd(
             self.objective,
             self.personal_model(model),
@@ -92,6 +105,18 @@ class Client(federation.Client):
         _, self.memory["buffers"] = partition(trained, self.parameters)
         return subtract(model, trained)
 
+    @step(like="mean")
+    def draw_embedding(self, mean: Tree) -> Tree:
+        """Returns {"embedding": (l,)} as a learned one is before training, N(0, 1).
+
+        Args:
+            mean: {"embedding": (l,)} of those that were learned, for the shape alone. The draw is
+                the client's, so that nobody's embedding depends on who else joins.
+        """
+        shape, dtype = mean["embedding"].shape, mean["embedding"].dtype
+        drawn = torch.randn(shape, generator=self.generator, dtype=dtype)
+        return {"embedding": drawn.to(self.device)}
+
     @step
     def class_proportions(self) -> Tree:
         """Returns {"descriptor": (classes,)}, the share of each class in the training data."""
@@ -104,7 +129,10 @@ class Client(federation.Client):
         return {"count": count_classes(self.train.labels, self.classes)}
 
     def personal_model(self, received: Model) -> Model:
-        """Returns the received parameters with the client's own head and buffers."""
+        """Returns the received parameters with the client's own head and buffers.
+
+        Before its first round it uses the target's initial ones.
+        """
         head, buffers = self.recall("head", self.head), self.recall("buffers", self.buffers)
         return received | head | buffers
 
@@ -175,6 +203,7 @@ class Server(federation.Server):
             self.config.clip,
             reduction=self.config.cohort_reduction,
         )
+        update_norms(self.hyper_net)
 
     def personalize(self, clients: Cohort) -> Tree | Each:
         """Sends the generated models; a novel client's embedding is fitted first, or borrowed."""
@@ -210,15 +239,18 @@ class Server(federation.Server):
 
     def fit_embeddings(self, clients: Cohort) -> Tensor:
         """Returns (C, l) embeddings of novel clients, fitted with the hypernetwork frozen."""
+        config = self.config
         mean = self.embeddings.weight.detach().mean(dim=0)
-        embedding = mean.repeat(len(clients.ids), 1).requires_grad_()
-        optimizer = self.config.sgd(embeddings=[embedding], embedding_lr=self.config.novel_lr)
-        for _ in range(self.config.novel_rounds):
+        embedding = mean.repeat(len(clients.ids), 1)
+        if config.novel_start == "random":
+            embedding = clients.ask(Client.draw_embedding, {"embedding": mean})["embedding"]
+        embedding.requires_grad_()
+        optimizer = config.sgd(embeddings=[embedding], embedding_lr=config.novel_lr)
+        for _ in range(config.novel_rounds):
             model = self.hyper_net(embedding, clients.size)
-            delta = clients.ask(
-                Client.train_model, Each(detach(model)), batches=self.config.batches
-            )
+            delta = clients.ask(Client.train_model, Each(detach(model)), batches=config.batches)
             optimizer.zero_grad()
             pull_back(model, delta, clients.weight.sign(), onto=[embedding])
+            clip_rows(embedding, config.clip)
             optimizer.step()
         return embedding.detach()

@@ -4,9 +4,11 @@ Paper: https://arxiv.org/abs/2103.04628, section 3.3.
 
 Sent: the body, which the hypernetwork makes. Kept: the head. Evaluated: the two together.
 The hypernetwork makes the feature extractor; each client keeps its last layer, **and that layer's
-momentum**, between rounds. The classifier's gradient neither counts for clipping nor is clipped. A
-novel client fits its embedding and its classifier in the same exchanges. All of it is pFedHN with
-one personal layer, so this file holds only what is published for it.
+momentum**, between rounds. As in the authors' code, each client draws a classifier of its own to
+start with, in its first round (before that it uses the target's initial one); the classifier's
+gradient neither counts for clipping nor is clipped. A novel client draws a classifier too and fits
+it and its embedding in the same exchanges. All of it is pFedHN with one personal layer, so this
+file holds only what is published for it.
 """
 
 from collections.abc import Mapping
@@ -29,4 +31,6 @@ class Config(pfedhn.Config):
     head_layers: NonNegativeInt = 1
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = pfedhn.PRESETS
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    name: pfedhn.PRESETS[name] for name in ("default", "paper", "official")
+}

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm as _normalise_spectrum
+from torch.nn.utils.parametrize import is_parametrized
 
 from hyperfed import trees
 from hyperfed.errors import UserError
@@ -55,7 +56,8 @@ class MultiHead(nn.Module):
         descriptor_size: l, the length of a descriptor or embedding.
         hidden: H, units of each hidden layer.
         hidden_layers: number of (ReLU, Linear(H, H)) blocks, 0 or more.
-        spectral_norm: divide every weight matrix by its largest singular value (appendix C.3).
+        spectral_norm: divide every weight matrix by its largest singular value (appendix C.3), as
+            :func:`update_norms` found it last.
 
     Raises:
         UserError: nothing to generate, a malformed size name, or a number out of range.
@@ -222,8 +224,10 @@ class Chunked(nn.Module):
         return model
 
 
-def draw_weights(net: nn.Module, generator: torch.Generator) -> dict[str, Tensor]:
-    """Draws new weights for a network of linear layers and embeddings, such as a ``Chunked``.
+def draw_weights(
+    net: nn.Module, generator: torch.Generator, start: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """Draws new weights for a network's linear layers, convolutions and embeddings.
 
     They are distributed as those of a new module, which takes them from the global generator: all
     threads share that one. Clients that start from weights of their own use this.
@@ -231,19 +235,23 @@ def draw_weights(net: nn.Module, generator: torch.Generator) -> dict[str, Tensor
     Args:
         net: the network; it is not changed.
         generator: a CPU generator.
+        start: the entries to return, some or all of the network's; its own where not given. What
+            belongs to another layer stays as it is here.
 
     Returns:
         ``{parameter name: tensor}``, for ``functional_call``.
     """
     device = next(net.parameters()).device
-    weights = trees.to(trees.model_of(net), CPU)
+    weights = trees.to(trees.model_of(net) if start is None else trees.clone(dict(start)), CPU)
     for prefix, layer in net.named_modules():
-        if isinstance(layer, nn.Embedding):
-            weights[f"{prefix}.weight"].normal_(generator=generator)
-        elif isinstance(layer, nn.Linear):
-            bound = 1 / math.sqrt(layer.in_features)
-            for name, _ in layer.named_parameters():
-                weights[f"{prefix}.{name}"].uniform_(-bound, bound, generator=generator)
+        for name, _ in layer.named_parameters(prefix, recurse=False):
+            if name not in weights:
+                continue
+            if isinstance(layer, nn.Embedding):
+                weights[name].normal_(generator=generator)
+            elif isinstance(layer, nn.Linear | nn.modules.conv._ConvNd):
+                bound = 1 / math.sqrt(layer.weight[0].numel())  # of the weight's fan-in
+                weights[name].uniform_(-bound, bound, generator=generator)
     return trees.to(weights, device)
 
 
@@ -292,10 +300,27 @@ def _head_key(size: str, name: str) -> str:
 
 
 def _normalise_linear_layers(module: nn.Module) -> None:
-    """Applies spectral normalisation to every linear layer, in place."""
+    """Applies spectral normalisation to every linear layer, in place.
+
+    In evaluation mode, where a forward pass changes nothing: a server that serves stays as it is.
+    """
     for layer in list(module.modules()):
         if isinstance(layer, nn.Linear):
             _normalise_spectrum(layer)
+    module.eval()
+
+
+def update_norms(module: nn.Module) -> None:
+    """Makes one power iteration in each layer that is spectrally normalised, if any is.
+
+    It belongs after every step of the optimiser, and nowhere else: PyTorch's own, in each forward
+    pass in training mode, would also move a network that makes models and does not train.
+    """
+    with torch.no_grad():
+        for layer in module.modules():
+            if is_parametrized(layer):
+                _ = layer.train().weight  # reading the weight is what iterates
+                layer.eval()
 
 
 def _checked(shapes: Shapes) -> dict[str, dict[str, torch.Size]]:

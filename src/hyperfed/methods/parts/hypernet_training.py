@@ -23,7 +23,7 @@ class HyperNetConfig:
         lr: learning rate of the server's SGD.
         momentum: its momentum.
         weight_decay: its weight decay. Like momentum it moves unsampled embeddings too.
-        clip: bound of the norm of the server's gradient.
+        clip: bound of the norm of the server's gradient; None for none.
         embedding_lr: learning rate of the embeddings; ``lr`` where not given. IT-PFL-HN's authors
             searched it by itself.
         embedding_weight_decay: weight decay of the embeddings; ``weight_decay`` where not given.
@@ -38,7 +38,7 @@ class HyperNetConfig:
     lr: PositiveFloat = 1e-2
     momentum: NonNegativeFloat = 0.9
     weight_decay: NonNegativeFloat = 1e-3
-    clip: PositiveFloat = 50.0
+    clip: PositiveFloat | None = 50.0
     embedding_lr: PositiveFloat | None = None
     embedding_weight_decay: NonNegativeFloat | None = None
     cohort_reduction: Reduction = "mean"
@@ -111,3 +111,15 @@ def descend(
         nn.utils.clip_grad_norm_(parameters, clip)
     optimizer.step()
     optimizer.zero_grad()
+
+
+def clip_rows(rows: Tensor, clip: float | None) -> None:
+    """Bounds the norm of the gradient of each row by itself; None for no bound.
+
+    Rows belong to clients that are fitted apart from one another: what one of them gets must not
+    depend on who else is there.
+    """
+    if clip is not None:
+        assert rows.grad is not None
+        norm = rows.grad.norm(dim=1, keepdim=True)
+        rows.grad *= (clip / (norm + 1e-6)).clamp(max=1.0)  # as ``clip_grad_norm_`` does
