@@ -108,7 +108,7 @@ class Task:
                 "a target must have parameters to train, all of the target of size "
                 f"{idle[0]!r} are frozen or it has none; set requires_grad of some"
             )
-        return Outline(self.models, len(self.known), self.classes)
+        return Outline(self.models, len(self.known), self.classes, self.novel)
 
     def to(self, device: torch.device) -> "Task":
         """Returns the task with its examples and models on a device; itself where it is there."""
@@ -127,11 +127,15 @@ def _moved(rows: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
 
 @dataclass(frozen=True)
 class Outline:
-    """What a server knows of a task: the target networks and the number of clients, never data."""
+    """What a server knows of a task: the target networks and numbers of clients, never data.
+
+    ``clients`` take part in training; ``novel`` are those of which it is known that they will join.
+    """
 
     models: Mapping[str, nn.Module]
     clients: int
     classes: int
+    novel: int = 0
 
     @property
     def dtype(self) -> torch.dtype:

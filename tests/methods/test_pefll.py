@@ -15,7 +15,7 @@ from hyperfed import engines, trees
 from hyperfed.engines import EngineCohort, Faults
 from hyperfed.engines.calls import Call
 from hyperfed.engines.local import loop
-from hyperfed.federation import AllLostError, Each, Task
+from hyperfed.federation import AllLostError, Each, Outline, Task
 from hyperfed.methods import pefll
 from hyperfed.methods.parts import hypernet_training
 from hyperfed.nets import LeNet
@@ -618,11 +618,24 @@ def test_batch_norm_buffers_are_averaged_over_the_cohort_and_reach_novel_clients
 
 
 @pytest.mark.parametrize(
-    ("rule", "clients", "length"),
-    [("n/4", 90, 22), ("1+n/4", 90, 23), ("n/4", 3, 2), ("1+n/4", 3, 2), (5, 90, 5)],
+    ("rule", "known", "novel", "length"),
+    [
+        ("n/4", 90, 10, 22),  # the paper's n is that of the clients that train
+        ("1+n/4", 90, 10, 26),  # the code's is that of all
+        ("n/4", 3, 9, 2),
+        ("1+n/4", 3, 0, 2),
+        (5, 90, 10, 5),
+    ],
 )
-def test_the_length_of_a_descriptor(rule: Any, clients: int, length: int) -> None:
-    assert pefll.Config(descriptor_size=rule).length(clients) == length
+def test_the_length_of_a_descriptor(rule: Any, known: int, novel: int, length: int) -> None:
+    outline = Outline({}, known, CLASSES, novel)
+    assert pefll.Config(descriptor_size=rule).length(outline) == length
+
+
+def test_the_official_length_counts_novel_clients() -> None:
+    settings = config.load("pefll", ["preset=official"]).settings
+    task = make_task(examples=(4,) * 13, novel=3)
+    assert pefll.Server(task.outline(), settings).hyper_net.descriptor_size == 1 + 13 // 4
 
 
 def test_the_paper_preset_has_table_4_and_the_factor_2_of_the_regularisers() -> None:

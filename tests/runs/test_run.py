@@ -18,7 +18,7 @@ from hyperfed.errors import UserError
 from hyperfed.methods import METHODS
 from hyperfed.runs import config
 from hyperfed.runs.run import Run
-from toys import Normed, Stemmed, make_task
+from toys import CLASSES, Normed, Stemmed, make_task
 
 
 def keys_of(name: str, **keys: Any) -> dict[str, Any]:
@@ -144,6 +144,22 @@ def test_the_summary_is_that_of_the_best_validation_round() -> None:
     model, client = run.model(0), run.task.test[0]
     right = (model(run.task.x[client]).argmax(1) == run.task.y[client]).double().mean()
     assert right.item() == test.client_accuracy[0]
+
+
+def test_the_best_round_may_be_that_of_the_masked_validation_accuracy() -> None:
+    task = make_task()
+    for rows in task.train:  # no client trains on the last class
+        task.y[rows] %= CLASSES - 1
+    few = {"local_steps": 2, "local_lr": 0.1, "batch_size": 4}
+    keys = {"rounds": 8, "evaluate_every": 1, "select": "masked_accuracy", "method": few}
+    run = hyperfed.train("fedavg", task, **keys)
+    val = [e for e in run.evaluations if e.split == "val"]
+    best, other = (
+        max(val, key=lambda e: (getattr(e, key), -e.round))
+        for key in ("masked_accuracy", "accuracy")
+    )
+    assert run.summary["best_round"] == best.round != other.round
+    assert run.summary["val_accuracy"] == best.masked_accuracy
 
 
 def test_novel_clients_never_train_and_are_evaluated_at_the_end() -> None:

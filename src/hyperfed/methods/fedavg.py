@@ -16,7 +16,7 @@ from pydantic.dataclasses import dataclass
 
 from hyperfed import federation
 from hyperfed.federation import Cohort, Each, Outline, average, step
-from hyperfed.methods.parts.presets import DEFAULT, PFEDHN
+from hyperfed.methods.parts.presets import DEFAULT, PEFLL, PFEDHN
 from hyperfed.training import LocalConfig, Steps, sgd
 from hyperfed.trees import Model, Tree
 
@@ -35,6 +35,7 @@ class Config(LocalConfig):
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "default": DEFAULT,
     "paper": PFEDHN,
+    "pefll": PEFLL,
 }
 
 

@@ -15,6 +15,7 @@ from pydantic.dataclasses import dataclass
 
 from hyperfed import federation
 from hyperfed.federation import Cohort, step
+from hyperfed.methods.parts.presets import PEFLL
 from hyperfed.training import LocalConfig, Steps, sgd
 from hyperfed.trees import Model, Tree
 
@@ -34,6 +35,13 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "default": {"rounds": 10, "cohort": 1.0, "evaluate_every": 5},
     # pFedHN, section 5: 2,000 steps on each client.
     "paper": {"rounds": 40, "cohort": 1.0, "evaluate_every": 1},
+    # PeFLL, section 5: 200 epochs on each client, batches of 32.
+    "pefll": {
+        **PEFLL,
+        "rounds": 200,
+        "cohort": 1.0,
+        "method.local_epochs": 1,
+    },
 }
 
 

@@ -42,7 +42,9 @@ class Config(LocalConfig):
         weight_decay: 2 lambda_h = 2 lambda_v, of the hypernetwork and the descriptor network.
         clip: bound of the norm of the server's gradient, of both networks together.
         descriptor_net: a copy of the target that sees labels, or a linear map of the label alone.
-        descriptor_size: length l of a descriptor, or a rule for n known clients (2 at least).
+        descriptor_size: length l of a descriptor, or a rule (2 at least): "n/4" for the n known
+            clients, as the paper's tables count them; "1+n/4" for all n, novel ones included, as
+            the authors' code does.
         delayed_gradient: the third exchange travels with the first of the next round: two in each,
             but the descriptor network steps one round late and not by the last round's gradient.
         prediction: whether one batch or all training data describe a client to be served.
@@ -68,15 +70,23 @@ class Config(LocalConfig):
     hidden: PositiveInt = 100
     hidden_layers: NonNegativeInt = 3
 
-    def length(self, clients: int) -> int:
-        """Returns the length l of a descriptor for a number of known clients."""
-        by_rule = max(2, clients // 4 + (self.descriptor_size == "1+n/4"))
-        return self.descriptor_size if isinstance(self.descriptor_size, int) else by_rule
+    def length(self, outline: Outline) -> int:
+        """Returns the length l of a descriptor."""
+        if isinstance(self.descriptor_size, int):
+            return self.descriptor_size
+        known, everybody = outline.clients, outline.clients + outline.novel
+        return max(2, known // 4 if self.descriptor_size == "n/4" else 1 + everybody // 4)
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "default": DEFAULT,
-    "official": {"rounds": 5000, "cohort": 5, "evaluate_every": 30},
+    # The authors' code masks absent classes in every evaluation, that of the best round among them.
+    "official": {
+        "rounds": 5000,
+        "cohort": 5,
+        "evaluate_every": 30,
+        "select": "masked_accuracy",
+    },
     # Section 5, tables 2-4, appendix C.2. Like the paper, the server's SGD follows pFedHN; the
     # paper searched the local learning rate on a grid it does not give, so the code's is taken.
     "paper": {
@@ -104,7 +114,7 @@ class Client(federation.Client):
     @staticmethod
     def networks(outline: Outline, config: Config) -> dict[str, nn.Module]:
         """Builds the descriptor network; of several target sizes it copies the first."""
-        length, target = config.length(outline.clients), next(iter(outline.models.values()))
+        length, target = config.length(outline), next(iter(outline.models.values()))
         net: nn.Module = LabelMap(outline.classes, length)
         if config.descriptor_net == "target":
             net = LabelledTarget(target, outline.classes, length)
@@ -147,7 +157,7 @@ class Server(federation.Server):
         self.descriptor_net = Client.networks(outline, config)["descriptor_net"]
         shapes = {size: shapes_of(net) for size, net in outline.models.items()}
         build = {"single": SingleOutput, "heads": MultiHead}[config.hyper_net]
-        width, layers, length = config.hidden, config.hidden_layers, config.length(outline.clients)
+        width, layers, length = config.hidden, config.hidden_layers, config.length(outline)
         self.hyper_net = build(shapes, length, hidden=width, hidden_layers=layers).to(outline.dtype)
         self.standard = Standard(fit=config.standardize).to(outline.dtype)
         self.buffers: Tree = {

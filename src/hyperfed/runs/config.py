@@ -16,7 +16,7 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from pydantic import (
     AfterValidator,
@@ -61,6 +61,8 @@ class RunConfig:
         cohort: clients of a round: their number, or a fraction of those that train (1.0 is all),
             novel ones not counted; halves are rounded up, and one is the least.
         evaluate_every: rounds between evaluations.
+        select: the validation accuracy by which the best round is chosen: of all classes, or among
+            those that a client has (``masked_accuracy``).
         checkpoint_every: rounds between checkpoints.
         seed: of every draw.
         device: where clients compute, and the server beside them: ``cpu``, ``cuda`` or ``cuda:N``.
@@ -78,6 +80,7 @@ class RunConfig:
     rounds: PositiveInt = 200
     cohort: Annotated[int | float, AfterValidator(_number_or_fraction)] = 0.25
     evaluate_every: PositiveInt = 20
+    select: Literal["accuracy", "masked_accuracy"] = "accuracy"
     checkpoint_every: PositiveInt = 100
     seed: NonNegativeInt = 0
     device: str = "cpu"

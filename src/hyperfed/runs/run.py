@@ -214,10 +214,11 @@ class Run(Served):
         for evaluation in found.values():
             self._record(evaluation)
         # Without validation data there is nothing to choose by: the latest round is taken.
-        accuracy = found["val"].accuracy
+        accuracy = getattr(found["val"], self.config.select)
         if (rehearse := self.server.rehearse) is not None:
             as_novel = evaluate(self.server, self.engine, ids, self.round, serve=rehearse)
-            accuracy = self._summarise("val", ids, as_novel["val"], self.round).accuracy
+            rehearsed = self._summarise("val", ids, as_novel["val"], self.round)
+            accuracy = getattr(rehearsed, self.config.select)
         best = None if self._best is None else self._best.accuracy
         if accuracy is None or best is None or accuracy > best:
             server = trees.to(trees.clone(self.server.state(optimizers=False)), CPU)
