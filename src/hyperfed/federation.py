@@ -385,6 +385,46 @@ class Client:
         kept: Model | None = self.memory.get(name)
         return trees.partition(self.initial, entries)[0] if kept is None else kept
 
+    def train_own(
+        self,
+        objective: training.Objective,
+        model: Model,
+        batches: Iterable[Batch],
+        *,
+        trainable: Collection[str],
+        own: Collection[str],
+        anew: Collection[str] = (),
+        unclipped: Collection[str] = (),
+    ) -> Model:
+        """Returns a model trained by local SGD, of which the client goes on with a part.
+
+        Where the settings say ``keep_momentum``, the momentum of that part is kept in memory, so
+        that the client's rounds make up one run of its optimiser.
+
+        Args:
+            objective: as of :func:`hyperfed.training.sgd`, like the others that are not told here.
+            model: to start from.
+            batches: one step each.
+            trainable: names of the parameters that move.
+            own: names of what the client keeps for its next round.
+            anew: those of them that are not what it kept, but what it received: without momentum.
+            unclipped: parameters that are not clipped.
+        """
+        keeps = bool(self.config.keep_momentum and own)
+        momentum: Model = self.memory.get("momentum", {}) if keeps else {}
+        trained, velocity = training.sgd(
+            objective,
+            model,
+            batches,
+            self.config.local,
+            trainable=trainable,
+            velocity=trees.partition(momentum, anew)[1],
+            unclipped=unclipped,
+        )
+        if keeps:
+            self.memory["momentum"], _ = trees.partition(velocity, own)
+        return trained
+
     @property
     def objective(self) -> training.Objective:
         """The task's loss of the target in training mode."""

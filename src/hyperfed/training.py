@@ -96,7 +96,8 @@ class LocalConfig:
         local_epochs: passes over the client's data instead of ``local_steps``.
         batch_size: examples of a batch.
         local_lr: learning rate of local SGD.
-        local_momentum: its momentum; the optimiser is new in each round unless a method says so.
+        local_momentum: its momentum; the optimiser is new in each round (but see
+            :class:`PersonalConfig`).
         local_weight_decay: its weight decay.
         local_clip: bound of the gradient's norm in a local step; none by default.
     """
@@ -120,6 +121,22 @@ class LocalConfig:
     def local(self) -> Sgd:
         """The optimiser of a client."""
         return Sgd(self.local_lr, self.local_momentum, self.local_weight_decay, self.local_clip)
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class PersonalConfig(LocalConfig):
+    """The same where a client goes on with parameters of its own, which nobody overwrites.
+
+    That is the choice of an implementation, and published ones differ: the authors' code of
+    LG-FedAvg and of FedBN makes a new optimiser in each round, that of pFedHN-PC keeps each
+    client's. What methods are compared by must not depend on it, so the default is one for all.
+
+    Attributes:
+        keep_momentum: whether the momentum of a client's own parameters outlives the round
+            (:meth:`hyperfed.federation.Client.train_own`).
+    """
+
+    keep_momentum: bool = False
 
 
 def count_classes(y: Tensor, classes: int) -> Tensor:

@@ -157,26 +157,6 @@ def test_a_novel_client_of_fedper_fits_a_head_on_the_frozen_body() -> None:
 # Local
 
 
-def test_local_rounds_make_up_one_run_of_sgd_with_momentum() -> None:
-    task = make_task()
-    settings = {"local_steps": 4, "batch_size": 5, "local_lr": 0.1, "local_momentum": 0.9}
-    federation = Federation("local", task, **settings, local_weight_decay=0.01)
-    net = task.models["base"]
-    start = trees.model_of(net)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
-    for number in range(3):
-        federation.round([0, 1, 2, 3], number)
-        draw = generator(0, "batches", 1, number, "train_model", 0)
-        for _ in range(4):
-            rows = task.train[1][torch.randperm(EXAMPLES[1], generator=draw)[:5]]
-            optimizer.zero_grad()
-            F.cross_entropy(net(task.x[rows]), task.y[rows]).backward()
-            optimizer.step()
-    expected = trees.model_of(net)
-    trees.fill(net, start)
-    torch.testing.assert_close(federation.personal(1), expected, **CLOSE)
-
-
 def test_local_sends_nothing_and_clients_do_not_meet() -> None:
     task = make_task()
     alone, together = (Federation("local", task, local_steps=3, batch_size=4) for _ in range(2))

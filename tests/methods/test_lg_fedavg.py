@@ -89,8 +89,7 @@ def test_batch_norm_buffers_stay_with_the_body() -> None:
 
 
 def test_with_no_global_layer_it_is_local_training() -> None:
-    """Rounds of Local go on with their momentum, so there is none here."""
-    local = {"local_steps": 3, "batch_size": 4, "local_momentum": 0.0}
+    local = {"local_steps": 3, "batch_size": 4, "keep_momentum": True}
     ours = Federation("lg_fedavg", make_task(Normed), **local, head_layers=0)
     alone = Federation("local", make_task(Normed), **local)
     for number in range(3):

@@ -285,7 +285,7 @@ def test_where_nothing_is_kept_it_is_fedavg_but_for_the_evaluated_model() -> Non
 
 
 def test_where_all_is_kept_it_is_local() -> None:
-    local = {"local_steps": 4, "batch_size": 5, "local_lr": 0.1, "local_momentum": 0.0}
+    local = {"local_steps": 4, "batch_size": 5, "local_lr": 0.1, "keep_momentum": True}
     task = make_task(Normed)
     ours = Federation("partialfed", task, **local, strategy="fixed", head_layers=3)
     alone = Federation("local", task, **local)

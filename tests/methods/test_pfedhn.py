@@ -205,11 +205,11 @@ def test_norms_follow_the_weights_once_a_round() -> None:
 # Personal classifiers
 
 
-def test_pc_keeps_head_and_its_momentum_at_the_client_and_does_not_clip_it() -> None:
+@pytest.mark.parametrize("keep", [False, True])
+def test_pc_keeps_the_head_and_its_momentum_if_asked_and_does_not_clip_it(keep: bool) -> None:
     settings = {"local_steps": 3, "batch_size": 10_000, "local_lr": 0.1, "local_momentum": 0.9}
-    federation = Federation(
-        "pfedhn_pc", make_task(), **settings, local_weight_decay=0.0, local_clip=1e-9, **SERVER
-    )
+    settings |= {"local_weight_decay": 0.0, "local_clip": 1e-9, "keep_momentum": keep}
+    federation = Federation("pfedhn_pc", make_task(), **settings, **SERVER)
     task = federation.task
     head = own_head(0)
     federation.engine.memory = {0: {"head": own_head(0)}}
@@ -217,6 +217,8 @@ def test_pc_keeps_head_and_its_momentum_at_the_client_and_does_not_clip_it() -> 
     for number in range(2):
         generated = federation.server.hyper_net(federation.server.embeddings.weight[:1].detach())
         body = {name: value[0].detach() for name, value in generated.items()}
+        if not keep:
+            speed = {name: torch.zeros_like(value) for name, value in head.items()}
         for _ in range(3):  # a clip of 1e-9 freezes the body, so the head's path is simple
             leaves = {name: value.clone().requires_grad_() for name, value in head.items()}
             client_loss(task, 0, body | leaves).backward()

@@ -75,7 +75,9 @@ def play(trace: Trace, method: str, monkeypatch: pytest.MonkeyPatch) -> tuple[An
         classes=said["classes"],
         transform=lambda raw: raw.double() / 64 - 2,
     )
+    kept = {"keep_momentum": True} if method == "pfedhn_pc" else {}
     config = METHODS[method].Config(
+        **kept,
         local_steps=said["local_steps"],
         batch_size=batch,
         local_lr=said["local_lr"],

@@ -35,7 +35,7 @@ from hyperfed.federation import Cohort, Outline, average, step
 from hyperfed.methods.parts.presets import DEFAULT, PFEDKT
 from hyperfed.nets.hypernets import SingleOutput, shapes_of
 from hyperfed.nets.targets import head_names
-from hyperfed.training import Batch, LocalConfig, Steps, balanced_softmax_loss, count_classes
+from hyperfed.training import Batch, PersonalConfig, Steps, balanced_softmax_loss, count_classes
 from hyperfed.trees import Model, Tree, model_of, partition, take
 
 PERSONAL = "personal/"
@@ -43,7 +43,7 @@ PERSONAL = "personal/"
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
-class Config(LocalConfig):
+class Config(PersonalConfig):
     """Settings of Fed-RoD. ``local_clip`` bounds the gradient of the generic model alone.
 
     Attributes:
@@ -110,14 +110,14 @@ class Client(federation.Client):
             head = self.make_head(maker)
             return self.joint_loss(logits, features, head, batch.y, count), buffers
 
-        return training.sgd(
+        return self.train_own(
             objective,
             model | personal,
             self.batches,
-            self.config.local,
             trainable=generic.union(personal),
+            own=personal if self.config.head == "linear" else (),
             unclipped=personal,
-        ).model
+        )
 
     def joint_loss(
         self, logits: Tensor, features: Tensor, head: Model, y: Tensor, count: Tensor

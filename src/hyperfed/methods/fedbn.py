@@ -25,14 +25,14 @@ from hyperfed import federation
 from hyperfed.federation import Cohort, Outline, average, step
 from hyperfed.methods.parts.presets import DEFAULT
 from hyperfed.nets.targets import batch_norm_names
-from hyperfed.training import LocalConfig, Steps, sgd
+from hyperfed.training import PersonalConfig, Steps, sgd
 from hyperfed.trees import Model, Tree, partition
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
-class Config(LocalConfig):
+class Config(PersonalConfig):
     """Settings of FedBN.
 
     Attributes:
@@ -69,13 +69,13 @@ class Client(federation.Client):
     @step(like="shared")
     def train_model(self, shared: Model) -> Model:
         """Trains the whole model; returns the shared part and keeps batch-norm."""
-        trained = sgd(
+        trained = self.train_own(
             self.objective,
             self.personal_model(shared),
             self.batches,
-            self.config.local,
             trainable=self.parameters,
-        ).model
+            own=self.norm,
+        )
         self.memory["norm"], shared = partition(trained, self.norm)
         return shared
 

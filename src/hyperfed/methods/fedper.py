@@ -18,12 +18,12 @@ from hyperfed import federation
 from hyperfed.federation import Cohort, Outline, average, step
 from hyperfed.methods.parts.presets import DEFAULT, PFEDHN
 from hyperfed.nets.targets import head_names
-from hyperfed.training import LocalConfig, Steps, sgd
+from hyperfed.training import PersonalConfig, Steps, sgd
 from hyperfed.trees import Model, Tree, partition
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
-class Config(LocalConfig):
+class Config(PersonalConfig):
     """Settings of FedPer.
 
     Attributes:
@@ -47,13 +47,13 @@ class Client(federation.Client):
     @step(like="body")
     def train_model(self, body: Model) -> Model:
         """Trains body and head jointly; returns the body and keeps the head."""
-        trained = sgd(
+        trained = self.train_own(
             self.objective,
             self.personal_model(body),
             self.batches,
-            self.config.local,
             trainable=self.parameters,
-        ).model
+            own=self.head,
+        )
         self.memory["head"], body = partition(trained, self.head)
         return body
 

@@ -28,12 +28,12 @@ from hyperfed.errors import UserError
 from hyperfed.federation import Cohort, Outline, average, step
 from hyperfed.methods.parts.presets import DEFAULT, PEFLL
 from hyperfed.nets.targets import head_names
-from hyperfed.training import Batch, Batches, Epochs, LocalConfig, Steps, pass_lengths, sgd
+from hyperfed.training import Batch, Batches, Epochs, PersonalConfig, Steps, pass_lengths, sgd
 from hyperfed.trees import Model, Tree, partition
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
-class Config(LocalConfig):
+class Config(PersonalConfig):
     """Settings of FedRep. Those of local training are the body's, and the head's but for its time.
 
     Attributes:
@@ -116,13 +116,13 @@ class Client(federation.Client):
 
     def train_head(self, body: Model, batches: Iterable[Batch]) -> None:
         """Trains the head on the frozen body and keeps it; where buffers moved, they are lost."""
-        trained = sgd(
+        trained = self.train_own(
             self.objective,
             self.personal_model(body),
             batches,
-            self.config.local,
             trainable=self.head,
-        ).model
+            own=self.head,
+        )
         self.memory["head"], _ = partition(trained, self.head)
 
     @property

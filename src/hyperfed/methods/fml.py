@@ -2,8 +2,8 @@
 
 Paper: https://arxiv.org/abs/2006.16765, Federated Mutual Learning.
 
-Sent: the meme model, batch-norm buffers included, both ways. Kept by the client: its private model
-and that model's momentum, so that a client's rounds make up one run of SGD; neither ever travels.
+Sent: the meme model, batch-norm buffers included, both ways. Kept by the client: its private model,
+with ``keep_momentum`` that model's momentum too; neither ever travels.
 Aggregated: the mean of the trained memes, weighted by training examples. Evaluated: the private
 model, which is the initial one at a client that was never asked. A novel client trains its private
 model from the initial weights for ``novel_steps`` steps in the same way, with a copy of the meme
@@ -36,14 +36,14 @@ from hyperfed import federation, trees
 from hyperfed.federation import Cohort, Outline, step
 from hyperfed.methods.parts.contrast import check_logits, distances
 from hyperfed.methods.parts.presets import DEFAULT, PFEDKT
-from hyperfed.training import Batch, LocalConfig, Steps, forward, sgd
+from hyperfed.training import Batch, PersonalConfig, Steps, forward
 from hyperfed.trees import Model, Tree, leaves, weighted_mean
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
-class Config(LocalConfig):
+class Config(PersonalConfig):
     """Settings of FML.
 
     Attributes:
@@ -77,17 +77,14 @@ class Client(federation.Client):
     @step(like="meme")
     def train_model(self, meme: Model) -> Model:
         """Trains both models; keeps the private one and returns the meme."""
-        velocity: Model = self.memory.get("velocity", {})
-        trained, velocity = sgd(
+        trained = self.train_own(
             self.mutual_objective,
             _joined(self.private_model, meme),
             self.batches,
-            self.config.local,
             trainable=self.trainable,
-            velocity=_joined(velocity, {}),
+            own=_joined(self.private_model, {}),
         )
         self.memory["model"], meme = _parts(trained)
-        self.memory["velocity"], _ = _parts(velocity)
         return meme
 
     @step

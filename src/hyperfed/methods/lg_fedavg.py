@@ -26,12 +26,12 @@ from hyperfed import federation
 from hyperfed.federation import Cohort, Each, Outline, average, step
 from hyperfed.methods.parts.presets import DEFAULT, PFEDHN, PFEDKT
 from hyperfed.nets.targets import head_names
-from hyperfed.training import LocalConfig, Steps, sgd
+from hyperfed.training import PersonalConfig, Steps, sgd
 from hyperfed.trees import Model, Tree, partition, repeat, weighted_mean
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
-class Config(LocalConfig):
+class Config(PersonalConfig):
     """Settings of LG-FedAvg.
 
     Attributes:
@@ -66,13 +66,13 @@ class Client(federation.Client):
     @step
     def train_model(self, received: Model) -> Model:
         """Trains body and head jointly; returns the head and keeps the body."""
-        trained = sgd(
+        trained = self.train_own(
             self.objective,
             self.personal_model(received),
             self.batches,
-            self.config.local,
             trainable=self.parameters,
-        ).model
+            own=self.parameters.difference(self.head),
+        )
         head, self.memory["body"] = partition(trained, self.head)
         return head
 

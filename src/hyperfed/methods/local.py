@@ -2,9 +2,9 @@
 
 The reference that says what cooperation is worth.
 
-Sent: nothing, in either direction. Kept: the model and the momentum of its optimiser, so that the
-rounds of a client make up one run of SGD. Evaluated: that model. A novel client trains its own from
-the initial weights for ``novel_steps`` steps.
+Sent: nothing, in either direction. Kept: the model; with ``keep_momentum`` its momentum too, so
+that the rounds of a client make up one run of SGD. Evaluated: that model. A novel client trains its
+own from the initial weights for ``novel_steps`` steps.
 """
 
 from collections.abc import Mapping
@@ -16,12 +16,12 @@ from pydantic.dataclasses import dataclass
 from hyperfed import federation
 from hyperfed.federation import Cohort, step
 from hyperfed.methods.parts.presets import PEFLL
-from hyperfed.training import LocalConfig, Steps, sgd
+from hyperfed.training import PersonalConfig, Steps
 from hyperfed.trees import Model, Tree
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
-class Config(LocalConfig):
+class Config(PersonalConfig):
     """Settings of Local.
 
     Attributes:
@@ -33,14 +33,20 @@ class Config(LocalConfig):
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "default": {"rounds": 10, "cohort": 1.0, "evaluate_every": 5},
-    # pFedHN, section 5: 2,000 steps on each client.
-    "paper": {"rounds": 40, "cohort": 1.0, "evaluate_every": 1},
-    # PeFLL, section 5: 200 epochs on each client, batches of 32.
+    # pFedHN, section 5: 2,000 steps on each client, which are of one optimiser.
+    "paper": {
+        "rounds": 40,
+        "cohort": 1.0,
+        "evaluate_every": 1,
+        "method.keep_momentum": True,
+    },
+    # PeFLL, section 5: 200 epochs on each client, batches of 32, likewise.
     "pefll": {
         **PEFLL,
         "rounds": 200,
         "cohort": 1.0,
         "method.local_epochs": 1,
+        "method.keep_momentum": True,
     },
 }
 
@@ -51,15 +57,13 @@ class Client(federation.Client):
     @step
     def train_model(self) -> Tree:
         """Goes on with SGD; replies with nothing."""
-        trained = sgd(
+        self.memory["model"] = self.train_own(
             self.objective,
             self.personal_model({}),
             self.batches,
-            self.config.local,
             trainable=self.parameters,
-            velocity=self.memory.get("velocity"),
+            own=self.parameters,
         )
-        self.memory["model"], self.memory["velocity"] = trained
         return {}
 
     def personal_model(self, received: Tree) -> Model:

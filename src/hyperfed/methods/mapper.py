@@ -33,7 +33,7 @@ from hyperfed import federation
 from hyperfed.errors import UserError
 from hyperfed.federation import EVALUATION_BATCH, Cohort, Outline, average, step
 from hyperfed.methods.parts.presets import DEFAULT, PFEDKT
-from hyperfed.training import Batch, LocalConfig, apply, forward, sgd
+from hyperfed.training import Batch, PersonalConfig, apply, forward
 from hyperfed.trees import Model, Tree
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -49,7 +49,7 @@ LAMBDA = "lambda"
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
-class Config(LocalConfig):
+class Config(PersonalConfig):
     """Settings of MAPPER.
 
     Attributes:
@@ -89,9 +89,10 @@ class Client(federation.Client):
         """Returns the global and the local model, trained on the interpolated predictor's loss."""
         names = {prefix + name for prefix in moving for name in self.parameters}
         joint = _joined(model, self.memory.get("local", model))
-        settings = self.config.local
-        trained = sgd(self.joint_objective, joint, self.batches, settings, trainable=names).model
-        return _parted(trained)
+        own = {OWN + name for name in self.parameters}
+        return _parted(
+            self.train_own(self.joint_objective, joint, self.batches, trainable=names, own=own)
+        )
 
     def joint_objective(self, joint: Model, batch: Batch) -> tuple[Tensor, Model]:
         """Returns the loss of the interpolated predictor, and both models' buffers."""

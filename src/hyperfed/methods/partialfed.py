@@ -41,7 +41,7 @@ from hyperfed.errors import UserError
 from hyperfed.federation import Cohort, Outline, average, step
 from hyperfed.methods.parts.presets import DEFAULT, PFEDKT
 from hyperfed.nets.targets import layers_of
-from hyperfed.training import Batch, LocalConfig, Sgd, Steps, sgd
+from hyperfed.training import Batch, PersonalConfig, Sgd, Steps, sgd
 from hyperfed.trees import Model, Tree, partition
 
 KEEP = 1
@@ -49,7 +49,7 @@ KEEP = 1
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
-class Config(LocalConfig):
+class Config(PersonalConfig):
     """Settings of PartialFed.
 
     Attributes:
@@ -107,13 +107,15 @@ class Client(federation.Client):
     def train_model(self, model: Model) -> Model:
         """Loads some layers of the global model, trains all, and keeps and returns the result."""
         own: Model | None = self.memory.get("model")
-        trained = sgd(
+        start = model if own is None else self.load(model, own)
+        trained = self.train_own(
             self.objective,
-            model if own is None else self.load(model, own),
+            start,
             self.batches,
-            self.config.local,
             trainable=self.parameters,
-        ).model
+            own=self.parameters,
+            anew={name for name in model if start[name] is model[name]},  # what it loaded
+        )
         self.memory["model"] = trained
         return trained
 

@@ -5,11 +5,11 @@ Paper: https://arxiv.org/abs/2103.04628, algorithm 1.
 Sent: the parameters the hypernetwork makes from a client's embedding. Returned: delta, sent minus
 trained; the server pulls it back through the hypernetwork into its weights and all embeddings. Kept
 by the client: batch-norm buffers, where the target has any, and with ``head_layers`` (pFedHN-PC,
-section 3.3) a personal classifier and its momentum. Evaluated: the generated model with what the
-client keeps. A novel client's embedding is fitted by ``novel_rounds`` of the same exchange with the
-hypernetwork frozen (section 5.3), clipped as in training. The paper does not say where the fit
-starts: at the mean of the learned embeddings, or where a learned one starts (``novel_start``). With
-a fixed ``descriptor`` (appendix C.5) nothing is fitted. The appendix takes "the vector of class
+section 3.3) a personal classifier. Evaluated: the generated model with what the client keeps. A
+novel client's embedding is fitted by ``novel_rounds`` of the same exchange with the hypernetwork
+frozen (section 5.3), clipped as in training. The paper does not say where the fit starts: at the
+mean of the learned embeddings, or where a learned one starts (``novel_start``). With a fixed
+``descriptor`` (appendix C.5) nothing is fitted. The appendix takes "the vector of class
 proportions" of section 5.3, which the words say is within the client, the default of the two
 (``"class_proportions"``, the share of each class in its data), and the formula over the clients
 (``"class_shares"``, its share of each class: sum_i p_ij = 1 over known clients, who are asked for
@@ -33,12 +33,12 @@ from hyperfed.methods.parts.pools import POOL, PoolConfig
 from hyperfed.methods.parts.presets import PEFLL
 from hyperfed.nets.hypernets import MultiHead, draw_weights, shapes_of, update_norms
 from hyperfed.nets.targets import head_names
-from hyperfed.training import LocalConfig, count_classes, sgd
+from hyperfed.training import PersonalConfig, count_classes
 from hyperfed.trees import Model, Tree, detach, partition, pull_back, subtract
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
-class Config(PoolConfig, HyperNetConfig, LocalConfig):
+class Config(PoolConfig, HyperNetConfig, PersonalConfig):
     """Settings of pFedHN.
 
     Attributes:
@@ -91,17 +91,15 @@ class Client(federation.Client):
         if "head" not in self.memory:
             start, _ = partition(self.initial, self.head)
             self.memory["head"] = draw_weights(self.module, self.generator, start)
-        trained, velocity = sgd(
+        trained = self.train_own(
             self.objective,
             self.personal_model(model),
             self.batches,
-            self.config.local,
             trainable=self.parameters,
-            velocity=self.memory.get("head_velocity"),
+            own=self.head,
             unclipped=self.head,
         )
         self.memory["head"], _ = partition(trained, self.head)
-        self.memory["head_velocity"], _ = partition(velocity, self.head)
         _, self.memory["buffers"] = partition(trained, self.parameters)
         return subtract(model, trained)
 

@@ -3,12 +3,13 @@
 Paper: https://arxiv.org/abs/2103.04628, section 3.3.
 
 Sent: the body, which the hypernetwork makes. Kept: the head. Evaluated: the two together.
-The hypernetwork makes the feature extractor; each client keeps its last layer, **and that layer's
-momentum**, between rounds. As in the authors' code, each client draws a classifier of its own to
-start with, in its first round (before that it uses the target's initial one); the classifier's
-gradient neither counts for clipping nor is clipped. A novel client draws a classifier too and fits
-it and its embedding in the same exchanges. All of it is pFedHN with one personal layer, so this
-file holds only what is published for it.
+The hypernetwork makes the feature extractor; each client keeps its last layer between rounds. In
+the authors' code **that layer's momentum** outlives the round too, so it does (``keep_momentum``)
+in the published presets. As in that code, each client draws a classifier of its own to start with,
+in its first round (before that it uses the target's initial one); the classifier's gradient neither
+counts for clipping nor is clipped. A novel client draws a classifier too and fits it and its
+embedding in the same exchanges. All of it is pFedHN with one personal layer, so this file holds
+only what is published for it.
 """
 
 from collections.abc import Mapping
@@ -32,5 +33,7 @@ class Config(pfedhn.Config):
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    name: pfedhn.PRESETS[name] for name in ("default", "paper", "official")
+    name: preset if name == "default" else {**preset, "method.keep_momentum": True}
+    for name, preset in pfedhn.PRESETS.items()
+    if name != "pefll"
 }

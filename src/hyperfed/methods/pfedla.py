@@ -37,12 +37,12 @@ from hyperfed.methods.parts.presets import DEFAULT
 from hyperfed.nets.hypernets import shapes_of
 from hyperfed.nets.layer_weights import LayerWeights
 from hyperfed.nets.targets import layers_of
-from hyperfed.training import LocalConfig, Steps, sgd
+from hyperfed.training import PersonalConfig, Steps
 from hyperfed.trees import Model, Tree
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
-class Config(LocalConfig):
+class Config(PersonalConfig):
     """Settings of pFedLA. Local training is plain SGD, at the learning rate of CIFAR.
 
     Attributes:
@@ -95,13 +95,14 @@ class Client(federation.Client):
     @step
     def train_model(self, mixture: Model) -> Model:
         """Returns the trained model, retained layers included, and keeps it where any may be."""
-        model = sgd(
+        model = self.train_own(
             self.objective,
             self.personal_model(mixture),
             self.batches,
-            self.config.local,
             trainable=self.parameters,
-        ).model
+            own=self.parameters if self.config.retain or self.config.retained_layers else (),
+            anew=mixture,
+        )
         if self.config.retain or self.config.retained_layers:
             self.memory["model"] = model
         return model

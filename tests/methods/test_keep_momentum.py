@@ -1,0 +1,198 @@
+"""What a client has of its own trains on from round to round, with its momentum or without.
+
+Against optimisers of PyTorch, one of what is the client's own and one of all else. In a federation
+of one client what is averaged is what that client trained.
+"""
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hyperfed import trees
+from hyperfed.errors import UserError
+from hyperfed.methods import METHODS
+from hyperfed.runs.config import from_keys
+from hyperfed.system.randomness import generator
+from together import both, close
+from toys import Federation, Normed, TwoLayers, make_task, snapshot
+
+LOCAL = {"local_steps": 3, "batch_size": 5, "local_lr": 0.1, "local_weight_decay": 0.01}
+KEPT = {
+    "fed_rod",
+    "fedbn",
+    "fedper",
+    "fedrep",
+    "fml",
+    "heurpfedla",
+    "lg_fedavg",
+    "local",
+    "mapper",
+    "partialfed",
+    "pfedhn",
+    "pfedhn_pc",
+    "pfedla",
+}
+"""The methods with parameters that a client goes on with."""
+
+
+def new_sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.SGD:
+    return torch.optim.SGD([*parameters], lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def federation(method: str, net: type[nn.Module] = TwoLayers, **settings: Any) -> Federation:
+    """One client, so that the average is of one."""
+    return Federation(method, make_task(net, examples=(12,)), **LOCAL, **settings)
+
+
+def rows_of(ours: Federation, number: int, count: int) -> Iterable[Tensor]:
+    draw = generator(0, "batches", 0, number, "train_model", 0)
+    own = ours.task.train[0]
+    for _ in range(count):
+        yield own[torch.randperm(len(own), generator=draw)[:5]]
+
+
+def is_head(name: str) -> bool:
+    return name.startswith("head")
+
+
+def is_body(name: str) -> bool:
+    return not is_head(name)
+
+
+def is_norm(name: str) -> bool:
+    return name.startswith("norm")
+
+
+def is_any(name: str) -> bool:
+    return True
+
+
+def check(ours: Federation, own: Callable[[str], bool], *, keep: bool, apart: bool = False) -> None:
+    """Three rounds; where ``apart``, three steps of the client's own and then three of the rest."""
+    task = ours.task
+    net = copy.deepcopy(task.models["base"])
+    named = dict(net.named_parameters())
+    personal = [value for name, value in named.items() if own(name)]
+    rest = [value for name, value in named.items() if not own(name)]
+    optimizer = new_sgd(personal)
+    for number in range(3):
+        ours.round([0], number)
+        if not keep:
+            optimizer = new_sgd(personal)
+        others = [new_sgd(rest)] if rest else []
+        for step, rows in enumerate(rows_of(ours, number, 6 if apart else 3)):
+            net.zero_grad()
+            F.cross_entropy(net(task.x[rows]), task.y[rows]).backward()
+            moving = [optimizer, *others]
+            for each in moving if not apart else moving[:1] if step < 3 else moving[1:]:
+                each.step()
+        assert ("momentum" in ours.engine.memory[0]) is keep
+    torch.testing.assert_close(ours.personal(0), trees.model_of(net), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize(
+    ("method", "own", "settings"),
+    [
+        ("local", is_any, {}),
+        ("fedper", is_head, {}),
+        ("lg_fedavg", is_body, {}),
+        ("fedrep", is_head, {"head_steps": 3}),
+        ("fedbn", is_norm, {}),
+        ("partialfed", is_head, {"strategy": "fixed"}),
+        ("partialfed", is_any, {"strategy": "fixed", "head_layers": 2}),  # as Local
+        ("heurpfedla", is_any, {"retain": 2, "local_momentum": 0.9}),
+    ],
+)
+def test_its_own_parameters_have_one_optimiser_or_one_a_round(
+    method: str, own: Any, settings: Any, keep: bool
+) -> None:
+    net = Normed if method == "fedbn" else TwoLayers
+    ours = federation(method, net, keep_momentum=keep, **settings)
+    check(ours, own, keep=keep, apart=method == "fedrep")
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_of_mapper_it_is_the_local_model(keep: bool) -> None:
+    ours = federation("mapper", keep_momentum=keep, mixing=(0.3,))
+    task = ours.task
+    common, own = (copy.deepcopy(task.models["base"]) for _ in range(2))
+    optimizer = new_sgd(own.parameters())
+    for number in range(3):
+        ours.round([0], number)
+        optimizer = optimizer if keep else new_sgd(own.parameters())
+        other = new_sgd(common.parameters())
+        for rows in rows_of(ours, number, 3):
+            common.zero_grad()
+            own.zero_grad()
+            mixed = 0.3 * own(task.x[rows]) + 0.7 * common(task.x[rows])
+            F.cross_entropy(mixed, task.y[rows]).backward()
+            optimizer.step()
+            other.step()
+    close: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
+    torch.testing.assert_close(ours.engine.memory[0]["local"], trees.model_of(own), **close)
+    torch.testing.assert_close(ours.server.model["base"], trees.model_of(common), **close)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_of_fed_rod_it_is_the_personal_head(keep: bool) -> None:
+    ours = federation("fed_rod", keep_momentum=keep, balance=0.0)
+    task = ours.task
+    net = copy.deepcopy(task.models["base"])
+    head = nn.Linear(4, 3).double()
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    optimizer = new_sgd(head.parameters())
+    for number in range(3):
+        ours.round([0], number)
+        optimizer = optimizer if keep else new_sgd(head.parameters())
+        other = new_sgd(net.parameters())
+        for rows in rows_of(ours, number, 3):
+            net.zero_grad()
+            head.zero_grad()
+            features = torch.tanh(net.body(task.x[rows]))
+            output, y = net.head(features), task.y[rows]
+            F.cross_entropy(output, y).backward()
+            F.cross_entropy(output.detach() + head(features.detach()), y).backward()
+            optimizer.step()
+            other.step()
+    expected = trees.model_of(net)
+    for name, value in head.named_parameters():
+        expected[f"head.{name}"] = expected[f"head.{name}"] + value.detach()
+    torch.testing.assert_close(ours.personal(0), expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", ["fedper", "fml"])
+def test_momentum_is_kept_where_clients_are_computed_together(method: str) -> None:
+    loop, ours = both(method, task={"examples": (12, 12, 12)}, keep_momentum=True)
+    for each in (loop, ours):
+        for number, clients in enumerate(([0, 1], [0, 1, 2])):
+            each.round(clients, number)
+    assert [clients for _, clients in ours.engine.together] == [[0, 1], [0, 1]]
+    close(snapshot(loop), snapshot(ours))
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_only_a_method_whose_clients_go_on_with_their_own_takes_the_key(method: str) -> None:
+    """And all of them have one default."""
+    if method in KEPT:
+        assert METHODS[method].Config().keep_momentum is False
+        assert from_keys(method, {"method.keep_momentum": True}).settings.keep_momentum
+        return
+    with pytest.raises(UserError, match=r"method\.keep_momentum: must be a key of this run"):
+        from_keys(method, {"method.keep_momentum": True})
+
+
+def test_presets_keep_it_where_the_published_did() -> None:
+    told = {
+        (method, preset)
+        for method in sorted(METHODS)
+        for preset, keys in METHODS[method].PRESETS.items()
+        if "method.keep_momentum" in keys
+    }
+    assert told == {("local", "paper"), ("pfedhn_pc", "paper"), ("pfedhn_pc", "official")}
