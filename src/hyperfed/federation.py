@@ -438,10 +438,36 @@ class Client:
         """Returns (B, classes) outputs of the client's personal model."""
         return training.apply(self.module, model, x)
 
+    def finetuned(self, model: Model) -> Model:
+        """Returns the personal model after local SGD on the batches asked for, by the task's loss.
+
+        A method whose personal model is not the target's weights has its own.
+        """
+        if not model.keys() >= self.initial.keys():
+            raise UserError(
+                "a personal model to fine-tune must be one network's weights, but this method's is "
+                "not; set serve.finetune_steps=0, or choose another method"
+            )
+        settings = self.config.local
+        return training.sgd(
+            self.objective, model, self.batches, settings, trainable=self.parameters
+        ).model
+
+    @step
+    def finetune(self, received: Tree) -> Tree:
+        """Holds the fine-tuned personal model, to be served in this round; replies with nothing."""
+        self.scratch["finetuned"] = self.finetuned(self.personal_model(received))
+        return {}
+
+    def served_model(self, received: Tree) -> Model:
+        """Returns the personal model, fine-tuned if that was asked for."""
+        tuned: Model | None = self.scratch.get("finetuned")
+        return self.personal_model(received) if tuned is None else tuned
+
     @step
     def export(self, received: Tree) -> Tree:
         """Hands the personal model to its owner (``Run.model``)."""
-        return self.personal_model(received)
+        return self.served_model(received)
 
     @step
     def evaluate(self, received: Tree) -> Tree:
@@ -457,7 +483,7 @@ class Client:
             client's training data at minus infinity; equal to ``correct`` where there are no labels
             to tell from or no classes), ``loss`` (sum over examples).
         """
-        model = self.personal_model(received)
+        model = self.served_model(received)
         absent = self._absent_classes()
         held_out = {"val": self._task.val, "test": self._task.test}
         return {

@@ -447,6 +447,10 @@ class TestEvaluate:
         otherwise = ("method.novel_models=ensemble", "task.unlabelled=true")
         mixed = json.loads(cli("evaluate", trained, *otherwise, "--json").out)
         assert list(mixed) == ["val", "test", "novel"]
+        tuned = json.loads(cli("evaluate", trained, "serve.finetune_steps=3", "--json").out)
+        plain = json.loads(cli("evaluate", trained, "serve.finetune_steps=0", "--json").out)
+        assert all(tuned[split]["loss"] != plain[split]["loss"] for split in mixed)
+        assert plain["novel"]["loss"] == only["novel"]["loss"]
         assert contents(trained) == before
 
     @pytest.mark.parametrize(
@@ -455,6 +459,7 @@ class TestEvaluate:
             (["rounds=9"], "to change after training"),
             (["method.hidden=7"], "must not change what was trained"),
             (["task.unlabelled=true"], "needs labels"),
+            (["task.unlabelled=true", "serve.finetune_steps=3"], "finetune_steps must be 0"),
             (["--samples", 100_000], "samples must be 1 to"),
             (["--draws", 0], "draws must be at least 1"),
         ],

@@ -88,6 +88,13 @@ def test_labels_tell_runs_apart_by_what_differs_and_then_by_number():
     assert labels == ["pfedla retain=1", "pfedla retain=2", "local"]
 
 
+def test_runs_are_told_apart_by_how_their_clients_are_served():
+    plain, tuned = finished("fedavg"), finished("fedavg")
+    plain.config["serve"], tuned.config["serve"] = {"finetune_steps": 0}, {"finetune_steps": 20}
+    labels = [row.label for row in comparison([plain, tuned])]
+    assert labels == ["fedavg serve.finetune_steps=0", "fedavg serve.finetune_steps=20"]
+
+
 def test_no_more_than_a_few_settings_are_named():
     runs = [finished("pfedla", seed) for seed in (0, 1)]
     for run, value in zip(runs, (1, 2), strict=True):

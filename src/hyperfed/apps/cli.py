@@ -129,8 +129,8 @@ def evaluate(
         list[str] | None,
         Argument(
             metavar="[KEY=VALUE]...",
-            help="Serve clients otherwise: method.* and engine.*, where what was trained fits, "
-            "task.unlabelled, task.novel_alpha, task.novel_corruption.",
+            help="Serve clients otherwise: serve.finetune_steps; method.* and engine.*, where what "
+            "was trained fits; task.unlabelled, task.novel_alpha, task.novel_corruption.",
         ),
     ] = None,
     *,

@@ -121,6 +121,11 @@ class Client(federation.Client):
         """Returns the global model, with what the client stored and chose."""
         return self.scratch
 
+    def finetuned(self, model: Tree) -> Tree:
+        """Returns the same of the fine-tuned global model: features, k and lambda made anew."""
+        self.remember(super().finetuned(model["model"]))
+        return dict(self.scratch)
+
     def predict(self, model: Tree, x: Tensor) -> Tensor:
         """Returns (B, classes) log-probabilities of the mixture."""
         output, features = outputs_and_features(self.module, model["model"], x)

@@ -33,7 +33,7 @@ from hyperfed import federation
 from hyperfed.errors import UserError
 from hyperfed.federation import EVALUATION_BATCH, Cohort, Outline, average, step
 from hyperfed.methods.parts.presets import DEFAULT, PFEDKT
-from hyperfed.training import Batch, PersonalConfig, apply, forward
+from hyperfed.training import Batch, PersonalConfig, apply, forward, sgd
 from hyperfed.trees import Model, Tree
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -138,6 +138,14 @@ class Client(federation.Client):
             return super().predict(model, x)
         common, own = (apply(self.module, part, x) for part in _parted(model))
         return interpolated(common, own, model[LAMBDA])
+
+    def finetuned(self, model: Model) -> Model:
+        """Returns the predictor after SGD on its loss: both models move, lambda does not."""
+        if LAMBDA not in model:
+            return super().finetuned(model)
+        names = {prefix + name for prefix in (COMMON, OWN) for name in self.parameters}
+        settings = self.config.local
+        return sgd(self.joint_objective, model, self.batches, settings, trainable=names).model
 
     @step
     def export(self, received: Tree) -> Tree:

@@ -85,7 +85,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "rounds": 5000,
         "cohort": 5,
         "evaluate_every": 30,
-        "select": "masked_accuracy",
+        "best": "masked_accuracy",
     },
     # Section 5, tables 2-4, appendix C.2. Like the paper, the server's SGD follows pFedHN; the
     # paper searched the local learning rate on a grid it does not give, so the code's is taken.

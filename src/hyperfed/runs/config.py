@@ -50,6 +50,21 @@ def _number_or_fraction(cohort: int | float) -> int | float:
 
 
 @dataclass(frozen=True, config=_STRICT)
+class ServeConfig:
+    """How clients are served, whatever the method.
+
+    Attributes:
+        finetune_steps: steps of local SGD, with the method's ``local_*`` settings and the task's
+            loss, by which a client's personal model is fine-tuned on its own training data
+            whenever it is used: in each evaluation, so that the best round is that of the
+            fine-tuned models, and in all that serves known or novel clients afterwards. No round
+            of training sees what came of it.
+    """
+
+    finetune_steps: NonNegativeInt = 0
+
+
+@dataclass(frozen=True, config=_STRICT)
 class RunConfig:
     """Everything that decides what a run computes.
 
@@ -61,8 +76,7 @@ class RunConfig:
         cohort: clients of a round: their number, or a fraction of those that train (1.0 is all),
             novel ones not counted; halves are rounded up, and one is the least.
         evaluate_every: rounds between evaluations.
-        select: the validation accuracy by which the best round is chosen: of all classes, or among
-            those that a client has (``masked_accuracy``).
+        best: which validation number makes a round the best.
         checkpoint_every: rounds between checkpoints.
         seed: of every draw.
         device: where clients compute, and the server beside them: ``cpu``, ``cuda`` or ``cuda:N``.
@@ -70,6 +84,7 @@ class RunConfig:
         precision: of the clients' arithmetic. ``bf16`` computes products and convolutions of local
             steps and evaluations in bfloat16; weights and messages stay float32.
         task: data, split and target model.
+        serve: how clients are served.
         engine: who computes.
         faults: faults made on purpose.
     """
@@ -80,12 +95,13 @@ class RunConfig:
     rounds: PositiveInt = 200
     cohort: Annotated[int | float, AfterValidator(_number_or_fraction)] = 0.25
     evaluate_every: PositiveInt = 20
-    select: Literal["accuracy", "masked_accuracy"] = "accuracy"
+    best: Literal["accuracy", "masked_accuracy"] = "accuracy"
     checkpoint_every: PositiveInt = 100
     seed: NonNegativeInt = 0
     device: str = "cpu"
     precision: Precision = "float32"
     task: TaskConfig = TaskConfig()
+    serve: ServeConfig = ServeConfig()
     engine: EngineConfig = EngineConfig()
     faults: Faults = Faults()
 
@@ -258,14 +274,19 @@ def _build(
     table = _nested(keys)
     method = table.pop("method", {})
     own = {key: value for key, value in method.items() if key != "name"}
-    sections = [("task", TaskConfig), ("engine", EngineConfig), ("faults", Faults)]
+    sections = {"task": TaskConfig, "serve": ServeConfig, "engine": EngineConfig, "faults": Faults}
     parts = {
         section: _section(kind, section, table.pop(section, {}), known, problems) or kind()
-        for section, kind in sections
+        for section, kind in sections.items()
     }
     config = settings = None
     if module is not None:
         settings = _section(module.Config, "method", own, known, problems)
+    if (steps := parts["serve"].finetune_steps) and getattr(settings, "pooled", False):
+        problems.append(
+            "serve.finetune_steps: must be 0 where a novel client uses several models "
+            f"(method.novel_models); came {steps}"
+        )
     try:
         config = RunConfig(method=str(name), settings=settings, **table, **parts)
     except ValidationError as error:

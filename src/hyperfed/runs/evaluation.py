@@ -6,6 +6,7 @@ prediction.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,13 +15,18 @@ from hyperfed import trees
 from hyperfed.data.own import Task
 from hyperfed.engines import Engine
 from hyperfed.errors import UserError
-from hyperfed.federation import AllLostError, Cohort, Each, Server
+from hyperfed.federation import AllLostError, Client, Cohort, Each, Server
 from hyperfed.system.devices import CPU
 from hyperfed.system.randomness import generator
+from hyperfed.training import Batches
 from hyperfed.trees import Tree
 
 CHUNK = 64
 """Clients whose models are made by one call: all of a small federation, a part of a large."""
+
+
+Serve: TypeAlias = Callable[[Cohort], Tree | Each]
+"""Returns what to send to clients so that each has its model: a server's ``personalize``."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,7 @@ def evaluate(
     round: int,
     *,
     novel: bool = False,
-    serve: Callable[[Cohort], Tree | Each] | None = None,
+    serve: Serve | None = None,
 ) -> dict[str, Counts]:
     """Evaluates clients on their validation and test examples.
 
@@ -82,6 +88,22 @@ def evaluate(
     if nobody is not None and not any(counts.count.any() for _, counts in found["test"]):
         raise nobody
     return {split: _in_order(parts, ids) for split, parts in found.items()}
+
+
+def finetuned(serve: Serve, client: type[Client], batches: Batches) -> Serve:
+    """Returns what serves clients as ``serve`` does and has each train its model on.
+
+    Args:
+        serve: what makes the models.
+        client: the method's Client.
+        batches: one step of :meth:`hyperfed.federation.Client.finetuned` each.
+    """
+
+    def tuned(clients: Cohort) -> Tree:
+        clients.ask(client.finetune, serve(clients), batches=batches)
+        return {}  # each holds its model
+
+    return tuned
 
 
 def _nothing(clients: int) -> Tree:

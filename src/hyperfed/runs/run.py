@@ -24,7 +24,7 @@ from hyperfed.runs import config as configuration
 from hyperfed.runs import records
 from hyperfed.runs.config import RunConfig
 from hyperfed.runs.evaluation import evaluate
-from hyperfed.runs.records import Evaluation, Lost, RunFolder
+from hyperfed.runs.records import Evaluation, Lost, Number, RunFolder
 from hyperfed.runs.serving import Best, Served
 from hyperfed.system.devices import CPU
 from hyperfed.system.randomness import generator
@@ -205,7 +205,8 @@ class Run(Served):
 
     def _evaluate(self) -> dict[str, Evaluation]:
         ids = list(self.task.known)
-        counts = evaluate(self.server, self.engine, ids, self.round)
+        serve = self._finetuning(self.server.personalize)
+        counts = evaluate(self.server, self.engine, ids, self.round, serve=serve)
         self._count()
         lost, self._lost = tuple(self._lost), []
         found = {
@@ -214,11 +215,12 @@ class Run(Served):
         for evaluation in found.values():
             self._record(evaluation)
         # Without validation data there is nothing to choose by: the latest round is taken.
-        accuracy = getattr(found["val"], self.config.select)
-        if (rehearse := self.server.rehearse) is not None:
-            as_novel = evaluate(self.server, self.engine, ids, self.round, serve=rehearse)
-            rehearsed = self._summarise("val", ids, as_novel["val"], self.round)
-            accuracy = getattr(rehearsed, self.config.select)
+        val = found["val"]
+        if self.server.rehearse is not None:
+            serve = self._finetuning(self.server.rehearse)
+            as_novel = evaluate(self.server, self.engine, ids, self.round, serve=serve)
+            val = self._summarise("val", ids, as_novel["val"], self.round)
+        accuracy: Number = getattr(val, self.config.best)
         best = None if self._best is None else self._best.accuracy
         if accuracy is None or best is None or accuracy > best:
             server = trees.to(trees.clone(self.server.state(optimizers=False)), CPU)
@@ -245,7 +247,7 @@ class Run(Served):
             "seed": self.config.seed,
             "rounds": self.round,
             "best_round": best,
-            "val_accuracy": self.best.accuracy,
+            f"val_{self.config.best}": self.best.accuracy,
             "test_accuracy": test.accuracy,
             "test_masked_accuracy": test.masked_accuracy,
             "test_accuracy_client_mean": test.accuracy_client_mean,

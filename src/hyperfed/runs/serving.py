@@ -20,22 +20,29 @@ from hyperfed.methods import METHODS
 from hyperfed.runs import config as configuration
 from hyperfed.runs import records
 from hyperfed.runs.config import RunConfig
-from hyperfed.runs.evaluation import Counts, evaluate, with_samples
+from hyperfed.runs.evaluation import Counts, Serve, evaluate, finetuned, with_samples
 from hyperfed.runs.records import Evaluation, Lost
 from hyperfed.system.randomness import derive, seeded
-from hyperfed.training import UnlabelledError
+from hyperfed.training import Steps, UnlabelledError
 from hyperfed.trees import Tree
 
 NOVEL = ("novel_alpha", "novel_corruption")
 """Settings of a task that decide what data novel clients have."""
 
-SERVING = ("method.", "engine.", "task.unlabelled", *(f"task.{key}" for key in NOVEL))
+SERVING = ("method.", "serve.", "engine.", "task.unlabelled", *(f"task.{key}" for key in NOVEL))
 """How the keys begin that may change after training; ``method.*`` only where the state fits."""
 
 
 @dataclass(frozen=True)
 class Best:
-    """The state at the round with the best validation accuracy: the one whose models are used."""
+    """The state at the round with the best validation accuracy: the one whose models are used.
+
+    Attributes:
+        round: its number.
+        accuracy: by which it was chosen; None without validation data.
+        server: its tensors.
+        memory: what clients remembered.
+    """
 
     round: int
     accuracy: float | None
@@ -112,8 +119,9 @@ class Served:
         if not 0 <= client < self.task.clients:
             raise UserError(f"a client's number must be below {self.task.clients}, came {client}")
         novel = client in self.task.novel_ids
+        number = self.config.rounds if novel else self.best.round  # the draws of the evaluation
         with self._at_best() as server:
-            cohort = self.engine.cohort([client], self.config.rounds, training=False, fresh=novel)
+            cohort = self.engine.cohort([client], number, training=False, fresh=novel)
             return self._export(server, cohort, self.task.size_of(client))
 
     def personalize(self, x: Any, y: Any = None, *, size: str | None = None) -> nn.Module:
@@ -149,6 +157,11 @@ class Served:
 
     def _serve_unlabelled(self, engine: Engine, server: Server, client: int) -> None:
         """Finds out whether the method can do without a novel client's labels."""
+        if steps := self.config.serve.finetune_steps:
+            raise UserError(
+                "serve.finetune_steps must be 0 where a novel client has no labels, which "
+                f"fine-tuning needs, came {steps}; set it to 0, or give labels"
+            )
         try:
             server.personalize(engine.cohort([client], 0, training=False, fresh=True))
         except UnlabelledError as error:
@@ -166,8 +179,8 @@ class Served:
         examples, by another protocol or with other noise, and without training again.
 
         Args:
-            overrides: ``key=value`` for ``method.*``, ``engine.*``, ``task.unlabelled``,
-                ``task.novel_alpha`` and ``task.novel_corruption``.
+            overrides: ``key=value`` for ``method.*``, ``serve.*``, ``engine.*``,
+                ``task.unlabelled``, ``task.novel_alpha`` and ``task.novel_corruption``.
             samples: training examples that each novel client has; all of its own where None.
 
         Raises:
@@ -233,7 +246,8 @@ class Served:
         """
         known, best = list(self.task.known), self.best.round
         with self._at_best() as server:
-            counts = evaluate(server, self.engine, known, best)
+            serve = self._finetuning(server.personalize)
+            counts = evaluate(server, self.engine, known, best, serve=serve)
         found = {split: self._summarise(split, known, counts[split], best) for split in counts}
         if self.task.novel:
             found["novel"] = self.evaluate_novel(draws)
@@ -242,8 +256,9 @@ class Served:
     def _evaluate_novel(self, round: int, draws: int = 1) -> Evaluation:
         ids = list(self.task.novel_ids)
         with self._at_best() as server:
+            options: dict[str, Any] = {"novel": True, "serve": self._finetuning(server.personalize)}
             drawn = [
-                evaluate(server, self.engine, ids, self.config.rounds + draw, novel=True)["test"]
+                evaluate(server, self.engine, ids, self.config.rounds + draw, **options)["test"]
                 for draw in range(draws)
             ]
         counts = Counts(*(sum(parts) for parts in zip(*map(astuple, drawn), strict=True)))
@@ -270,8 +285,16 @@ class Served:
 
     def _export(self, server: Server, cohort: EngineCohort, size: str) -> nn.Module:
         """Returns the personal model of a cohort's only client."""
-        model = cohort.ask(self.method.Client.export, server.personalize(cohort))
+        sent = self._finetuning(server.personalize)(cohort)
+        model = cohort.ask(self.method.Client.export, sent)
         return trees.fill(copy.deepcopy(self.task.models[size]), trees.take(model, 0)).eval()
+
+    def _finetuning(self, serve: Serve) -> Serve:
+        """Returns what serves clients as ``serve`` does, and fine-tunes if the settings say so."""
+        steps = self.config.serve.finetune_steps
+        if not steps:
+            return serve
+        return finetuned(serve, self.method.Client, Steps(steps, self.config.settings.batch_size))
 
     def _summarise(
         self, split: str, ids: list[int], counts: Counts, round: int, lost: tuple[Lost, ...] = ()

@@ -23,9 +23,10 @@ from hyperfed.errors import UserError
 from hyperfed.federation import AllLostError, Task, step
 from hyperfed.methods import METHODS
 from hyperfed.runs.config import from_keys
-from hyperfed.runs.evaluation import evaluate
+from hyperfed.runs.evaluation import evaluate, finetuned
 from hyperfed.runs.run import Run
 from hyperfed.system.randomness import seeded
+from hyperfed.training import Steps
 from hyperfed.trees import Tree
 from test_every_method import NOVEL, SETTINGS
 from toys import Federation, Normed, Stemmed, TwoLayers, make_task
@@ -230,6 +231,27 @@ def test_frozen_weights_that_are_not_what_was_announced_are_refused(tmp_path: Pa
     with pytest.raises(AllLostError, match="must have the hash that came with it"):
         answers.ask(METHODS["fedavg"].Client.evaluate, {})
     assert not list((tmp_path / "7").glob("frozen-*"))
+
+
+def test_sites_fine_tune_the_models_of_their_clients(tmp_path: Path) -> None:
+    ours, loop = both("fedper", tmp_path, net=Normed, novel=1)
+    for each in (ours, loop):
+        each.round([0, 1, 2])
+    for ids, novel in (([0, 1, 2], False), ([3], True)):
+        here, there = (
+            evaluate(
+                each.server,
+                each.engine,
+                ids,
+                10,
+                novel=novel,
+                serve=finetuned(each.server.personalize, each.engine.client, Steps(3, 4)),
+            )
+            for each in (ours, loop)
+        )
+        torch.testing.assert_close(values(here), values(there), rtol=1e-9, atol=1e-9)
+        plain = evaluate(ours.server, ours.engine, ids, 10, novel=novel)
+        assert not torch.equal(here["test"].loss, plain["test"].loss)
 
 
 def test_several_target_sizes(tmp_path: Path) -> None:
