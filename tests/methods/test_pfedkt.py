@@ -261,6 +261,9 @@ def test_the_global_model_can_be_evaluated_instead(case: str) -> None:
     for client in range(4):  # never asked, or novel, all alike
         found = ours.personal(client, fresh=client == 3)
         torch.testing.assert_close(found, ours.server.model["base"], rtol=0, atol=0)
+    cohort = ours.engine.cohort([3], 99, training=False, fresh=True)
+    ours.server.personalize(cohort)
+    assert not cohort.state.exchanges  # a novel client trains nothing for it
     gap = ours.personal(0)["head.weight"] - trained.personal(0)["head.weight"]
     assert gap.abs().max() > 1e-3
 

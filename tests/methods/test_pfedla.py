@@ -307,9 +307,10 @@ def test_bytes_fall_as_the_retained_layers_sizes_say(retain: int) -> None:
     assert retain in (0, 3) or len(set(expected.values())) > 1  # the clients do differ
 
 
-def check_fixed_layers(*layers: str) -> None:
-    """All clients keep the same layers, whatever the ranking, and are sent all others."""
-    federation = trained_federation(retained_layers=layers, retain=1)
+@pytest.mark.parametrize(("layers", "retain"), [(("head",), 0), (("norm", "body"), 1)])
+def test_fixed_layers_are_retained_by_everybody(layers: tuple[str, ...], retain: int) -> None:
+    """The same ones by all clients, whatever the ranking; all others are sent."""
+    federation = trained_federation(retain, retained_layers=layers)
     task, stored = federation.task, trees.clone(federation.server.trained["base"])
     sent = {c: trees.detach(mixture_of(federation, c)) for c in range(4)}
     for client in range(4):
@@ -326,11 +327,6 @@ def check_fixed_layers(*layers: str) -> None:
     head = after["heads.base.bias"] - before["heads.base.bias"]  # (n, L * n)
     moved = head.reshape(4, len(LAYERS), 4).abs().amax((0, 2)) > 0
     assert moved.tolist() == [layer not in layers for layer in LAYERS]
-
-
-@pytest.mark.parametrize("layers", [("head",), ("norm", "body")])
-def test_fixed_layers_are_retained_by_everybody(layers: tuple[str, ...]) -> None:
-    check_fixed_layers(*layers)
 
 
 def test_a_fixed_layer_must_be_one() -> None:
@@ -403,6 +399,15 @@ def test_the_server_keeps_what_the_clients_keep_though_some_are_lost(
     torch.testing.assert_close(initial, federation.task.outline().initial(), rtol=0, atol=0)
 
 
+def test_the_hypernetwork_of_a_lost_client_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Faults, "drops", lambda faults, seed, call: call.client == 1)
+    federation = trained_federation()
+    fresh = Federation("pfedla", federation.task, **ONE_STEP, **SERVER).server.state()
+    for name, value in federation.server.state()["hyper_nets"].items():
+        moved = (value - fresh["hyper_nets"][name]).abs().flatten(1).amax(dim=1) > 0
+        assert moved.tolist() == [True, False, True, False], name
+
+
 def test_more_layers_than_there_are_cannot_be_retained() -> None:
     with pytest.raises(UserError, match=r"retain must be 0 to 2, .* got 3; lower it"):
         Federation("pfedla", make_task(), retain=3)
@@ -456,13 +461,14 @@ def two_sizes(**options: Any) -> Task:
 
 
 def test_a_novel_client_starts_from_the_mean_of_the_models_of_its_size() -> None:
-    federation = Federation("pfedla", two_sizes(novel=1), **ONE_STEP, **SERVER)
+    task = two_sizes(novel=1)
+    federation = Federation("pfedla", task, **ONE_STEP, **SERVER, evaluated="trained")
     for number in range(2):
         federation.round([0, 1, 2], number)
     ours, stored = federation.personal(3, fresh=True), federation.server.trained
     for name, value in stored["L"].items():
         torch.testing.assert_close(ours[name], value[1], **CLOSE)  # client 1 alone is as large
-    initial = federation.task.outline().initial("L")
+    initial = task.outline().initial("L")
     assert (ours["body.weight"] - initial["body.weight"]).abs().max() > 1e-3
 
 
