@@ -158,6 +158,32 @@ def test_nothing_draws_the_model_where_the_hinge_is_not_active() -> None:
     torch.testing.assert_close(federation.engine.memory[0]["model"], expected, **CLOSE)
 
 
+def test_global_and_previous_model_run_in_evaluation_mode() -> None:
+    """Their batch-norm has their own statistics, the private model's those of the batch."""
+    settings = SETTINGS | {"hypernetwork": False, "distance": "mse"}
+    federation = Federation("pfedkt", make_task(Normed), **settings)
+    federation.round([0, 1], 0)
+    federation.round([1, 2], 1)
+    previous = trees.clone(federation.engine.memory[0]["model"])
+    received = trees.clone(federation.server.model["base"])
+    net, index = Normed().double(), federation.task.train[0]
+    x, y = federation.task.x[index], federation.task.y[index]
+
+    def outputs(model: Model) -> Tensor:
+        made: Tensor = functional_call(net.eval(), model, (x,))
+        return made
+
+    leaves = {name: received[name].clone().requires_grad_() for name, _ in net.named_parameters()}
+    private = functional_call(net.train(), trees.clone(received) | leaves, (x,))
+    near = ((private - outputs(received)) ** 2).sum(1).mean()
+    far = ((private - outputs(previous)) ** 2).sum(1).mean()
+    (0.3 * F.relu(near - far + 20.0) + 0.7 * F.cross_entropy(private, y)).backward()
+    federation.round([0], 2)
+    for name, leaf in leaves.items():
+        ours = federation.engine.memory[0]["model"][name]
+        torch.testing.assert_close(ours, leaf.detach() - 0.1 * leaf.grad, **CLOSE)
+
+
 def flipped(sent: Model, trained: Model) -> Model:
     return {name: trained[name] - sent[name] for name in sent}
 
