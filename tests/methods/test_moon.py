@@ -6,15 +6,29 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from hyperfed import trees
+from hyperfed.engines.local.loop import LoopEngine
+from hyperfed.engines.local.vmap import VmappedEngine
+from hyperfed.errors import UserError
 from hyperfed.methods import moon
 from hyperfed.methods.parts import contrast
 from hyperfed.runs.config import from_keys
+from hyperfed.system.randomness import seeded
 from hyperfed.training import Batch, outputs_and_features
 from hyperfed.trees import Model
-from toys import EXAMPLES, ONE_STEP, Federation, Normed, client_loss, make_task
+from toys import (
+    CLASSES,
+    EXAMPLES,
+    FEATURES,
+    ONE_STEP,
+    Federation,
+    Normed,
+    TwoLayers,
+    client_loss,
+    make_task,
+)
 
 CLOSE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
 MU, TEMPERATURE = 2.0, 0.4
@@ -203,6 +217,122 @@ def test_a_model_goes_down_and_a_model_comes_up_and_the_client_keeps_one(net: An
     assert trees.count_bytes(federation.engine.memory[0]) == size
 
 
+# The projection head
+
+PROJECTED = 6
+NAMES = {"body": "body", "first": "head.0", "second": "head.2", "output": "head.3"}
+
+
+def projected_by_hand(model: Model, x: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, classes) logits and (B, 6) outputs of the projection head, written out."""
+    w = {part: (model[f"{name}.weight"].T, model[f"{name}.bias"]) for part, name in NAMES.items()}
+    z = torch.tanh(x @ w["body"][0] + w["body"][1])
+    hidden = (z @ w["first"][0] + w["first"][1]).clamp(min=0)
+    projection = hidden @ w["second"][0] + w["second"][1]
+    return projection @ w["output"][0] + w["output"][1], projection
+
+
+def check_a_projected_round() -> None:
+    """Client 0 was absent in the second of three rounds, of which the last has three steps."""
+    federation = after_two_rounds(projection=PROJECTED, local_steps=3)
+    task, rows = federation.task, federation.task.train[0]
+    x, y = task.x[rows], task.y[rows]
+    received, previous = federation.server.model["base"], federation.engine.memory[0]["model"]
+    assert received["head.3.weight"].shape == (3, PROJECTED)
+    model = received
+    for _ in range(3):
+        leaves = {name: value.clone().requires_grad_() for name, value in model.items()}
+        output, own = projected_by_hand(leaves, x)
+        near, far = (
+            (similarity(own, projected_by_hand(other, x)[1]) / TEMPERATURE).exp()
+            for other in (received, previous)
+        )
+        loss = F.cross_entropy(output, y) - MU * (near / (near + far)).log().mean()
+        loss.backward()
+        model = {name: leaf.detach() - 0.1 * leaf.grad for name, leaf in leaves.items()}
+    federation.round([0], 2)
+    torch.testing.assert_close(federation.server.model["base"], model, **CLOSE)
+    torch.testing.assert_close(federation.engine.memory[0]["model"], model, **CLOSE)
+
+
+def test_with_a_projection_head_its_output_is_contrasted_and_classified() -> None:
+    check_a_projected_round()
+
+
+def test_the_projection_head_begins_with_the_targets_body_and_under_the_runs_seed() -> None:
+    first, second = (Federation("moon", make_task(), projection=PROJECTED) for _ in range(2))
+    ours = first.server.model["base"]
+    torch.testing.assert_close(ours, second.server.model["base"], rtol=0, atol=0)
+    start = first.task.outline().initial()
+    body = {name: value for name, value in ours.items() if name.startswith("body")}
+    expected = {name: value for name, value in start.items() if name.startswith("body")}
+    torch.testing.assert_close(body, expected, rtol=0, atol=0)
+    shapes = {name: tuple(value.shape) for name, value in ours.items() if name not in body}
+    assert shapes == {
+        **{"head.0.weight": (4, 4), "head.0.bias": (4,)},
+        **{"head.2.weight": (6, 4), "head.2.bias": (6,)},
+        **{"head.3.weight": (3, 6), "head.3.bias": (3,)},
+    }
+    assert {value.dtype for value in ours.values()} == {torch.float64}
+
+
+def test_with_a_projection_head_the_first_round_of_a_client_has_no_contrast() -> None:
+    runs = [
+        Federation("moon", make_task(Normed), **SETTINGS | {"contrast_weight": mu}, projection=6)
+        for mu in (MU, 0.0)
+    ]
+    for federation in runs:
+        federation.round([0, 1], 0)
+        federation.round([3], 1)
+    ours, fedavg = (federation.server.model for federation in runs)
+    torch.testing.assert_close(ours, fedavg, **CLOSE)
+
+
+@pytest.mark.parametrize("engine", [LoopEngine, VmappedEngine])
+def test_the_projection_head_travels_with_the_model_and_is_evaluated(
+    engine: type[LoopEngine],
+) -> None:
+    task = make_task(sizes=("S", "L", "S", "L"), models=sizes())
+    ours = Federation("moon", task, **SETTINGS, projection=PROJECTED)
+    ours.engine = engine(task, ours.method.Client, ours.config, seed=0)
+    exchanges = ours.round([0, 1, 2]).state.exchanges
+    bytes_of = {size: trees.count_bytes(model) for size, model in ours.server.model.items()}
+    expected = [bytes_of["S"], bytes_of["S"], bytes_of["L"]]
+    assert [(e.down, e.up) for e in exchanges] == [(size, size) for size in expected]
+    assert trees.structure(ours.engine.memory[0]["model"]) == trees.structure(
+        ours.server.model["S"]
+    )
+    cohort = ours.engine.cohort([0], 9, training=False)
+    counts = cohort.ask(moon.Client.evaluate, ours.server.personalize(cohort))
+    output, _ = projected_by_hand(ours.server.model["S"], task.x[task.test[0]])
+    loss = F.cross_entropy(output, task.y[task.test[0]], reduction="sum")
+    torch.testing.assert_close(counts["test"]["loss"][0], loss, **CLOSE)
+
+
+def sizes() -> dict[str, nn.Module]:
+    with seeded(0, "sizes"):
+        return {"S": TwoLayers().double(), "L": Normed().double()}
+
+
+def test_a_model_with_a_projection_head_is_not_handed_over() -> None:
+    federation = Federation("moon", make_task(), **SETTINGS, projection=PROJECTED)
+    with pytest.raises(UserError, match=r"must be the task's target.*method.projection=none"):
+        federation.personal(0)
+
+
+class Ending(nn.Sequential):
+    """Its last layer is no linear one."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(FEATURES, CLASSES), nn.BatchNorm1d(CLASSES))
+
+
+@pytest.mark.parametrize("net", [Ending, lambda: nn.Linear(FEATURES, CLASSES)])
+def test_a_target_without_a_linear_layer_after_others_takes_no_projection_head(net: Any) -> None:
+    with pytest.raises(UserError, match="must end with a linear layer after others"):
+        Federation("moon", make_task(net), projection=PROJECTED)
+
+
 # Mistakes that the checks above must reject
 
 
@@ -300,4 +430,15 @@ def test_mutant_that_evaluates_another_model(mutant: Any, monkeypatch: Any) -> N
 def test_presets() -> None:
     paper, pfedkt = (from_keys("moon", moon.PRESETS[name]) for name in ("paper", "pfedkt"))
     assert (paper.settings.contrast_weight, paper.settings.evaluated) == (5.0, "global")
+    assert (paper.settings.projection, moon.Config().projection) == (256, None)
+    published = {  # section 4.1
+        "temperature": 0.5,
+        "local_epochs": 10,
+        "batch_size": 64,
+        "local_lr": 0.01,
+        "local_momentum": 0.9,
+        "local_weight_decay": 1e-5,
+    }
+    assert {name: getattr(paper.settings, name) for name in published} == published
+    assert (paper.rounds, paper.cohort, paper.task.clients) == (100, 1.0, 10)
     assert (pfedkt.cohort, pfedkt.settings.evaluated) == (0.1, "local")
