@@ -363,6 +363,11 @@ def test_exploration_falls_until_only_the_best_are_sent() -> None:
     assert half[9] == [5]  # 0.5 - 9 * 0.05 is left
 
 
+def test_exploration_is_by_default_that_of_the_authors_command() -> None:
+    ours = fedfomo.Config()
+    assert (ours.exploration, ours.exploration_decay) == (0.3, 0.05)
+
+
 def test_candidates_have_the_clients_target_size() -> None:
     models = {"S": TwoLayers().double(), "L": Normed().double()}
     task = make_task(models=models, sizes=("S", "L", "S", "L"))
