@@ -317,10 +317,14 @@ def test_weight_decay_moves_the_heads_of_unsampled_sizes_too() -> None:
 # Novel clients
 
 
-@pytest.mark.parametrize("rate", ["novel_lr", "embedding_lr"])
-def test_a_novel_client_fits_an_embedding_with_the_hypernetwork_frozen(rate: str) -> None:
+@pytest.mark.parametrize(
+    "rates", [{"novel_lr": 0.3}, {"embedding_lr": 0.3}, {"novel_lr": 0.3, "embedding_lr": 0.7}]
+)
+def test_a_novel_client_fits_an_embedding_with_the_hypernetwork_frozen(
+    rates: dict[str, float],
+) -> None:
     task = make_task(novel=1)
-    settings = SERVER | {"novel_rounds": 2, rate: 0.3}
+    settings = SERVER | {"novel_rounds": 2} | rates
     federation = Federation("pfedhn", task, **ONE_STEP, **settings)
     federation.round([0, 1])
     server, before = federation.server, trees.clone(federation.server.state())
