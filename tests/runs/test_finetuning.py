@@ -198,8 +198,9 @@ def test_the_neighbours_of_knn_per_are_those_of_the_fine_tuned_features(client: 
     torch.testing.assert_close(vars(ours), vars(theirs), rtol=1e-9, atol=1e-11)
 
 
-def test_clients_are_fine_tuned_together_where_they_are_computed_together() -> None:
-    loop, ours = both("fedper", task={"net": Normed, "examples": (12,) * 4, "novel": 2})
+@pytest.mark.parametrize("method", ["fedper", "pefll"])
+def test_clients_are_fine_tuned_together_where_they_are_computed_together(method: str) -> None:
+    loop, ours = both(method, task={"net": Normed, "examples": (12,) * 4, "novel": 2})
     for each in (loop, ours):
         each.round([0, 1])
     for ids, novel in (([0, 1], False), ([2, 3], True)):

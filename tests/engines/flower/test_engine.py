@@ -233,8 +233,9 @@ def test_frozen_weights_that_are_not_what_was_announced_are_refused(tmp_path: Pa
     assert not list((tmp_path / "7").glob("frozen-*"))
 
 
-def test_sites_fine_tune_the_models_of_their_clients(tmp_path: Path) -> None:
-    ours, loop = both("fedper", tmp_path, net=Normed, novel=1)
+@pytest.mark.parametrize("method", ["fedper", "pefll"])
+def test_sites_fine_tune_the_models_of_their_clients(method: str, tmp_path: Path) -> None:
+    ours, loop = both(method, tmp_path, net=Normed, novel=1)
     for each in (ours, loop):
         each.round([0, 1, 2])
     for ids, novel in (([0, 1, 2], False), ([3], True)):

@@ -1,0 +1,107 @@
+"""What is served is what was best, by the run's own settings, and serving leaves no trace."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import hyperfed
+from hyperfed import engines, trees
+from hyperfed.federation import Task
+from hyperfed.runs.evaluation import evaluate
+from hyperfed.runs.run import Run
+from toys import Normed, make_task, short
+
+NOVEL = 3
+
+
+def overfitted(method: str, **keys: Any) -> Run:
+    """A run whose best round is not its last."""
+    task = make_task(Normed, novel=1)
+    settings = short(method, local_lr=1.0, novel_steps=0)
+    run = hyperfed.train(method, task, rounds=5, evaluate_every=1, method=settings, **keys)
+    assert run.best.round < 5
+    return run
+
+
+def test_serving_leaves_what_clients_remember_as_it_was() -> None:
+    run = overfitted("fedper", seed=1)
+    before = dict(run.engine.memory)
+    assert any(before[client] is not run.best.memory.get(client) for client in before)
+    run.model(0)
+    run.evaluate_best()
+    run.personalize(run.task.x[:6].numpy(), run.task.y[:6].numpy())
+    assert run.engine.memory.keys() == before.keys()
+    assert all(run.engine.memory[client] is before[client] for client in before)
+
+
+def test_novel_clients_are_evaluated_with_the_best_rounds_server() -> None:
+    run = overfitted("fedavg", seed=1)
+    latest, best = run.server.model["base"], run.best.server["model"]["base"]
+    assert not torch.equal(latest["head.weight"], best["head.weight"])
+    rows = run.task.test[NOVEL]
+    output = torch.func.functional_call(Normed().double().eval(), best, (run.task.x[rows],))
+    expected = F.cross_entropy(output, run.task.y[rows]).item()
+    recorded = next(e for e in run.evaluations if e.split == "novel")
+    for found in (recorded, run.evaluate_novel(), run.evaluate_best()["novel"]):
+        assert found.loss == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_server_that_changes_while_it_serves_does_not_change_the_best_round() -> None:
+    run = overfitted("fedavg", seed=1)
+    before = trees.clone(run.best.server)
+    with run._at_best() as server:
+        server.model["base"]["head.weight"].add_(1)
+    torch.testing.assert_close(run.best.server, before, rtol=0, atol=0)
+
+
+def test_of_equally_good_rounds_the_first_is_the_best() -> None:
+    run = hyperfed.train(
+        "fedavg", make_task(), rounds=3, evaluate_every=1, method=short("fedavg", local_lr=1e-9)
+    )
+    assert len({e.accuracy for e in run.evaluations if e.split == "val"}) == 1
+    assert run.best.round == 1
+
+
+def test_each_newcomer_has_draws_of_its_own_and_the_runs_arithmetic(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = hyperfed.train(
+        "fedavg", make_task(novel=1), rounds=1, precision="bf16", method=short("fedavg")
+    )
+    built: list[dict[str, Any]] = []
+    build = engines.build
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        built.append(options)
+        return build(*arguments, **options)
+
+    monkeypatch.setattr(engines, "build", watched)
+    x, y = run.task.x.numpy(), run.task.y.numpy()
+    for start in (0, 0, 6):
+        run.personalize(x[start : start + 6], y[start : start + 6])
+    seeds = [options["seed"] for options in built]
+    assert seeds[0] == seeds[1] != seeds[2]
+    assert {options["precision"] for options in built} == {"bf16"}
+
+
+def test_absent_classes_are_those_without_an_example_to_learn_from() -> None:
+    """Not those without one to be tested on."""
+    task = lacking()
+    run = hyperfed.train("fedavg", task, rounds=1, method=short("fedavg"))
+    found = evaluate(run.server, run.engine, [0], 1)["test"]
+    model, rows = run.server.model["base"], task.test[0]
+    output = torch.func.functional_call(task.models["base"], model, (task.x[rows],))
+    assert output.argmax(dim=1).eq(2).any()  # it does predict the class that is absent
+    right = output[:, :2].argmax(dim=1) == task.y[rows]
+    assert found.masked_correct.item() == right.sum()
+    assert found.masked_correct.item() != found.correct.item()
+
+
+def lacking() -> Task:
+    """Client 0 learns from classes 0 and 1, and is tested on classes 0 and 2."""
+    task = make_task()
+    task.y[task.train[0]] %= 2
+    task.y[task.test[0]] = torch.tensor([0, 2, 0, 2, 0, 0])
+    return task
