@@ -239,8 +239,8 @@ def test_a_cache_made_under_other_constants_is_not_used(cached, tmp_path, monkey
 def test_a_cache_is_of_one_name_reader_source_and_every_constant(monkeypatch):
     def keys():
         yield cache.key("name", "images", readers.constants(), "source")
-        yield cache.key("x" * 50 + "name", "images", readers.constants(), "source")
-        yield cache.key("y" * 50 + "name", "images", readers.constants(), "source")
+        for folder in "ab":  # alike in the letters that the result shows
+            yield cache.key(folder + "x" * 50, "images", readers.constants(), "source")
         yield cache.key("name", "mnist", readers.constants(), "source")
         yield cache.key("name", "images", readers.constants(), [("train", 1, 2)])
         for constant in ("WINDOW", "STRIDE", "LEAST_WINDOWS", "OMNIGLOT_SIDE", "STATISTICS"):

@@ -151,6 +151,9 @@ def test_the_papers_preset_is_its_text() -> None:
     assert own.local_epochs in {1, 2, 5, 10}
     assert own.batch_size in {32, 64}
     assert own.local_momentum == 0.9
+    means = from_keys("itpfl", {}).settings  # by default no rate depends on cohort or length
+    assert (means.cohort_reduction, means.encoder_reduction) == ("mean", "mean")
+    assert means.embedding_weight_decay is None
 
 
 def test_phase_one_is_pfedhn() -> None:
