@@ -1,6 +1,7 @@
 """Tiny float64 tasks on which the truth can be computed independently."""
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Collection, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -173,3 +174,47 @@ def client_loss(task: Task, client: int, model: dict[str, Tensor]) -> Tensor:
     """Mean cross entropy of a model on all training data of a client, differentiable."""
     index = task.train[client]
     return F.cross_entropy(logits(task.models["base"], model, task.x[index]), task.y[index])
+
+
+def torch_sgd(
+    task: Task,
+    client: int,
+    start: dict[str, Tensor],
+    steps: int,
+    *,
+    names: Collection[str] | None = None,
+    penalty: Callable[[nn.Module], Tensor | float] = lambda net: 0.0,
+    **settings: float,
+) -> dict[str, Tensor]:
+    """A model after steps of PyTorch's own optimiser on all training data of a client.
+
+    ``names`` are the parameters that move, all by default; the loss has the ``penalty`` added.
+    """
+    net, rows = copy.deepcopy(task.models[task.size_of(client)]).train(), task.train[client]
+    net.load_state_dict(start)
+    moving = [value for name, value in net.named_parameters() if names is None or name in names]
+    optimizer = torch.optim.SGD(moving, **settings)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        (F.cross_entropy(net(task.x[rows]), task.y[rows]) + penalty(net)).backward()
+        optimizer.step()
+    return trees.model_of(net)
+
+
+MOMENTUM: dict[str, Any] = {
+    "local_steps": 3,
+    "batch_size": 10_000,
+    "local_lr": 0.1,
+    "local_momentum": 0.9,
+    "local_weight_decay": 0.01,
+}
+"""Three local steps on all of a client's data, with momentum and decay."""
+
+TORCH: dict[str, float] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
+"""The same for PyTorch's own optimiser."""
+
+
+def squared_distance(net: nn.Module, center: dict[str, Tensor]) -> Tensor:
+    """|w - center|^2 over the parameters of a network, differentiable."""
+    pairs = [(value, center[name]) for name, value in net.named_parameters()]
+    return torch.stack([((value - other) ** 2).sum() for value, other in pairs]).sum()
