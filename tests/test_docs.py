@@ -29,7 +29,7 @@ WITHOUT_EXAMPLES = ["docs/architecture.md"]
 
 FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 LINK = re.compile(r'(?:\]\(|src=")([^)"#]+)')
-DITTO = "src/hyperfed/methods/ditto.py"
+EXAMPLE = "pfedsd"  # the method that CONTRIBUTING adds
 TABLE = "src/hyperfed/methods/__init__.py"
 OF_METHODS = re.compile(r'parametrize\("method", (?:ALL|METHODS|sorted\(METHODS\))\)')
 SHARED = [
@@ -122,8 +122,8 @@ def write_files(document: Path, folder: Path) -> None:
 def test_commands_parse(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_files(ROOT / name, folder)
     methods = dict(METHODS)
-    if (folder / DITTO).exists():
-        methods["ditto"] = as_module(folder / DITTO, monkeypatch)
+    if (added := folder / "src" / "hyperfed" / "methods" / f"{EXAMPLE}.py").exists():
+        methods[EXAMPLE] = as_module(added, monkeypatch)
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     group = typer.main.get_command(cli.app)
     for program, *arguments in commands_of(ROOT / name):
@@ -265,10 +265,10 @@ def test_the_walkthrough_to_the_letter_adds_a_method_that_passes_all_that_it_mus
         )
         assert done.returncode == 0, done.stdout + done.stderr
         said[arguments[0]] = done.stdout
-    (summary,) = copy.glob("runs/ditto/*/summary.json")
+    (summary,) = copy.glob(f"runs/{EXAMPLE}/*/summary.json")
     assert json.loads(summary.read_text())["rounds"] == 2
-    assert "| `ditto` | [Li et al., ICML 2021](https" in (copy / "README.md").read_text()
+    assert f"| `{EXAMPLE}` | [Jin et al., TPDS 2023](https" in (copy / "README.md").read_text()
     ran = said["check-method"]
     passed = set(re.findall(r"PASSED (tests/\S+?)::", ran))
-    assert passed >= {*SHARED, "tests/methods/test_ditto.py"}
+    assert passed >= {*SHARED, f"tests/methods/test_{EXAMPLE}.py"}
     assert set(re.findall(r"::\w+\[(\w+)", ran)) & {*METHODS} == set()
