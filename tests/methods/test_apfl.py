@@ -7,6 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hyperfed.methods import apfl
+from hyperfed.runs.config import from_keys
+from hyperfed.training import Sgd, Steps
 from hyperfed.trees import Tree, count_bytes
 from toys import MOMENTUM, TORCH, Federation, Normed, TwoLayers, logits, make_task, torch_sgd
 
@@ -144,3 +147,11 @@ def test_a_novel_client_does_what_a_known_one_does_with_the_global_model_frozen(
     cohort = ours.engine.cohort([3], 9, training=False, fresh=True)
     ours.server.personalize(cohort)
     assert [(e.down, e.up) for e in cohort.state.exchanges] == [(count_bytes(w), 0)] * rounds
+
+
+def test_the_official_preset_is_the_example_on_mnist() -> None:
+    run = from_keys("apfl", apfl.PRESETS["official"])
+    assert (run.rounds, run.cohort, run.task.clients) == (20, 1.0, 10)
+    assert (run.settings.mixing, run.settings.adaptive) == (0.5, False)
+    assert run.settings.batches == Steps(10, 50)
+    assert run.settings.local == Sgd(0.1, weight_decay=1e-4)

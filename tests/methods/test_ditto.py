@@ -5,6 +5,9 @@ from typing import Any
 import pytest
 import torch
 
+from hyperfed.methods import ditto
+from hyperfed.runs.config import from_keys
+from hyperfed.training import Sgd, Steps
 from hyperfed.trees import Tree, count_bytes
 from toys import (
     MOMENTUM,
@@ -88,3 +91,10 @@ def test_a_model_goes_down_and_a_model_comes_up_and_of_a_novel_client_nothing() 
     cohort = ours.engine.cohort([3], 9, training=False, fresh=True)
     ours.server.personalize(cohort)
     assert [(e.down, e.up) for e in cohort.state.exchanges] == [(size, 0)]
+
+
+def test_the_official_preset_is_the_script_for_fashion_mnist() -> None:
+    run = from_keys("ditto", ditto.PRESETS["official"])
+    assert (run.rounds, run.cohort, run.settings.proximity) == (5000, 10, 1.0)
+    assert run.settings.batches == Steps(2, 16)
+    assert run.settings.local == Sgd(0.05)

@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from hyperfed.errors import UserError
+from hyperfed.methods import fedbabu
+from hyperfed.runs.config import from_keys
+from hyperfed.training import Epochs, Sgd
 from hyperfed.trees import Tree, count_bytes, partition
 from toys import EXAMPLES, MOMENTUM, TORCH, Federation, Normed, TwoLayers, make_task, torch_sgd
 
@@ -59,6 +62,13 @@ def test_each_client_fine_tunes_the_whole_for_itself(net: Any, client: int, nove
     close(with_initial_head(ours), whole)
 
 
+def test_fine_tuning_is_clipped_as_local_training_is() -> None:
+    ours = federation(local_clip=1e-6, local_weight_decay=0.0, finetune_epochs=1)
+    tuned, whole = ours.personal(1), with_initial_head(ours)
+    moved = torch.cat([(tuned[name] - whole[name]).flatten() for name in whole]).norm()
+    torch.testing.assert_close(moved.item(), RATE * 1e-6, rtol=1e-4, atol=0)
+
+
 def test_fine_tuning_goes_through_all_examples_in_batches() -> None:
     """Twelve examples make three batches of four: six steps in two passes."""
     ours = federation(Normed, batch_size=4, finetune_epochs=2)
@@ -95,3 +105,11 @@ def test_with_an_empty_head_the_body_is_the_model_of_fedavg() -> None:
 def test_a_network_must_have_the_layers() -> None:
     with pytest.raises(UserError, match=r"0 to 2 layers .* got 3"):
         federation(head_layers=3)
+
+
+def test_the_paper_preset_is_that_of_ten_local_epochs() -> None:
+    run = from_keys("fedbabu", fedbabu.PRESETS["paper"])
+    assert (run.rounds, run.cohort, run.task.clients) == (32, 0.1, 100)
+    assert run.settings.batches == Epochs(10, 50)
+    assert run.settings.local == Sgd(0.1, momentum=0.9)
+    assert (run.settings.finetune_epochs, run.settings.finetune) == (5, Sgd(1e-3, momentum=0.9))

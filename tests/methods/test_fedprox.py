@@ -5,6 +5,9 @@ from typing import Any
 import pytest
 import torch
 
+from hyperfed.methods import fedprox
+from hyperfed.runs.config import from_keys
+from hyperfed.training import Epochs, Sgd
 from hyperfed.trees import Tree
 from toys import (
     EXAMPLES,
@@ -63,3 +66,10 @@ def test_with_mu_zero_it_is_fedavg() -> None:
         for federation in (ours, fedavg):
             federation.round([0, 2, 3], number)
     torch.testing.assert_close(ours.server.model, fedavg.server.model, rtol=0, atol=0)
+
+
+def test_the_paper_preset_is_that_of_mnist() -> None:
+    run = from_keys("fedprox", fedprox.PRESETS["paper"])
+    assert (run.rounds, run.cohort, run.settings.proximity) == (100, 10, 1.0)
+    assert run.settings.batches == Epochs(20, 10)
+    assert run.settings.local == Sgd(0.03)
