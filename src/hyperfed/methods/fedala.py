@@ -45,7 +45,7 @@ from torch.func import grad_and_value
 
 from hyperfed import federation
 from hyperfed.federation import Cohort, Each, Outline, average, step
-from hyperfed.methods.parts.presets import DEFAULT
+from hyperfed.methods.parts.presets import DEFAULT, PFLLIB
 from hyperfed.nets.targets import head_names
 from hyperfed.training import Batch, LocalConfig, Steps, pass_lengths, sgd
 from hyperfed.trees import Model, Tree, partition, tree_map
@@ -78,19 +78,8 @@ class Config(LocalConfig):
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "default": DEFAULT,
-    # The authors' script: all of 20 clients in each of 1,000 rounds, plain SGD, batches of 10.
-    "official": {
-        "rounds": 1000,
-        "cohort": 1.0,
-        "evaluate_every": 10,
-        "task.clients": 20,
-        "task.novel": 0.0,
-        "method.local_epochs": 1,
-        "method.batch_size": 10,
-        "method.local_lr": 5e-3,
-        "method.local_momentum": 0.0,
-        "method.local_weight_decay": 0.0,
-    },
+    # The authors' script.
+    "official": PFLLIB,
 }
 
 

@@ -31,3 +31,17 @@ PFEDKT: Preset = {
     "method.local_lr": 1e-2,
 }
 """pFedKT, section 6.1: 8:1:1 of each client's examples, the fewest of 10, 50 and 100 epochs."""
+
+PFLLIB: Preset = {
+    "rounds": 1000,
+    "cohort": 1.0,
+    "evaluate_every": 10,
+    "task.clients": 20,
+    "task.novel": 0.0,
+    "method.local_epochs": 1,
+    "method.batch_size": 10,
+    "method.local_lr": 5e-3,
+    "method.local_momentum": 0.0,
+    "method.local_weight_decay": 0.0,
+}
+"""The scripts of PFLlib's authors: all of 20 clients in each round, plain SGD, batches of 10."""

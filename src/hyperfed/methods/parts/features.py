@@ -1,0 +1,74 @@
+"""Features, which are what enters a target's last layer, and their means for each class."""
+
+import torch
+from torch import Tensor, nn
+
+from hyperfed.errors import UserError
+from hyperfed.federation import EVALUATION_BATCH, Split
+from hyperfed.nets.targets import head_names
+from hyperfed.training import outputs_and_features
+from hyperfed.trees import Model
+
+
+def linear_head(method: str, target: nn.Module) -> nn.Linear:
+    """Returns the last layer of a target, whose ``in_features`` is the length of its features.
+
+    Args:
+        method: who asks, as its paper calls it.
+        target: any module.
+
+    Raises:
+        UserError: that layer is not linear, or has not a weight and a bias that train.
+    """
+    last = target.get_submodule(head_names(target)[0].rpartition(".")[0])
+    trains = [parameter.requires_grad for parameter in last.parameters()]
+    if not isinstance(last, nn.Linear) or trains != [True, True]:
+        raise UserError(
+            f"a target of {method} must end in an nn.Linear with a bias that trains, as its "
+            f"features are what enters that layer; got {last}: choose another target or method"
+        )
+    return last
+
+
+def check_classes(method: str, classes: int) -> None:
+    """Refuses a regression, where a method has something for each class.
+
+    Args:
+        method: who asks, as its paper calls it.
+        classes: number of labels of the task, 0 for regression.
+
+    Raises:
+        UserError: the task has no classes.
+    """
+    if not classes:
+        raise UserError(
+            f"a task of {method} must have classes, for each of which it has features of its own; "
+            "this one has float targets: choose another method, or labels that are classes"
+        )
+
+
+def features_of(module: nn.Module, model: Model, split: Split) -> Tensor:
+    """Returns the features (m, F) of all examples of a split, in evaluation mode, no gradient."""
+    with torch.no_grad():
+        seen = [
+            outputs_and_features(module, model, batch.x)[1]
+            for batch in split.chunks(EVALUATION_BATCH)
+        ]
+    return torch.cat(seen)
+
+
+def class_means(features: Tensor, y: Tensor, classes: int) -> tuple[Tensor, Tensor]:
+    """Averages features by class.
+
+    Args:
+        features: (m, F).
+        y: (m,) labels.
+        classes: number of labels.
+
+    Returns:
+        the means (classes, F), zero for a class without examples, and the numbers (classes,) of
+        examples, both in the dtype of the features.
+    """
+    member = (y == torch.arange(classes, device=y.device)[:, None]).to(features.dtype)
+    count = member.sum(dim=1)
+    return member @ features / count.clamp(min=1)[:, None], count
