@@ -107,6 +107,8 @@ def check(ours: Federation, own: Callable[[str], bool], *, keep: bool, apart: bo
         ("partialfed", is_head, {"strategy": "fixed"}),
         ("partialfed", is_any, {"strategy": "fixed", "head_layers": 2}),  # as Local
         ("heurpfedla", is_any, {"retain": 2, "local_momentum": 0.9}),
+        # Of one client all weights are 1, and of equal ones the first layer is retained.
+        ("heurpfedla", is_body, {"retain": 1, "local_momentum": 0.9}),
     ],
 )
 def test_its_own_parameters_have_one_optimiser_or_one_a_round(
@@ -175,6 +177,21 @@ def test_momentum_is_kept_where_clients_are_computed_together(method: str) -> No
             each.round(clients, number)
     assert [clients for _, clients in ours.engine.together] == [[0, 1], [0, 1]]
     close(snapshot(loop), snapshot(ours))
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [("fed_rod", {"head": "hypernetwork"}), ("pfedla", {"local_momentum": 0.9}), ("pfedhn", {})],
+)
+def test_where_a_client_has_nothing_of_its_own_none_is_kept(method: str, settings: Any) -> None:
+    found = []
+    for keep in (False, True):
+        ours = federation(method, keep_momentum=keep, **settings)
+        for number in range(2):
+            ours.round([0], number)
+        assert "momentum" not in ours.engine.memory[0]
+        found.append(snapshot(ours))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("method", sorted(METHODS))
