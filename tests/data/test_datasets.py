@@ -92,6 +92,14 @@ def test_a_folder_of_images_is_read_pixel_by_pixel(cached, small):
     assert examples.std == pytest.approx(training.std(axis=(0, 1, 2)), abs=1e-4)
 
 
+def test_only_splits_for_testing_are_held_out(cached, tmp_path):
+    pixels = np.zeros((2, 3, 3), dtype=np.uint8)
+    splits = {split: (pixels, [0, 1]) for split in ("train", "validation", "test")}
+    write_images(tmp_path / "three", splits)
+    held_out = load(str(tmp_path / "three")).held_out
+    assert held_out.tolist() == [False] * 4 + [True] * 2
+
+
 def test_a_name_is_looked_up_in_the_data_directory(cached, small, monkeypatch):
     folder, _, labels = small
     assert load("small", data_dir=folder.parent).y.tolist() == labels
