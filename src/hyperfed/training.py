@@ -326,6 +326,18 @@ def forward(module: nn.Module, model: Model, x: Tensor) -> tuple[Tensor, Model]:
     return apply(module, model | buffers, x, train=True), buffers
 
 
+def forward_with_features(
+    module: nn.Module, model: Model, x: Tensor
+) -> tuple[Tensor, Tensor, Model]:
+    """Runs ``module`` as :func:`forward` does and also returns what goes into its last layer.
+
+    Returns:
+        the output, the features (B, F) of :func:`outputs_and_features`, and the buffers.
+    """
+    buffers = {name: model[name].clone() for name in _anatomy(module).buffers}
+    return *outputs_and_features(module, model | buffers, x, train=True), buffers
+
+
 def batch_statistics(module: nn.Module, model: Model, inputs: Iterable[Tensor]) -> Model:
     """Measures the buffers of batch-norm with the weights of ``model``, without labels.
 

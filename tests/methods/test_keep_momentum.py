@@ -23,11 +23,17 @@ from toys import Federation, Normed, TwoLayers, make_task, snapshot
 
 LOCAL = {"local_steps": 3, "batch_size": 5, "local_lr": 0.1, "local_weight_decay": 0.01}
 KEPT = {
+    "apfl",
+    "ditto",
     "fed_rod",
+    "fedas",
     "fedbn",
+    "feddbe",
     "fedper",
+    "fedproto",
     "fedrep",
     "fml",
+    "gpfl",
     "heurpfedla",
     "lg_fedavg",
     "local",

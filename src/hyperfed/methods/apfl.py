@@ -16,11 +16,12 @@ where alpha grad f(v_bar) is the gradient by v. Once a round, on its first batch
 with w as it was received; the round's second step is the first to mix by it.
 
 Sent: the global model w, batch-norm buffers included, both ways. Kept: v, which starts from the
-first w that a client receives, and alpha. Aggregated: the mean of the clients' w, weighted by
-training examples, as in FedAvg. Evaluated: the mixture with the latest w; a known client that was
-never asked uses w alone. A novel client does what a known one does for ``novel_rounds`` rounds, the
-global model frozen and nothing sent back. A task with several target sizes has one global model for
-each. With alpha fixed at 0 the mixture is FedAvg's model, at 1 v is that of a client alone.
+first w that a client receives, and alpha; with ``keep_momentum`` v's momentum too. Aggregated: the
+mean of the clients' w, weighted by training examples, as in FedAvg. Evaluated: the mixture with the
+latest w; a known client that was never asked uses w alone. A novel client does what a known one
+does for ``novel_rounds`` rounds, the global model frozen and nothing sent back. A task with several
+target sizes has one global model for each. With alpha fixed at 0 the mixture is FedAvg's model, at
+1 v is that of a client alone.
 
 Batch-norm buffers of the mixture are those of its own passes, kept with v. We had no text of the
 paper: its algorithm is as its citing work and the authors' code give it, and that code
@@ -43,14 +44,14 @@ from torch.func import grad
 from hyperfed import federation
 from hyperfed.federation import Cohort, Outline, average, step
 from hyperfed.methods.parts.presets import DEFAULT
-from hyperfed.training import Batch, LocalConfig, Objective, sgd
+from hyperfed.training import Batch, Objective, PersonalConfig, sgd
 from hyperfed.trees import Model, Tree
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
-class Config(LocalConfig):
+class Config(PersonalConfig):
     """Settings of APFL. Those of local training are v's and w's, an optimiser for each.
 
     Attributes:
@@ -95,7 +96,8 @@ class Client(federation.Client):
         settings, names = self.config.local, self.parameters
         w, v, alpha = model, self.memory.get("local", model), self.alpha(model)
         w_speed: Model = {}
-        v_speed: Model = {}
+        keeps = self.config.keep_momentum
+        v_speed: Model = self.memory.get("momentum", {}) if keeps else {}
         for number, batch in enumerate(self.batches):
             first = self.config.adaptive and number == 0
             after = self.descended(alpha, w, v, batch) if first else alpha
@@ -106,6 +108,8 @@ class Client(federation.Client):
             )
             alpha = after
         self.memory["local"], self.memory["alpha"] = v, alpha
+        if keeps:
+            self.memory["momentum"] = v_speed
         return w
 
     @step

@@ -7,7 +7,8 @@ own data and w the global model, which FedAvg trains. In a round a client takes 
 towards either, on the same batches: v's with the w that it received, a constant.
 
 Sent: the whole global model w, batch-norm buffers included, both ways. Kept: the personal model v,
-buffers included, which starts from the first w that a client receives. Aggregated: the mean of the
+buffers included, which starts from the first w that a client receives; with ``keep_momentum`` its
+momentum too. Aggregated: the mean of the
 trained global models, weighted by training examples, as in FedAvg (the authors' code draws clients
 in proportion to their examples and weighs them alike). Evaluated: v; a client that was never asked
 uses w. A novel client trains its v from w for ``novel_steps`` steps, w frozen, nothing sent back.
@@ -24,12 +25,12 @@ from pydantic.dataclasses import dataclass
 from hyperfed import federation
 from hyperfed.federation import Cohort, Outline, average, step
 from hyperfed.methods.parts.presets import DEFAULT
-from hyperfed.training import Batch, LocalConfig, Steps, proximal, sgd
+from hyperfed.training import Batch, PersonalConfig, Steps, proximal, sgd
 from hyperfed.trees import Model, Tree
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
-class Config(LocalConfig):
+class Config(PersonalConfig):
     """Settings of Ditto. Those of local training are both models', an optimiser for each.
 
     Attributes:
@@ -79,8 +80,8 @@ class Client(federation.Client):
     def train_near(self, center: Model, batches: Iterable[Batch]) -> None:
         """Takes steps on F(v) + lambda/2 |v - w|^2, with w the ``center``, and keeps v."""
         near = proximal(self.objective, center, self.config.proximity, self.parameters)
-        v, settings = self.personal_model(center), self.config.local
-        self.memory["personal"] = sgd(near, v, batches, settings, trainable=self.parameters).model
+        v, names = self.personal_model(center), self.parameters
+        self.memory["personal"] = self.train_own(near, v, batches, trainable=names, own=names)
 
     def personal_model(self, received: Model) -> Model:
         """Returns v, or the global model if there is none."""

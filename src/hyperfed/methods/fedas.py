@@ -42,19 +42,19 @@ from hyperfed.nets.targets import head_names
 from hyperfed.training import (
     Batch,
     Epochs,
-    LocalConfig,
+    PersonalConfig,
     Sgd,
     Steps,
     apply,
     count_classes,
-    outputs_and_features,
+    forward_with_features,
     sgd,
 )
 from hyperfed.trees import Model, Tree, partition, weighted_mean
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
-class Config(LocalConfig):
+class Config(PersonalConfig):
     """Settings of FedAS; the defaults of its own are those of the authors' code.
 
     Attributes:
@@ -109,9 +109,8 @@ class Client(federation.Client):
     def train_from(self, body: Model) -> Model:
         """Trains a body and the client's own head; returns and keeps the model."""
         start = body | partition(self.own, self.head)[0]
-        model = sgd(
-            self.objective, start, self.batches, self.config.local, trainable=self.parameters
-        ).model
+        names = self.parameters
+        model = self.train_own(self.objective, start, self.batches, trainable=names, own=self.head)
         self.memory["model"] = model
         return model
 
@@ -122,9 +121,7 @@ class Client(federation.Client):
         prototypes, _ = class_means(features, self.train.labels, self.classes)
 
         def objective(model: Model, batch: Batch) -> tuple[Tensor, Model]:
-            # Batch-norm writes its statistics in place: into copies.
-            buffers = {name: model[name].clone() for name in self.buffers}
-            _, features = outputs_and_features(self.module, model | buffers, batch.x, train=True)
+            _, features, buffers = forward_with_features(self.module, model, batch.x)
             square = (features - prototypes[batch.y]).square().mean(dim=1)
             return (square / count_classes(batch.y, self.classes)[batch.y]).sum(), buffers
 

@@ -39,7 +39,7 @@ from hyperfed.federation import Cohort, Outline, step
 from hyperfed.methods.parts.features import linear_head
 from hyperfed.methods.parts.presets import DEFAULT, PFLLIB
 from hyperfed.nets.targets import head_names
-from hyperfed.training import Batch, LocalConfig, Objective, Steps, outputs_and_features, sgd
+from hyperfed.training import Batch, Objective, PersonalConfig, Steps, forward_with_features
 from hyperfed.trees import Model, Tree, partition, weighted_mean
 
 BIAS, RUNNING = "dbe/bias", "dbe/mean"
@@ -47,7 +47,7 @@ BIAS, RUNNING = "dbe/bias", "dbe/mean"
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
-class Config(LocalConfig):
+class Config(PersonalConfig):
     """Settings of FedDBE; the defaults of its own are those of the authors' script.
 
     Attributes:
@@ -98,7 +98,8 @@ class Client(federation.Client):
         """Returns model, b_i and m_i after training."""
         bias = self.bias(model)
         start = model | {BIAS: bias, RUNNING: torch.zeros_like(bias)}
-        return sgd(objective, start, self.batches, self.config.local, trainable=trainable).model
+        own = {BIAS}.intersection(trainable)
+        return self.train_own(objective, start, self.batches, trainable=trainable, own=own)
 
     def objective_near(self, mean: Tensor | None) -> Objective:
         """Returns the loss with b_i and, where there is a common mean, the distance of m_i to it.
@@ -109,10 +110,8 @@ class Client(federation.Client):
 
         def objective(model: Model, batch: Batch) -> tuple[Tensor, Model]:
             own, target = partition(model, (BIAS, RUNNING))
-            # Batch-norm writes its statistics in place: into copies.
-            buffers = {name: target[name].clone() for name in self.buffers}
-            shifted = self.shifted(target | buffers, own[BIAS])
-            output, features = outputs_and_features(self.module, shifted, batch.x, train=True)
+            shifted = self.shifted(target, own[BIAS])
+            output, features, buffers = forward_with_features(self.module, shifted, batch.x)
             running = torch.lerp(own[RUNNING], features.mean(dim=0), config.mean_momentum)
             loss = self.loss(output, batch.y)
             if mean is not None:

@@ -51,7 +51,7 @@ from hyperfed.training import (
     LocalConfig,
     Objective,
     Steps,
-    outputs_and_features,
+    forward_with_features,
     sgd,
 )
 from hyperfed.trees import Model, Tree, clone, partition, repeat, take, weighted_mean
@@ -166,11 +166,7 @@ class Client(federation.Client):
         strength = self.config.alignment_weight * there.any()
 
         def objective(model: Model, batch: Batch) -> tuple[Tensor, Model]:
-            # Batch-norm writes its statistics in place: into copies.
-            buffers = {name: model[name].clone() for name in self.buffers}
-            output, features = outputs_and_features(
-                self.module, model | buffers, batch.x, train=True
-            )
+            output, features, buffers = forward_with_features(self.module, model, batch.x)
             distance = (features - near[batch.y]).square().mean()
             return self.loss(output, batch.y) + strength * distance, buffers
 

@@ -39,7 +39,15 @@ from hyperfed import federation
 from hyperfed.federation import Cohort, Outline, average, step
 from hyperfed.methods.parts.contrast import check_logits, distances, mean_discrepancy
 from hyperfed.methods.parts.presets import DEFAULT, PFEDKT
-from hyperfed.training import Batch, LocalConfig, Objective, Steps, outputs_and_features, sgd
+from hyperfed.training import (
+    Batch,
+    LocalConfig,
+    Objective,
+    Steps,
+    forward_with_features,
+    outputs_and_features,
+    sgd,
+)
 from hyperfed.trees import Model, Tree, interpolate
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -117,11 +125,7 @@ class Client(federation.Client):
         config = self.config
 
         def objective(model: Model, batch: Batch) -> tuple[Tensor, Model]:
-            # Batch-norm writes its statistics in place: into copies.
-            buffers = {name: model[name].clone() for name in self.buffers}
-            output, features = outputs_and_features(
-                self.module, model | buffers, batch.x, train=True
-            )
+            output, features, buffers = forward_with_features(self.module, model, batch.x)
             taught, shown = outputs_and_features(self.module, teacher, batch.x)
             if config.transfer == "kd":
                 transfer = distances(output, taught / config.temperature, "kl").mean()

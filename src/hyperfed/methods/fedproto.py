@@ -48,7 +48,7 @@ from hyperfed.federation import Cohort, Outline, step
 from hyperfed.methods.parts.features import check_classes, class_means, features_of, linear_head
 from hyperfed.methods.parts.presets import DEFAULT
 from hyperfed.nets.targets import head_names
-from hyperfed.training import Batch, LocalConfig, Objective, Steps, outputs_and_features, sgd
+from hyperfed.training import Batch, Objective, PersonalConfig, Steps, forward_with_features
 from hyperfed.trees import Model, Tree
 
 NEVER = -1e6
@@ -56,7 +56,7 @@ NEVER = -1e6
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
-class Config(LocalConfig):
+class Config(PersonalConfig):
     """Settings of FedProto.
 
     Attributes:
@@ -101,8 +101,8 @@ class Client(federation.Client):
         Returns:
             the same of this client.
         """
-        objective, settings = self.objective_near(shared), self.config.local
-        model = sgd(objective, self.own, self.batches, settings, trainable=self.parameters).model
+        objective, names = self.objective_near(shared), self.parameters
+        model = self.train_own(objective, self.own, self.batches, trainable=names, own=names)
         self.memory["model"] = model
         features = features_of(self.module, model, self.train)
         prototypes, count = class_means(features, self.train.labels, self.classes)
@@ -119,11 +119,7 @@ class Client(federation.Client):
         prototypes, there = shared["prototypes"], shared["there"]
 
         def objective(model: Model, batch: Batch) -> tuple[Tensor, Model]:
-            # Batch-norm writes its statistics in place: into copies.
-            buffers = {name: model[name].clone() for name in self.buffers}
-            output, features = outputs_and_features(
-                self.module, model | buffers, batch.x, train=True
-            )
+            output, features, buffers = forward_with_features(self.module, model, batch.x)
             square = (features - prototypes[batch.y]).square().mean(dim=1)
             distance = (square * there[batch.y]).mean()
             return self.loss(output, batch.y) + self.config.prototype_weight * distance, buffers

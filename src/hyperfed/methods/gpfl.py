@@ -50,10 +50,11 @@ from hyperfed.methods.parts.presets import DEFAULT, PFLLIB
 from hyperfed.nets.targets import head_names
 from hyperfed.training import (
     Batch,
-    LocalConfig,
+    PersonalConfig,
     Steps,
     apply,
     count_classes,
+    forward_with_features,
     outputs_and_features,
     sgd,
 )
@@ -67,7 +68,7 @@ EMBEDDINGS = GUIDANCE + "embedding.weight"
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
-class Config(LocalConfig):
+class Config(PersonalConfig):
     """Settings of GPFL; the defaults of its own are those of the authors' script.
 
     Attributes:
@@ -140,9 +141,7 @@ class Client(federation.Client):
         alike, own = embeddings.mean(dim=0), self.condition(embeddings)
 
         def objective(model: Model, batch: Batch) -> tuple[Tensor, Model]:
-            # Batch-norm writes its statistics in place: into copies.
-            buffers = {name: model[name].clone() for name in self.buffers}
-            _, features = outputs_and_features(self.module, model | buffers, batch.x, train=True)
+            _, features, buffers = forward_with_features(self.module, model, batch.x)
             output = self.behind(model, self.let_through(model, features, own))
             general = self.let_through(model, features, alike)
             cosine = F.normalize(general) @ F.normalize(model[EMBEDDINGS]).T
@@ -152,7 +151,7 @@ class Client(federation.Client):
             return loss + config.guidance_weight_decay / 2 * guidance_square(model), buffers
 
         start = received | self.recall("head", self.head)
-        return sgd(objective, start, self.batches, config.local, trainable=trainable).model
+        return self.train_own(objective, start, self.batches, trainable=trainable, own=self.head)
 
     def let_through(self, model: Model, features: Tensor, condition: Tensor) -> Tensor:
         """Returns V(z, s), (B, F), of features (B, F) and a conditional input (F,)."""
@@ -183,6 +182,18 @@ class Client(federation.Client):
         own, condition = model["model"], model["condition"]
         _, features = outputs_and_features(self.module, own, x)
         return self.behind(own, self.let_through(own, features, condition))
+
+    def finetuned(self, model: Tree) -> Tree:
+        """Returns the same after training target and head on the personal way."""
+
+        def objective(own: Model, batch: Batch) -> tuple[Tensor, Model]:
+            _, features, buffers = forward_with_features(self.module, own, batch.x)
+            output = self.behind(own, self.let_through(own, features, model["condition"]))
+            return self.loss(output, batch.y), buffers
+
+        own, settings = model["model"], self.config.local
+        tuned = sgd(objective, own, self.batches, settings, trainable=self.parameters).model
+        return model | {"model": tuned}
 
     @step
     def export(self, received: Tree) -> Tree:

@@ -35,7 +35,14 @@ from hyperfed.federation import Cohort, Outline, average, step
 from hyperfed.methods.parts.contrast import contrastive_loss, distances
 from hyperfed.methods.parts.presets import DEFAULT, PFEDKT
 from hyperfed.nets.targets import head_names
-from hyperfed.training import Batch, LocalConfig, Objective, outputs_and_features, sgd
+from hyperfed.training import (
+    Batch,
+    LocalConfig,
+    Objective,
+    forward_with_features,
+    outputs_and_features,
+    sgd,
+)
 from hyperfed.trees import Model, Tree, model_of
 
 
@@ -120,9 +127,7 @@ class Client(federation.Client):
             return self.objective
 
         def objective(model: Model, batch: Batch) -> tuple[Tensor, Model]:
-            # Batch-norm writes its statistics in place: into copies.
-            buffers = {name: model[name].clone() for name in self.buffers}
-            output, own = outputs_and_features(self.module, model | buffers, batch.x, train=True)
+            output, own, buffers = forward_with_features(self.module, model, batch.x)
             near, far = (
                 distances(own, outputs_and_features(self.module, other, batch.x)[1], "cosine")
                 for other in (positive, negative)
