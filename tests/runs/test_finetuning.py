@@ -82,7 +82,7 @@ def mean_loss(task: Task, model: nn.Module, rows: Tensor) -> float:
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_the_model_of_a_client_is_the_personal_one_after_a_loop_of_sgd(method: str) -> None:
     """Of known clients and of one that joins; what is evaluated is what is handed over."""
-    run = trained(method)
+    run = trained(method, local_clip=0.3)
     memory = trees.clone(run.engine.memory)
     tuned = run.served_otherwise(TUNED)
     evaluated = tuned.evaluate_best()

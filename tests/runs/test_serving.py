@@ -44,6 +44,7 @@ def test_novel_clients_are_evaluated_with_the_best_rounds_server() -> None:
     output = torch.func.functional_call(Normed().double().eval(), best, (run.task.x[rows],))
     expected = F.cross_entropy(output, run.task.y[rows]).item()
     recorded = next(e for e in run.evaluations if e.split == "novel")
+    assert recorded.round == 5  # recorded at the end of the run
     for found in (recorded, run.evaluate_novel(), run.evaluate_best()["novel"]):
         assert found.loss == pytest.approx(expected, rel=1e-9)
 
