@@ -46,6 +46,9 @@ KEPT = {
 """The methods with parameters that a client goes on with."""
 
 
+HEAD = {"head.weight", "head.bias"}
+
+
 def new_sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.SGD:
     return torch.optim.SGD([*parameters], lr=0.1, momentum=0.9, weight_decay=0.01)
 
@@ -112,6 +115,10 @@ def check(ours: Federation, own: Callable[[str], bool], *, keep: bool, apart: bo
         ("fedbn", is_norm, {}),
         ("partialfed", is_head, {"strategy": "fixed"}),
         ("partialfed", is_any, {"strategy": "fixed", "head_layers": 2}),  # as Local
+        ("ditto", is_any, {"proximity": 0.0}),
+        ("apfl", is_any, {"mixing": 1.0, "adaptive": False}),
+        ("fedproto", is_any, {"prototype_weight": 0.0, "evaluated": "classifier"}),
+        ("fedas", is_head, {"align_epochs": 0}),
         ("heurpfedla", is_any, {"retain": 2, "local_momentum": 0.9}),
         # Of one client all weights are 1, and of equal ones the first layer is retained.
         ("heurpfedla", is_body, {"retain": 1, "local_momentum": 0.9}),
@@ -173,6 +180,25 @@ def test_of_fed_rod_it_is_the_personal_head(keep: bool) -> None:
     for name, value in head.named_parameters():
         expected[f"head.{name}"] = expected[f"head.{name}"] + value.detach()
     torch.testing.assert_close(ours.personal(0), expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(("method", "own"), [("feddbe", {"dbe/bias"}), ("gpfl", HEAD)])
+def test_of_these_it_is_just_a_part(method: str, own: set[str]) -> None:
+    kept, anew = (federation(method, keep_momentum=keep) for keep in (True, False))
+    for number in range(2):
+        for ours in (kept, anew):
+            ours.round([0], number)
+        same = torch.equal(part_of(kept), part_of(anew))
+        assert same is (number == 0)
+    assert set(kept.engine.memory[0]["momentum"]) == own
+
+
+def part_of(ours: Federation) -> Tensor:
+    """What the client keeps of its model, in one."""
+    kept = ours.engine.memory[0]
+    return torch.cat(
+        [leaf.flatten() for path, leaf in trees.leaves(kept) if "momentum" not in path]
+    )
 
 
 @pytest.mark.parametrize("method", ["fedper", "fml"])
