@@ -203,6 +203,20 @@ def test_the_encoder_is_fedavg_of_steps_towards_the_embeddings(settings: dict[st
     check_encoder([0, 1, 2], **settings)
 
 
+def test_the_encoder_has_the_momentum_and_decay_of_local_training() -> None:
+    ours = federation(settings={"local_steps": 3, "local_momentum": 0.9, "local_weight_decay": 0.1})
+    expected = trees.clone(ours.server.encoder)
+    leaves = [value.requires_grad_() for value in expected.values()]
+    e = ours.server.embeddings.weight[1].detach().clone()
+    sgd = torch.optim.SGD(leaves, ours.config.encoder_lr, momentum=0.9, weight_decay=0.1)
+    for _ in range(3):
+        sgd.zero_grad()
+        (encode(expected, inputs(ours, 1)) - e).square().mean().backward()
+        sgd.step()
+    ours.round([1], 0)
+    torch.testing.assert_close(ours.server.encoder, trees.detach(expected), **CLOSE)
+
+
 def test_training_brings_descriptors_to_the_embeddings() -> None:
     ours = federation(
         settings={"phase_one_rounds": 100, "local_steps": 5, "encoder_lr": 0.02 * LENGTH}
