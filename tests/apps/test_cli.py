@@ -584,8 +584,8 @@ class TestList:
         entries = {e["method"]: e for e in json.loads(cli("list", "methods", "--json").out)}
         assert entries.keys() == METHODS.keys()
         assert entries["pfedhn"]["about"].startswith("pFedHN (Shamsian et al.")
-        assert entries["pfedhn"]["presets"] == ["default", "paper", "official"]
-        assert "default, paper, official" in cli("list", "methods").out
+        assert entries["pfedhn"]["presets"] == ["default", "paper", "official", "pefll"]
+        assert "default, paper, official, pefll" in cli("list", "methods").out
 
     def test_partitions_are_those_a_task_takes(self, cli):
         names = [e["partition"] for e in json.loads(cli("list", "partitions", "--json").out)]

@@ -244,4 +244,9 @@ def test_presets_keep_it_where_the_published_did() -> None:
         for preset, keys in METHODS[method].PRESETS.items()
         if "method.keep_momentum" in keys
     }
-    assert told == {("local", "paper"), ("pfedhn_pc", "paper"), ("pfedhn_pc", "official")}
+    assert told == {
+        ("local", "paper"),
+        ("local", "pefll"),
+        ("pfedhn_pc", "paper"),
+        ("pfedhn_pc", "official"),
+    }

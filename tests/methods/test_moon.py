@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hyperfed import trees
+from hyperfed import training, trees
 from hyperfed.engines.local.loop import LoopEngine
 from hyperfed.engines.local.vmap import VmappedEngine
 from hyperfed.errors import UserError
@@ -369,6 +369,8 @@ def inner_products(own: Tensor, other: Tensor, distance: str) -> Tensor:
 )
 def test_mutant_of_the_contrast(name: str, mutant: Callable[..., Any], monkeypatch: Any) -> None:
     monkeypatch.setattr(moon, name, mutant)
+    if name == "outputs_and_features":
+        monkeypatch.setattr(training, name, mutant)  # of the model that trains
     with pytest.raises(AssertionError):
         check_a_round()
 

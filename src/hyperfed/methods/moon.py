@@ -157,7 +157,7 @@ class Client(federation.Client):
                 f"method.projection={self.config.projection} MOON's has a projection head more; "
                 "evaluate it, or train with method.projection=none"
             )
-        return self.personal_model(received)
+        return self.served_model(received)
 
 
 class Server(federation.Server):
