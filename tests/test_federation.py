@@ -65,8 +65,12 @@ def test_masking_takes_absent_classes_out_at_minus_infinity() -> None:
     counts = cohort.ask(Client.evaluate, task.outline().initial())["test"]
     assert counts["correct"].item() == 0
     assert counts["masked_correct"].item() == 6
+    assert counts["zeroed_correct"].item() == 0  # at zero they win, as PeFLL's authors count
     # What is absent is so from training: from test labels it could be told what is asked.
     task.y[task.test[0]] = 2
     task.y[task.val[0]] = 2
     counts = cohort.ask(Client.evaluate, task.outline().initial())
     assert [counts[split]["masked_correct"].item() for split in ("val", "test")] == [0, 0]
+    task.y[task.test[0]] = 0
+    counts = cohort.ask(Client.evaluate, task.outline().initial())["test"]
+    assert [counts[f"{name}_correct"].item() for name in ("masked", "zeroed")] == [0, 6]

@@ -480,8 +480,9 @@ class Client:
         Returns:
             {"val": counts, "test": counts} of scalars: ``count`` examples, ``correct`` (sum of
             scores), ``masked_correct`` (the same with the logits of classes absent from the
-            client's training data at minus infinity; equal to ``correct`` where there are no labels
-            to tell from or no classes), ``loss`` (sum over examples).
+            client's training data at minus infinity), ``zeroed_correct`` (the same with them at
+            zero, as PeFLL's authors count), both equal to ``correct`` where there are no labels to
+            tell from or no classes, ``loss`` (sum over examples).
         """
         model = self.served_model(received)
         absent = self._absent_classes()
@@ -501,21 +502,25 @@ class Client:
 
     def _count(self, model: Model, split: Split, absent: Tensor | None) -> Tree:
         score = self._task.score
-        totals = torch.zeros(3, dtype=torch.float64, device=self.device)
+        totals = torch.zeros(4, dtype=torch.float64, device=self.device)
         with torch.no_grad():
             for batch in split.chunks(EVALUATION_BATCH):
                 output, y = self.predict(model, batch.x), batch.y
                 correct = score(output, y).sum(dtype=torch.float64)
-                masked = correct
+                masked = zeroed = correct
                 if absent is not None:
-                    masked = score(output.masked_fill(absent, -torch.inf), y).sum()
+                    masked, zeroed = (
+                        score(output.masked_fill(absent, value), y).sum(dtype=torch.float64)
+                        for value in (-torch.inf, 0.0)
+                    )
                 loss = self.loss(output, y).double() * len(y)
-                totals = totals + torch.stack([correct, masked.double(), loss])
-        correct, masked, loss = totals
+                totals = totals + torch.stack([correct, masked, zeroed, loss])
+        correct, masked, zeroed, loss = totals
         return {
             "count": torch.tensor(len(split)),
             "correct": correct,
             "masked_correct": masked,
+            "zeroed_correct": zeroed,
             "loss": loss,
         }
 

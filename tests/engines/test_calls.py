@@ -95,6 +95,7 @@ def test_an_unlabelled_client_has_no_labels_but_can_be_evaluated() -> None:
     counts = cohort.ask(Client.evaluate, task.outline().initial())["test"]
     assert counts["count"].item() == 6
     assert counts["masked_correct"].item() == counts["correct"].item()
+    assert counts["zeroed_correct"].item() == counts["correct"].item()
     known = engine_of(task).cohort([0], 0, training=False)
     assert known.ask(Client.labels)["y"].shape == (1, 1)
 

@@ -101,7 +101,7 @@ PUBLISHED: list[tuple[str, str, str, dict[str, Any]]] = [
         "method.delayed_gradient": False,
     }),
     ("pefll", "official", PEFLL_CODE + "main", {
-        "rounds": 5000, "cohort": 5, "evaluate_every": 30, "best": "masked_accuracy",
+        "rounds": 5000, "cohort": 5, "evaluate_every": 30, "best": "zeroed_accuracy",
         "method.optimizer": "adam", "method.lr": 2e-4, "method.batch_size": 32,
         "method.local_steps": 50, "method.local_lr": 2e-3, "method.local_weight_decay": 5e-5,
         "method.descriptor_size": "1+n/4", "method.descriptor_net": "target",

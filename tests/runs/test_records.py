@@ -26,6 +26,7 @@ def evaluation(round=1, **changes):
         "correct": [1.0, 3.0],
         "loss": [0.5, 0.3],
         "masked_correct": [2.0, 3.0],
+        "zeroed_correct": [2.0, 3.0],
         "bytes_down": 10,
         "bytes_up": 20,
         "seconds": 0.1,
@@ -57,6 +58,7 @@ def test_aggregates_are_those_of_the_examples(examples):
         correct=[float(hits.sum()) for hits, _ in examples],
         loss=[float(losses.sum()) for _, losses in examples],
         masked_correct=[float(len(hits)) for hits, _ in examples],
+        zeroed_correct=[0.0 for _ in examples],
     )
     pooled_hits = np.concatenate([hits for hits, _ in examples])
     pooled_losses = np.concatenate([losses for _, losses in examples])
@@ -64,6 +66,7 @@ def test_aggregates_are_those_of_the_examples(examples):
     assert found.accuracy == pytest.approx(pooled_hits.mean(), rel=1e-14)
     assert found.loss == pytest.approx(pooled_losses.mean(), rel=1e-14)
     assert found.masked_accuracy == 1.0
+    assert found.zeroed_accuracy == 0.0
     assert found.accuracy_client_mean == pytest.approx(rates.mean(), rel=1e-14)
     assert found.accuracy_client_std == pytest.approx(rates.std(), rel=1e-14)
     assert found.worst_decile_accuracy == pytest.approx(np.sort(rates)[:2].mean(), rel=1e-14)
@@ -79,7 +82,14 @@ def test_the_worst_decile_is_a_tenth_rounded_down_but_at_least_one(clients, wors
 
 
 def test_nobody_has_no_aggregates():
-    found = evaluation(clients=[7], count=[0], correct=[0.0], loss=[0.0], masked_correct=[0.0])
+    found = evaluation(
+        clients=[7],
+        count=[0],
+        correct=[0.0],
+        loss=[0.0],
+        masked_correct=[0.0],
+        zeroed_correct=[0.0],
+    )
     assert found.accuracy is found.loss is found.accuracy_client_mean is None
     assert found.accuracy_client_std is found.worst_decile_accuracy is None
 

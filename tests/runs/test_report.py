@@ -33,6 +33,7 @@ def evaluation(number: int, split: str, correct: list[int]) -> Evaluation:
         correct=[*correct, 0],
         loss=[1.0, 1.0, 0.0],
         masked_correct=[*correct, 0],
+        zeroed_correct=[*correct, 0],
         bytes_down=0,
         bytes_up=0,
         seconds=0.0,

@@ -113,7 +113,9 @@ def test_the_best_round_is_by_the_validation_number_that_is_asked_for() -> None:
         if best == "masked_accuracy":
             assert run.best.round != max(other, key=other.__getitem__)
             assert "val_accuracy" not in run.summary
-    with pytest.raises(UserError, match=r"best: must be 'accuracy' or 'masked_accuracy'"):
+    with pytest.raises(
+        UserError, match=r"best: must be 'accuracy', 'masked_accuracy' or 'zeroed_accuracy'"
+    ):
         config.from_keys("fedavg", {"best": "loss"})
 
 

@@ -95,7 +95,7 @@ class RunConfig:
     rounds: PositiveInt = 200
     cohort: Annotated[int | float, AfterValidator(_number_or_fraction)] = 0.25
     evaluate_every: PositiveInt = 20
-    best: Literal["accuracy", "masked_accuracy"] = "accuracy"
+    best: Literal["accuracy", "masked_accuracy", "zeroed_accuracy"] = "accuracy"
     checkpoint_every: PositiveInt = 100
     seed: NonNegativeInt = 0
     device: str = "cpu"

@@ -37,12 +37,14 @@ class Counts:
         count: examples.
         correct: sum of the task's score.
         masked_correct: the same among the classes that a client's training data has.
+        zeroed_correct: the same with the logits of all other classes at zero.
         loss: sum of the loss.
     """
 
     count: Tensor
     correct: Tensor
     masked_correct: Tensor
+    zeroed_correct: Tensor
     loss: Tensor
 
 

@@ -100,6 +100,8 @@ class Evaluation:
         accuracy: mean over examples.
         loss: mean over examples.
         masked_accuracy: mean over examples.
+        zeroed_accuracy: the same with the logits of classes that a client has not at zero, as
+            PeFLL's authors count; None in records of before it was counted.
         accuracy_client_mean: mean over clients.
         accuracy_client_std: population standard deviation over clients.
         worst_decile_accuracy: mean over the worst tenth of the clients, at least one.
@@ -126,6 +128,7 @@ class Evaluation:
     bytes_up: int
     seconds: float
     lost: tuple[Lost, ...] = ()
+    zeroed_accuracy: Number = None
 
 
 _EVALUATION = TypeAdapter(Evaluation)
@@ -140,6 +143,7 @@ def summarise(
     correct: Sequence[float],
     loss: Sequence[float],
     masked_correct: Sequence[float],
+    zeroed_correct: Sequence[float],
     bytes_down: int,
     bytes_up: int,
     seconds: float,
@@ -155,6 +159,7 @@ def summarise(
         correct: (C,) sums of the task's score.
         loss: (C,) sums of the loss.
         masked_correct: (C,) sums of the score among the classes that a client has.
+        zeroed_correct: (C,) sums of the score with the logits of all other classes at zero.
         bytes_down: sent to clients since the start.
         bytes_up: sent by clients since the start.
         seconds: since the start.
@@ -162,8 +167,9 @@ def summarise(
     """
     held = [index for index, examples in enumerate(count) if examples]
     shares = [count[index] for index in held]
-    accuracy, losses, masked = (
-        [sums[index] / count[index] for index in held] for sums in (correct, loss, masked_correct)
+    accuracy, losses, masked, zeroed = (
+        [sums[index] / count[index] for index in held]
+        for sums in (correct, loss, masked_correct, zeroed_correct)
     )
 
     def per_client(values: Sequence[float]) -> tuple[Number, ...]:
@@ -181,6 +187,7 @@ def summarise(
         accuracy=weighted_mean(accuracy, shares),
         loss=weighted_mean(losses, shares),
         masked_accuracy=weighted_mean(masked, shares),
+        zeroed_accuracy=weighted_mean(zeroed, shares),
         accuracy_client_mean=client_mean(accuracy),
         accuracy_client_std=client_std(accuracy),
         worst_decile_accuracy=worst_decile(accuracy),

@@ -307,6 +307,7 @@ class Served:
             correct=counts.correct.tolist(),
             loss=counts.loss.tolist(),
             masked_correct=counts.masked_correct.tolist(),
+            zeroed_correct=counts.zeroed_correct.tolist(),
             bytes_down=self._bytes["down"],
             bytes_up=self._bytes["up"],
             seconds=self._seconds(),
