@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from hyperfed import trees
+from hyperfed import training, trees
 from hyperfed.federation import Split
 from hyperfed.methods import pefll, pfedhn
 from hyperfed.methods.parts import hypernet_training
@@ -26,7 +26,7 @@ from random_images import make_task
 ROUNDS = {"pfedhn": 120, "pefll": 30}
 COHORT = {"pfedhn": 1, "pefll": 5}
 BORDERS: dict[str, list[tuple[Any, str]]] = {
-    "local steps": [(pfedhn, "sgd"), (pefll, "sgd")],
+    "local steps": [(training, "sgd"), (pefll, "sgd")],
     "hypernetwork": [
         (MultiHead, "forward"),
         (SingleOutput, "forward"),
