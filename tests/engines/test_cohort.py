@@ -88,6 +88,16 @@ def test_what_carries_a_gradient_is_not_sent() -> None:
         cohort.ask(Client.echo, {"w": torch.ones(1, requires_grad=True) * 2})
 
 
+def test_who_diverges_while_served_is_lost_and_the_others_are_served() -> None:
+    """A newcomer of Local, whose model diverges as it trains."""
+    ours = Federation("local", make_task(novel=2), local_steps=3, novel_steps=3)
+    ours.task.x[ours.task.train[3]] = torch.nan
+    cohort = ours.engine.cohort([2, 3], 0, training=False, fresh=True)
+    ours.server.personalize(cohort)
+    assert cohort.state.lost == {3: "what it would remember is not finite"}
+    assert cohort.weight.tolist() == [EXAMPLES[2], 0]
+
+
 def test_sizes_group_a_cohort_and_share_its_fate() -> None:
     sizes = ("S", "L", "S", "L")
     task = make_task(models={"S": TwoLayers().double(), "L": TwoLayers().double()}, sizes=sizes)

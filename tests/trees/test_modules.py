@@ -37,6 +37,13 @@ def test_buffers_of_a_part_that_is_frozen_whole_are_frozen(affine: bool) -> None
     assert len(trees.buffers_of(net)) == (3 if affine else 6)
 
 
+def test_a_servers_precision_is_that_of_what_is_trained() -> None:
+    net = Stemmed().double()
+    net.stem = frozen(nn.Linear(2, 3)).half()
+    outline = make_task(models={"base": nn.Sequential(net.stem, net.head)}).outline()
+    assert outline.dtype == torch.float64
+
+
 def test_filling_leaves_what_is_frozen() -> None:
     net, other = Stemmed(), Stemmed()
     before = trees.clone(trees.frozen_of(net))

@@ -10,7 +10,7 @@ from hyperfed.data.roster import Frame
 from hyperfed.engines.calls import Call
 from hyperfed.engines.flower import wire
 from hyperfed.engines.flower.wire import Request, Response, SiteError
-from hyperfed.engines.replies import BadReplyError
+from hyperfed.engines.replies import BadReplyError, DivergedError
 from hyperfed.errors import UserError
 from hyperfed.training import Epochs, Steps, UnlabelledError
 from hyperfed.trees import checkpoints
@@ -79,13 +79,15 @@ def test_a_response_comes_back_and_errors_keep_what_they_mean() -> None:
         3: BadReplyError("not a tree"),
         4: UserError("x" * 10_000),
         5: {},
+        6: DivergedError("not finite"),
     }
     came = wire.unpack_response(wire.pack_response(Response(5, 6, answers, frozenset({0, 5}))))
     assert (came.session, came.serial, came.remembers) == (5, 6, {0, 5})
     assert torch.equal(came.answers[0]["w"], torch.ones(2))
     assert came.answers[5] == {}
-    kinds = {client: type(came.answers[client]) for client in range(1, 5)}
-    assert kinds == {1: SiteError, 2: UnlabelledError, 3: BadReplyError, 4: UserError}
+    kinds = {client: type(came.answers[client]) for client in (1, 2, 3, 4, 6)}
+    meant = {2: UnlabelledError, 3: BadReplyError, 4: UserError, 6: DivergedError}
+    assert kinds == {1: SiteError} | meant
     assert str(came.answers[1]) == "OSError: disk on fire"
     assert len(str(came.answers[4])) == wire.LONGEST
 

@@ -93,9 +93,8 @@ class VmappedEngine(LoopEngine):
                 self._tell(kind.step, why)
         finite = trees.finite([answer.memory for answer in answers.values()])
         for (place, answer), good in zip(answers.items(), finite, strict=True):
+            self.memories.note(calls[place], answer)  # of who is lost nothing is kept
             replies[place] = answer.tree if good else DivergedError()
-            if good:
-                self.memories.note(calls[place], answer)
         return [replies[place] for place in range(len(calls))]
 
     def _tell(self, step: str, why: str) -> None:
