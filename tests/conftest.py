@@ -10,6 +10,8 @@ from check_method import own_tests
 # Both libraries read these when they are imported, which is after this file.
 os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Ray has its workers give way to all other processes: here to the tests beside them, for minutes.
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112, Ray spells it so
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

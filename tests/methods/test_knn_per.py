@@ -349,7 +349,7 @@ def test_what_travels_is_the_global_model_and_no_more() -> None:
     ] * 2
     asked = ours.engine.cohort([0], 9, training=False)
     asked.ask(knn_per.Client.evaluate, ours.server.personalize(asked))
-    counts = 2 * (8 + 3 * 8)
+    counts = 2 * (8 + 4 * 8)
     assert [(e.step, e.down, e.up) for e in asked.state.exchanges] == [
         ("remember", MODEL, 0),
         ("evaluate", 0, counts),
