@@ -362,9 +362,9 @@ def test_no_step_takes_more_than_its_time_and_what_is_left_over_goes_on(
     assert sum(methods) == pytest.approx(PARTS["methods"])
     assert index_of(folder)[last]["state"] == "out of time"
     assert index_of(folder)[last]["said"] == "those before it took it"
-    quick = limits(steps, folder, 10, tests=0, bench=0, data=0, pfedhn=0, pefll=0, methods=20)
+    quick = limits(steps, folder, 10, tests=0, bench=0, data=0, pfedhn=0, pefll=0, methods=10)
     *others, _ = (step.name for step in steps if step.part == "methods")
-    assert quick[last] == pytest.approx(sum(PARTS.values()) - len(others) * 20)
+    assert quick[last] == pytest.approx(sum(PARTS.values()) - len(others) * 10)
     assert {quick[name] for name in others} == {gpu.A_METHOD}
     assert limits(steps, folder, 30)["pfedhn"] == pytest.approx(3 * PARTS["pfedhn"])
 

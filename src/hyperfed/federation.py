@@ -554,7 +554,7 @@ class Cohort(Protocol):
 
     @property
     def known(self) -> "Cohort":
-        """All clients that took part in training, to be asked while others are served.
+        """All clients that take part in training, to be asked beside these here.
 
         They are of every size, whatever the size of these here, and remember what they do; nothing
         that they write is kept.
