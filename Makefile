@@ -49,8 +49,8 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
 
-# In their order, what takes minutes first: most of it waits, for a real federation or for Ray. Since
-# it waits, there are two workers more than cores. Those that share what is dear to make are one group.
+# In their order: the few tests that mostly wait, for a real federation, start early. Since they
+# wait, there are two workers more than cores. Those that share what is dear to make are one group.
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
 

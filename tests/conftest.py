@@ -19,11 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keeps what ``--method`` asks for: its own tests, and those with a parameter ``method``.
-
-    What takes a worker a minute or more comes first, so that no core waits for it at the end.
-    """
-    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+    """Keeps what ``--method`` asks for: its own tests, and those with a parameter ``method``."""
     if (method := config.getoption("method")) is None:
         return
     own = own_tests(method)

@@ -242,7 +242,6 @@ def unwanted(folder: str, names: list[str]) -> set[str]:
     return hidden | (made | {"__pycache__"}) & {*names}
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_the_walkthrough_to_the_letter_adds_a_method_that_passes_all_that_it_must(
     tmp_path: Path,

@@ -62,7 +62,6 @@ def test_the_example_trains_compares_serves_a_newcomer_and_says_where_everything
     assert said.count("% right") == 2
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_the_benchmarks_run_and_record_what_they_measured(tmp_path: Path) -> None:
     record = tmp_path / "record.json"

@@ -16,7 +16,7 @@ from hyperfed.methods import METHODS
 pytestmark = pytest.mark.slow
 
 KEYS = [
-    "rounds=24",
+    "rounds=12",
     "evaluate_every=3",
     "checkpoint_every=4",
     "cohort=2",
@@ -61,7 +61,7 @@ def test_kill_9_and_resume_changes_no_number(method: str, tmp_path: Path) -> Non
     novel = [f"method.{key}=2" for key in ("novel_steps", "novel_rounds") if key in known]
     command = ["run", method, *KEYS, *FAULTS, *novel, "--quiet", "--out"]
     whole = start(*command, str(tmp_path / "whole"))
-    moment = random.Random(method).randrange(1, 13)  # of 16 evaluations
+    moment = random.Random(method).randrange(1, 7)  # of 8 evaluations
     killed = kill_after(start(*command, str(tmp_path / "killed")), tmp_path / "killed", moment)
     assert not (killed / "summary.json").exists()
     said = tmp_path / "said"

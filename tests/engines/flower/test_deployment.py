@@ -33,12 +33,7 @@ from processes import await_end, descendants, linux, name_of
 
 pytest.importorskip("flwr")
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.slow,
-    pytest.mark.xdist_group("deployment"),
-    linux,
-]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("deployment"), linux]
 
 LOOPBACK = "0100007F"
 SITES = (range(10), range(10, 20))

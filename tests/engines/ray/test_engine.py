@@ -36,7 +36,6 @@ from processes import LOOPBACKS, SECONDS, await_end, descendants, linux, listeni
 from toys import Federation, Normed, Stemmed, make_task, short, snapshot
 
 pytestmark = [
-    pytest.mark.long,
     pytest.mark.slow,
     pytest.mark.xdist_group("ray"),
     pytest.mark.skipif(find_spec("ray") is None, reason="NOT TESTED: pip install 'hyperfed[ray]'"),

@@ -19,7 +19,6 @@ from hyperfed.runs.run import Run
 from processes import SECONDS, await_end, descendants, linux, name_of
 
 pytestmark = [
-    pytest.mark.long,
     linux,
     pytest.mark.slow,
     pytest.mark.xdist_group("ray processes"),
