@@ -263,7 +263,7 @@ def outputs_and_features(
     Returns:
         the outputs, and the features (B, F), flattened where the last layer takes more dimensions.
     """
-    *_, last = (m for m in module.modules() if any(p.requires_grad for p in m.parameters(False)))
+    *_, last = filter(trees.is_trained, module.modules())
     inputs: list[Tensor] = []
     hook = last.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
     try:

@@ -88,6 +88,18 @@ def test_what_carries_a_gradient_is_not_sent() -> None:
         cohort.ask(Client.echo, {"w": torch.ones(1, requires_grad=True) * 2})
 
 
+def test_who_remembers_what_is_no_tensor_is_told_so() -> None:
+    class Counting(Client):
+        @step
+        def count(self) -> Tree:
+            self.memory["rounds"] = 1
+            return {"one": torch.ones(1)}
+
+    cohort = LoopEngine(make_task(), Counting, None, seed=0).cohort([0], 0, training=True)
+    with pytest.raises(AllLostError, match=r"must remember a .nested. dict of tensors"):
+        cohort.ask(Counting.count)
+
+
 def test_who_diverges_while_served_is_lost_and_the_others_are_served() -> None:
     """A newcomer of Local, whose model diverges as it trains."""
     ours = Federation("local", make_task(novel=2), local_steps=3, novel_steps=3)

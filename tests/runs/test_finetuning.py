@@ -25,6 +25,7 @@ from toys import Normed, make_task, short
 STEPS, BATCH, LR = 3, 5, 0.1
 ROUNDS = 2
 NOVEL = 3
+LINEAR = ("weight", "bias")
 TUNED = [f"serve.finetune_steps={STEPS}"]
 
 
@@ -178,6 +179,37 @@ def test_the_two_models_of_mapper_are_fine_tuned_together() -> None:
     expected = F.cross_entropy(0.3 * own(x) + 0.7 * common(x), y).item()
     found = run.served_otherwise(TUNED).evaluate_best()["test"].client_loss[client]
     assert found == pytest.approx(expected, rel=1e-9)
+    assert found != pytest.approx(run.evaluate_best()["test"].client_loss[client], rel=1e-3)
+
+
+def test_target_and_head_of_gpfl_are_fine_tuned_on_the_personal_way() -> None:
+    run = trained("gpfl", task=make_task(novel=1))
+    task, received = run.task, run.best.server["model"]["base"]
+    (client, *_) = (c for c, memory in run.best.memory.items() if memory)
+    net = copy.deepcopy(task.models["base"])
+    trees.fill(net, received | run.best.memory[client]["head"])
+    share = torch.bincount(task.y[task.train[client]], minlength=3).double()
+    condition = share / share.sum() @ received["guidance/embedding.weight"]
+
+    def made(part: str) -> Tensor:
+        first = F.linear(condition, *(received[f"guidance/{part}.0.{n}"] for n in LINEAR))
+        scale, shift = (received[f"guidance/{part}.2.{n}"] for n in LINEAR)
+        return F.layer_norm(F.relu(first), (4,), scale, shift)
+
+    gamma, beta = made("gamma"), made("beta")
+
+    def outputs(x: Tensor) -> Tensor:
+        logits: Tensor = net.head(F.relu((1 + gamma) * torch.tanh(net.body(x)) + beta))
+        return logits
+
+    optimizer = torch.optim.SGD(net.parameters(), lr=LR, momentum=0.9, weight_decay=0.01)
+    for rows in rows_of(run, client, run.best.round):
+        optimizer.zero_grad()
+        F.cross_entropy(outputs(task.x[rows]), task.y[rows]).backward()
+        optimizer.step()
+    x, y = task.x[task.test[client]], task.y[task.test[client]]
+    found = run.served_otherwise(TUNED).evaluate_best()["test"].client_loss[client]
+    assert found == pytest.approx(F.cross_entropy(outputs(x), y).item(), rel=1e-9)
     assert found != pytest.approx(run.evaluate_best()["test"].client_loss[client], rel=1e-3)
 
 

@@ -107,7 +107,7 @@ def execute(
         scratch: what it remembers of earlier messages of this round; stays as it is.
 
     Raises:
-        BadReplyError: the reply is no tree of tensors.
+        BadReplyError: the reply, or what is remembered, is no tree of tensors.
         DivergedError: what the client wrote to its memory is not finite.
         Exception: whatever the step raises.
     """
@@ -128,6 +128,7 @@ def execute(
         labelled=labelled,
     )
     written = {name: kept for name, kept in answer.memory.items() if kept is not memory.get(name)}
+    check_tree(written, does="remember")
     if not all(trees.finite([written])):
         raise DivergedError
     return answer

@@ -34,12 +34,12 @@ class Reply:
     structure: Structure
 
 
-def check_tree(reply: object) -> None:
-    """Raises ``BadReplyError`` unless a reply is a (nested) dict of tensors."""
-    if not isinstance(reply, dict) or not all(
-        isinstance(leaf, Tensor) for _, leaf in trees.leaves(reply)
+def check_tree(tree: object, *, does: str = "return") -> None:
+    """Raises ``BadReplyError`` unless what a step ``does`` is a (nested) dict of tensors."""
+    if not isinstance(tree, dict) or not all(
+        isinstance(leaf, Tensor) for _, leaf in trees.leaves(tree)
     ):
-        raise BadReplyError("a step must return a (nested) dict of tensors")
+        raise BadReplyError(f"a step must {does} a (nested) dict of tensors")
 
 
 def checked(tree: Tree, like: Tree | None, device: torch.device) -> Reply | BadReplyError:

@@ -103,10 +103,8 @@ class Client(federation.Client):
 
         def objective(model: Model, batch: Batch) -> tuple[Tensor, Model]:
             maker, target = partition(model, personal)
-            buffers = {name: target[name].clone() for name in self.buffers}
-            logits, features = training.outputs_and_features(
-                self.module, target | buffers, batch.x, train=True
-            )
+            passed = training.forward_with_features(self.module, target, batch.x)
+            logits, features, buffers = passed
             head = self.make_head(maker)
             return self.joint_loss(logits, features, head, batch.y, count), buffers
 

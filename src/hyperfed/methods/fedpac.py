@@ -286,10 +286,10 @@ def combining_weights(h: Tensor, v: Tensor) -> Tensor:
     """
     from scipy.optimize import nnls  # takes long to import
 
-    rows = []
-    for own in h.double().cpu():
-        spread = v.double().cpu().clamp(min=0).sqrt().diag()
-        a = torch.cat([spread, (own - h.double().cpu()).flatten(1).T])  # (C + classes * F, C)
+    rows, means = [], h.double().cpu()
+    spread = v.double().cpu().clamp(min=0).sqrt().diag()
+    for own in means:
+        a = torch.cat([spread, (own - means).flatten(1).T])  # (C + classes * F, C)
         a = torch.linalg.qr(a / a.norm().clamp(min=torch.finfo(a.dtype).tiny)).R  # (C, C)
         system = torch.cat([a, torch.ones(1, len(h), dtype=a.dtype)])
         target = torch.zeros(len(system), dtype=a.dtype)

@@ -26,7 +26,7 @@ from pydantic import ConfigDict, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
-from hyperfed import federation
+from hyperfed import federation, trees
 from hyperfed.errors import UserError
 from hyperfed.federation import EVALUATION_BATCH, Cohort, Outline, step
 from hyperfed.training import LocalConfig, mean_loss, sgd
@@ -148,8 +148,7 @@ def _redrawn(net: nn.Module) -> nn.Module:
     """
     net = deepcopy(net)
     for prefix, module in net.named_modules():
-        own = [*module.parameters(recurse=False)]
-        if not any(parameter.requires_grad for parameter in own):
+        if not trees.is_trained(module):
             continue
         draw = getattr(module, "reset_parameters", None)
         if callable(draw):

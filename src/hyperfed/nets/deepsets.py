@@ -59,7 +59,7 @@ class DeepSet(nn.Module):
         self.features = _features(target, units, dtype)
         self.layers = _layers([units, *widths[:-1], descriptor_size]).to(dtype)
         for part in self.modules():
-            if isinstance(part, nn.Linear | _ConvNd) and _is_trained(part):
+            if isinstance(part, nn.Linear | _ConvNd) and trees.is_trained(part):
                 nn.init.kaiming_normal_(part.weight, nonlinearity="relu")
 
     def forward(self, x: Tensor) -> Tensor:
@@ -73,19 +73,14 @@ class DeepSet(nn.Module):
         return descriptor
 
 
-def _is_trained(module: nn.Module) -> bool:
-    """Returns whether a module has parameters of its own that are trained."""
-    return any(parameter.requires_grad for parameter in module.parameters(recurse=False))
-
-
 def _is_trained_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
-    return isinstance(module, nn.Linear) and _is_trained(module)
+    return isinstance(module, nn.Linear) and trees.is_trained(module)
 
 
 def _features(target: nn.Module, units: int, dtype: torch.dtype) -> nn.Module:
     """Returns a copy of ``target`` that ends with its first linear layer, of ``units`` outputs."""
     network = nn.Sequential(copy.deepcopy(target))  # a parent, also for a target that is one layer
-    owners = [(name, module) for name, module in network.named_modules() if _is_trained(module)]
+    owners = [(name, part) for name, part in network.named_modules() if trees.is_trained(part)]
     for place, (name, module) in enumerate(owners):
         if isinstance(module, nn.Linear):
             network.set_submodule(name, nn.Linear(module.in_features, units).to(dtype))

@@ -58,11 +58,7 @@ class LabelledTarget(nn.Module):
 
     def _layers(self) -> list[tuple[str, nn.Module]]:
         """Returns (name, module) of the modules that have parameters to train."""
-        return [
-            (name, module)
-            for name, module in self.named_modules()
-            if any(parameter.requires_grad for parameter in module.parameters(recurse=False))
-        ]
+        return [(name, part) for name, part in self.named_modules() if trees.is_trained(part)]
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """Embeds examples x (B, C, H, W) or (B, ...) with labels y (B,)."""

@@ -33,6 +33,7 @@ from hyperfed.trees.modules import (
     fill_frozen,
     frozen_of,
     frozen_parts,
+    is_trained,
     model_of,
     parameters_of,
 )
@@ -52,6 +53,7 @@ __all__ = [
     "frozen_of",
     "frozen_parts",
     "interpolate",
+    "is_trained",
     "leaves",
     "mapped",
     "model_of",

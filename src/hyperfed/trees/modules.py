@@ -17,6 +17,11 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: value for name, value in module.named_parameters() if value.requires_grad}
 
 
+def is_trained(part: nn.Module) -> bool:
+    """Returns whether a part of a network has parameters of its own that are trained."""
+    return any(parameter.requires_grad for parameter in part.parameters(recurse=False))
+
+
 def buffers_of(module: nn.Module) -> dict[str, Tensor]:
     """Returns {name: buffer}, without those of parts that are frozen whole."""
     frozen = {id(buffer) for part in frozen_parts(module) for buffer in part.buffers(recurse=False)}
