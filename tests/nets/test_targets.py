@@ -16,6 +16,7 @@ from hyperfed.nets import (
     OmniglotNet,
     PFedKTCNN,
     PFedLACNN,
+    PFLlibCNN,
     build_target,
     head_names,
 )
@@ -131,6 +132,32 @@ class TestPFedKTCNN:
         assert model.fc2.weight.shape == (80, 1920)
         assert model.fc3 is not None
         assert model.fc3.weight.shape == (100, 80)
+
+
+class TestPFLlibCNN:
+    @pytest.mark.parametrize(
+        ("shape", "flat", "parameters"),
+        [((1, 28, 28), 1024, 582_026), ((3, 32, 32), 1600, 878_538)],
+    )
+    def test_equals_its_layers_in_textbook_order(self, shape, flat, parameters):
+        with seeded(1):
+            model = PFLlibCNN(shape, 10).double()
+        assert count(model) == parameters
+        weight = dict(model.named_parameters())
+        outputs = {"conv1": 32, "conv2": 64, "fc1": 512, "fc2": 10}
+        assert {name: len(weight[f"{name}.weight"]) for name in outputs} == outputs
+        assert weight["fc1.weight"].shape[1] == flat
+        x = images(3, *shape)
+        expected = x
+        for name in ("conv1", "conv2"):
+            expected = F.conv2d(expected, weight[f"{name}.weight"], weight[f"{name}.bias"])
+            expected = F.max_pool2d(F.relu(expected), 2)
+        expected = F.relu(F.linear(expected.flatten(1), weight["fc1.weight"], weight["fc1.bias"]))
+        expected = F.linear(expected, weight["fc2.weight"], weight["fc2.bias"])
+        torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=1e-12)
+
+    def test_base_and_head_are_parted_at_its_last_layer(self):
+        assert head_names(PFLlibCNN((1, 28, 28), 10)) == ("fc2.weight", "fc2.bias")
 
 
 class TestLeNetBN:
@@ -283,6 +310,7 @@ class TestBuildTarget:
         ("lenet_bn", (3, 32, 32), {"affine": False}),
         ("pfedla_cnn", (3, 32, 32), {}),
         ("pfedkt_cnn", (3, 32, 32), {}),
+        ("pfllib_cnn", (1, 28, 28), {}),
         ("char_lstm", (12,), {"embedding": 3, "hidden": 4, "layers": 1}),
     )
 
@@ -320,7 +348,9 @@ class TestBuildTarget:
         with pytest.raises(UserError, match="options of mlp are hidden, got hiden, width"):
             build_target("mlp", input_shape=(1, 28, 28), classes=3, hiden=(3,), width=1)
 
-    @pytest.mark.parametrize("name", ["lenet", "omniglot_net", "lenet_bn", "pfedkt_cnn"])
+    @pytest.mark.parametrize(
+        "name", ["lenet", "omniglot_net", "lenet_bn", "pfedkt_cnn", "pfllib_cnn"]
+    )
     @pytest.mark.parametrize("input_shape", [(28, 28), (1, 15, 28), (1, 28, 15), (0, 28, 28)])
     def test_image_shapes(self, name, input_shape):
         with pytest.raises(UserError, match="sides of at least 16, got "):

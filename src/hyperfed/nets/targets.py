@@ -143,6 +143,35 @@ class PFedLACNN(LeNetBN):
         super().__init__(input_shape, classes, affine=False)
 
 
+class PFLlibCNN(nn.Module):
+    """The CNN of PFLlib's public table: (B, C, H, W) -> (B, classes).
+
+    Two 5x5 convolutions with 32 and 64 filters, fc1 with 512 outputs and fc2, ReLU between them and
+    no padding: 582,026 parameters on 28x28x1, 878,538 on 32x32x3, with 10 classes. Its methods part
+    it into a base and a head, which is fc2 (``head_layers=1``).
+
+    Args:
+        input_shape: (C, H, W) of an image; H and W at least 16.
+        classes: number of outputs.
+    """
+
+    def __init__(self, input_shape: Sequence[int], classes: int) -> None:
+        super().__init__()
+        _check_positive(classes=classes)
+        channels, height, length = _image_shape(input_shape, least=16)
+        self.conv1 = nn.Conv2d(channels, 32, 5)
+        self.conv2 = nn.Conv2d(32, 64, 5)
+        self.fc1 = nn.Linear(64 * _pixels_after_two_convolutions(height, length), 512)
+        self.fc2 = nn.Linear(512, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the logits of images."""
+        x = F.relu(_halved(self.conv1(x)))  # (B, 32, (H-4)/2, (W-4)/2)
+        x = F.relu(_halved(self.conv2(x)))
+        logits: Tensor = self.fc2(F.relu(self.fc1(x.flatten(1))))
+        return logits
+
+
 class OmniglotNet(nn.Module):
     """Four convolutions and two linear layers: (B, C, H, W) -> (B, classes).
 
@@ -271,6 +300,7 @@ TARGETS: Mapping[str, Callable[..., nn.Module]] = MappingProxyType(
         "lenet_bn": LeNetBN,
         "pfedla_cnn": PFedLACNN,
         "pfedkt_cnn": PFedKTCNN,
+        "pfllib_cnn": PFLlibCNN,
         "char_lstm": _char_lstm,
     }
 )
