@@ -547,6 +547,36 @@ class TestPersonalize:
         assert "writable" in failure(cli("personalize", trained, "--data", data, "--out", out))
 
 
+class TestExportPartition:
+    def test_what_it_writes_is_read_back(self, cli, tmp_path):
+        out, experiment = tmp_path / "dealt.csv", tmp_path / "mine.toml"
+        settings = ("task.clients=4", "task.novel=0.25", "seed=2")
+        outcome = cli("export-partition", "fedavg", *settings, "--out", out, "--json")
+        assert (outcome.code, outcome.err) == (0, "")
+        dealt = build(TaskConfig(clients=4, novel=0.25), seed=2)
+        assert json.loads(outcome.out) == {
+            "partition": str(out),
+            "clients": 4,
+            "examples": {
+                side: sum(map(len, getattr(dealt, side))) for side in ("train", "val", "test")
+            },
+        }
+        # A path in an experiment begins at its own folder.
+        experiment.write_text(
+            'method = "fedavg"\n[task]\npartition = "file"\npartition_file = "dealt.csv"\n'
+        )
+        again = tmp_path / "again.csv"
+        outcome = cli("export-partition", experiment, "task.clients=4", "--out", again)
+        assert outcome == (0, f"{again}\n", "")
+        assert again.read_text() == out.read_text()
+
+    def test_refuses_data_that_are_elsewhere(self, cli, tmp_path):
+        out = tmp_path / "dealt.npz"
+        told = failure(cli("export-partition", "fedavg", "engine=flower", "--out", out))
+        assert "must be of data that are here" in told
+        assert not out.exists()
+
+
 class TestCompare:
     def test_has_a_row_for_each_run(self, cli, trained):
         outcome = cli("compare", trained, trained.parent, "--json")  # the same one, named twice
@@ -592,7 +622,7 @@ class TestList:
     def test_partitions_are_those_a_task_takes(self, cli):
         names = [e["partition"] for e in json.loads(cli("list", "partitions", "--json").out)]
         assert set(names) == set(get_args(get_type_hints(TaskConfig)["partition"]))
-        assert set(catalogue.PARTITIONS) == set(names) - {"natural"}
+        assert set(catalogue.PARTITIONS) == set(names) - {"natural", "file"}
 
     def test_datasets(self, cli):
         names = [e["dataset"] for e in json.loads(cli("list", "datasets", "--json").out)]

@@ -1,11 +1,14 @@
 """The real data sets, where HYPERFED_DATA has them. Only the first run decodes them."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from hyperfed.data.datasets import load
 from hyperfed.data.tasks import TaskConfig, divide
 
+ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("real data")]  # decoded by one worker
 
 
@@ -86,6 +89,40 @@ def test_fashion_mnist(real):
     examples = real("fashion_mnist")
     assert examples.x.shape == (70_000, 1, 28, 28)
     assert torch.bincount(examples.y[~examples.held_out]).tolist() == [6000] * 10
+
+
+def test_pfllib_deals_mnist_as_its_readme_shows(real):
+    examples = real("mnist")
+    config = TaskConfig(name="mnist", partition="pfllib", pfllib="dirichlet", novel=0)
+    partition = divide(config, examples, seed=0)
+    train, test = ([len(rows) for rows in side] for side in (partition.train, partition.test))
+    assert [a + b for a, b in zip(train, test, strict=True)] == [
+        2630, 499, 1630, 2541, 1917, 6189, 1256, 1269, 3600, 4006,
+        3116, 3772, 3613, 2134, 5730, 5448, 3628, 5653, 5266, 6103,
+    ]  # fmt: skip
+    assert test == [
+        658, 125, 408, 636, 480, 1548, 314, 318, 900, 1002,
+        779, 943, 904, 534, 1433, 1362, 907, 1414, 1317, 1526,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("clients", [10, 50, 100])
+def test_lists_of_pfedhns_authors_divide_cifar10(real, clients):
+    path = ROOT / "experiments" / "pfedhn" / f"authors-cifar10-{clients}.npz"
+    config = TaskConfig(
+        name="cifar10", clients=clients, novel=0, partition="file", partition_file=path
+    )
+    examples = real("cifar10")
+    partition = divide(config, examples, seed=0)
+    held = [len(examples.y[rows].unique()) for rows in partition.train]
+    assert set(held) == {2}
+    every = torch.cat([*partition.train, *partition.val, *partition.test])
+    assert len(every.unique()) == len(every)
+    assert examples.held_out[torch.cat(partition.test)].all()
+    assert not examples.held_out[torch.cat([*partition.train, *partition.val])].any()
+    if clients == 50:
+        sizes = [sum(map(len, side)) for side in (partition.train, partition.val, partition.test)]
+        assert sizes == [36_261, 9_029, 9_025]
 
 
 def test_omniglot_numbers_characters_within_alphabets(real):

@@ -12,6 +12,9 @@ from hyperfed.data.shift import nearest_total_variation
 from hyperfed.data.tasks import PARTITIONS, TaskConfig, build, divide, targets
 from hyperfed.errors import UserError
 
+BY_SHARES = tuple(name for name in PARTITIONS if name not in ("pfllib", "file"))
+"""Those that hold out the same fractions of each class, or of each client."""
+
 
 @pytest.fixture(scope="module")
 def digits():
@@ -66,7 +69,7 @@ def test_a_seed_decides_the_partition_and_the_weights(digits):
     assert not torch.equal(weights[0], weights[2])
 
 
-@pytest.mark.parametrize("name", PARTITIONS)
+@pytest.mark.parametrize("name", BY_SHARES)
 def test_every_partition_gives_each_client_the_same_proportions_on_every_split(name):
     examples = made(20_000, clients=10)
     config = TaskConfig(clients=10, partition=name, alpha=1.0, val=0.25, test=0.25)
@@ -102,7 +105,7 @@ def held_by(partition):
     ]
 
 
-@pytest.mark.parametrize("name", PARTITIONS)
+@pytest.mark.parametrize("name", BY_SHARES)
 def test_a_fraction_is_the_same_of_every_class_and_client(name):
     examples = made(20_000, clients=10)
     config = TaskConfig(clients=10, partition=name, alpha=1.0, val=0.25, test=0.25)
@@ -164,12 +167,12 @@ def test_configurations_differ_in_their_partition():
     examples = made(clients=10)
     fingerprints = {
         divide(TaskConfig(clients=10, alpha=1.0, partition=name), examples, seed=0).fingerprint
-        for name in PARTITIONS
+        for name in (*BY_SHARES, "pfllib")
     }
     fingerprints.add(
         divide(TaskConfig(clients=10, shares="official"), examples, seed=0).fingerprint
     )
-    assert len(fingerprints) == len(PARTITIONS) + 1
+    assert len(fingerprints) == len(BY_SHARES) + 2
 
 
 def test_official_shares_leave_a_third_of_ten_clients_data():
@@ -413,6 +416,21 @@ def test_an_npz_file_is_a_task(tmp_path):
             {"novel_alpha": 0.5, "novel": 0, "partition": "dirichlet"},
             "novel_alpha needs novel clients, got nov",
         ),
+        ({"partition": "file"}, "partition=file and partition_file go together, .*=None; give"),
+        ({"partition_file": "dealt.npz"}, "go together, got partition=class_shares and .*npz"),
+        (
+            {"partition": "file", "partition_file": "dealt.txt"},
+            r"must end in \.npz or \.csv, got .*dealt\.txt",
+        ),
+        (
+            {"partition": "file", "partition_file": "dealt.npz", "val": 0.0},
+            "val must be left out with partition=file, .* got 0.0",
+        ),
+        (
+            {"partition": "file", "partition_file": "dealt.npz", "test": 0.2},
+            "test must be left out with partition=file",
+        ),
+        ({"partition": "pfllib", "test": 0.25}, "test must be left out with partition=pfllib"),
         ({"share_low": 0.7}, "share_low must be at most share_high, got 0.7 and 0.6"),
         ({"width": 8, "widths": (8, 16)}, "give width or widths, not both"),
         ({"widths": (8, 8)}, "widths must differ"),

@@ -291,3 +291,30 @@ def test_configurations_made_in_python_are_checked_too():
         Faults(drop=2.0)
     with pytest.raises(ValueError, match="greater than 0"):
         EngineConfig(workers=0)
+
+
+def test_a_relative_path_begins_at_the_files_folder_or_at_the_current_one(tmp_path, monkeypatch):
+    (tmp_path / "deep").mkdir()
+    path = write(
+        tmp_path / "deep",
+        'method = "plain"\n[task]\npartition = "file"\npartition_file = "../dealt.npz"\n',
+    )
+    monkeypatch.chdir(tmp_path)
+    from_file = load("deep/experiment.toml")
+    assert from_file.task.partition_file == tmp_path / "deep" / ".." / "dealt.npz"
+    config.dump(from_file, tmp_path / "config.toml")
+    monkeypatch.chdir(tmp_path / "deep")
+    assert load(tmp_path / "config.toml") == from_file
+    given = load(path, "task.partition_file=mine.csv")
+    assert given.task.partition_file == tmp_path / "deep" / "mine.csv"
+    assert load(path, "task.partition_file=none", "task.partition=iid").task.partition_file is None
+
+
+@pytest.mark.parametrize("written", ["none", "3"])
+def test_a_path_that_is_none_or_no_text_stays_what_it_is(tmp_path, written):
+    value = '"none"' if written == "none" else written
+    path = write(tmp_path, f'method = "plain"\n[task]\npartition_file = {value}\n')
+    if written == "none":
+        assert load(path).task.partition_file is None
+    else:
+        assert "task.partition_file" in errors(path)[0]

@@ -24,7 +24,7 @@ import hyperfed
 from hyperfed.apps.flower import submit
 from hyperfed.apps.flower.commands import node, superexec
 from hyperfed.apps.printing import Json, print_json, print_table, say, table
-from hyperfed.data import tasks
+from hyperfed.data import datasets, partition_files, tasks
 from hyperfed.data.arrays import read_npz
 from hyperfed.errors import UserError
 from hyperfed.methods import METHODS
@@ -184,6 +184,40 @@ def personalize(
     atomic_write(out, safetensors.torch.save(tensors))
     if as_json:
         print_json({"model": str(out), "examples": len(arrays["x"]), "labelled": "y" in arrays})
+    else:
+        print(out)
+
+
+@app.command("export-partition")
+def export_partition(
+    source: Annotated[
+        str,
+        Argument(
+            metavar="METHOD|EXPERIMENT.toml", help="What would be run; or a run's config.toml."
+        ),
+    ],
+    settings: Annotated[
+        list[str] | None,
+        Argument(metavar="[KEY=VALUE]...", help="Such as task=cifar10 task.clients=50 seed=1."),
+    ] = None,
+    *,
+    out: Annotated[Path, Option(help="The .npz or .csv file to write.")],
+    as_json: Json = False,
+) -> None:
+    """Write down which client of a task holds which example, for task.partition=file."""
+    loaded = config.load(source, settings or ())
+    if loaded.engine.name == "flower":
+        raise UserError(
+            "a partition to export must be of data that are here, got engine=flower, whose sites "
+            "keep theirs; leave the engine out"
+        )
+    examples = datasets.load(loaded.task.name, loaded.task.data_dir)
+    partition = tasks.divide(loaded.task, examples, loaded.seed)
+    partition_files.write(out, partition, examples.y.numpy())
+    sides = {"train": partition.train, "val": partition.val, "test": partition.test}
+    if as_json:
+        counts = {side: sum(map(len, held)) for side, held in sides.items()}
+        print_json({"partition": str(out), "clients": len(partition.train), "examples": counts})
     else:
         print(out)
 

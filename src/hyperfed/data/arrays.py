@@ -151,12 +151,12 @@ def read_npz(path: Path, *, needed: Sequence[str]) -> dict[str, npt.NDArray[Any]
     Raises:
         UserError: no such file, not an archive, or missing arrays.
     """
-    advice = "write it with numpy.savez(path, x=..., y=...)"
+    advice = f"write it with numpy.savez(path, {', '.join(f'{name}=...' for name in needed)})"
     try:
         # Opened here, because np.load leaves the file of a damaged archive open.
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
-    except (OSError, ValueError, BadZipFile, AttributeError) as error:
+    except (OSError, EOFError, ValueError, BadZipFile, AttributeError) as error:
         raise UserError(
             f"{path} must be an .npz archive of plain arrays, cannot be read ({error}); {advice}"
         ) from error

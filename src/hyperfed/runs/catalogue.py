@@ -5,7 +5,7 @@ from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
 
-from hyperfed.data import datasets, shares
+from hyperfed.data import datasets, pfllib, shares
 from hyperfed.methods import METHODS
 
 Entry = dict[str, str | list[str]]
@@ -22,9 +22,18 @@ PARTITIONS = MappingProxyType(
         "shards": shares.shards,
         "coarse": shares.coarse_classes,
         "iid": shares.iid,
+        "pfllib": pfllib.deal,
     }
 )
-"""``task.partition`` -> what draws the shares, for all but ``natural``."""
+"""``task.partition`` -> what draws it, for all but those of ``READ``."""
+
+READ = MappingProxyType(
+    {
+        "natural": "Takes the data set's own clients: writers, alphabets, speaking roles.",
+        "file": "Takes what a file says: hyperfed export-partition writes one.",
+    }
+)
+"""``task.partition`` -> about it, where nothing is drawn."""
 
 
 class Kind(StrEnum):
@@ -52,12 +61,8 @@ def entries(kind: Kind, folder: Path) -> list[Entry]:
         case Kind.DATASETS:
             return _datasets()
         case Kind.PARTITIONS:
-            natural = "Takes the data set's own clients: writers, alphabets, speaking roles."
             about = {name: _first_line(draw) for name, draw in PARTITIONS.items()}
-            return [
-                {"partition": name, "about": text}
-                for name, text in {**about, "natural": natural}.items()
-            ]
+            return [{"partition": name, "about": text} for name, text in {**about, **READ}.items()]
         case Kind.EXPERIMENTS:
             return [
                 {"experiment": str(path), "method": _method(path)}

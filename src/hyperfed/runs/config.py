@@ -6,7 +6,8 @@ TOML, and ``key=value`` overrides. They share one set of dotted keys, such as ``
 short for ``task.name``, ``engine.name`` and ``method.name``, so in TOML ``method = "pfedhn"`` and
 a table ``[method]`` with a ``name`` mean the same.
 
-TOML has no null: a key that admits ``None`` takes the word ``none``.
+TOML has no null: a key that admits ``None`` takes the word ``none``. A relative path in a file
+begins at the file's folder, elsewhere at the current one; what is written is absolute.
 """
 
 import dataclasses
@@ -38,6 +39,7 @@ from hyperfed.system.files import atomic_write
 from hyperfed.training import Precision
 
 _STRICT = ConfigDict(extra="forbid", strict=True)
+_PATHS = ("task.partition_file",)
 _SHORT = {"method": "method.name", "task": "task.name", "engine": "engine.name"}
 
 
@@ -224,7 +226,7 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return dict(_flatten(tomllib.loads(path.read_text(encoding="utf-8"))))
+        written = dict(_flatten(tomllib.loads(path.read_text(encoding="utf-8"))))
     except OSError as error:
         raise UserError(
             f"the experiment file must be readable: {path} is not ({error.strerror}); "
@@ -232,6 +234,10 @@ def _read(path: Path) -> dict[str, Any]:
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"the experiment file must be TOML: in {path}, {error}") from error
+    for key in _PATHS:
+        if isinstance(value := written.get(key), str) and value != "none":
+            written[key] = str(path.parent / value)
+    return written
 
 
 def _parse(overrides: Iterable[str], problems: list[str]) -> Iterator[tuple[str, Any]]:

@@ -1,0 +1,242 @@
+"""From settings to who holds what: each way to divide a data set over clients."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hyperfed.data import datasets, partition_files, partitions, pfllib, shares
+from hyperfed.data.examples import Examples
+from hyperfed.data.partitions import Partition, random_source
+from hyperfed.data.settings import TaskConfig
+from hyperfed.errors import UserError
+
+
+def divide(config: TaskConfig, examples: Examples, seed: int) -> Partition:
+    """Divides a data set over clients: the training, validation and test examples of each.
+
+    Raises:
+        UserError: the settings do not fit the data.
+    """
+    if not examples.classes:
+        raise UserError(f"{examples.name} must have integer labels; use from_arrays for regression")
+    if config.partition == "natural":
+        return _divide_naturally(config, examples, seed)
+    if config.partition_file is not None:
+        return _divide_by_file(config, config.partition_file, examples, seed)
+    if not examples.shared_labels:
+        raise UserError(
+            f"{examples.name} numbers its labels within each natural client, so its classes cannot "
+            f"be dealt out, got partition={config.partition}; use partition=natural"
+        )
+    if config.partition == "pfllib":
+        return _divide_as_pfllib(config, examples, seed)
+    labels = examples.y.numpy()
+    part = _hold_out(config, examples, labels, examples.held_out.numpy(), seed)
+    rng = random_source(seed, "shares")
+    drawn = _draw_shares(config, examples, labels[part == partitions.TRAIN], rng)
+    return partitions.by_shares(drawn, labels, part, random_source(seed, "allocate"))
+
+
+def novel_dealt_anew(
+    partition: Partition, config: TaskConfig, examples: Examples, seed: int
+) -> Partition:
+    """Deals what novel clients hold out to them by ``novel_alpha``, as if there were no others."""
+    known = config.clients - config.novel_clients
+    part = np.full(len(examples), partitions.UNUSED)
+    splits = (partition.train, partition.val, partition.test)
+    for purpose, own in zip(
+        (partitions.TRAIN, partitions.VAL, partitions.TEST), splits, strict=True
+    ):
+        part[torch.cat(own[known:]).numpy()] = purpose
+    alone = replace(
+        config,
+        clients=config.novel_clients,
+        novel=0.0,
+        alpha=config.novel_alpha or config.alpha,
+        novel_alpha=None,
+        novel_corruption=None,
+    )
+    labels = examples.y.numpy()
+    rng = random_source(seed, "novel shares")
+    drawn = _draw_shares(alone, examples, labels[part == partitions.TRAIN], rng)
+    novel = partitions.by_shares(drawn, labels, part, random_source(seed, "novel allocate"))
+    return Partition(
+        train=partition.train[:known] + novel.train,
+        val=partition.val[:known] + novel.val,
+        test=partition.test[:known] + novel.test,
+        class_proportions=torch.cat([partition.class_proportions[:known], novel.class_proportions]),
+    )
+
+
+def _draw_shares(
+    config: TaskConfig,
+    examples: Examples,
+    training_labels: shares.Integers,
+    rng: np.random.Generator,
+) -> shares.Shares:
+    clients, per_client, classes = config.clients, config.classes_per_client, examples.classes
+    sizes = np.bincount(training_labels, minlength=classes)
+    match config.partition:
+        case "class_shares":
+            return shares.class_shares(
+                clients,
+                classes,
+                per_client,
+                rng,
+                variant=config.shares,
+                low=config.share_low,
+                high=config.share_high,
+            )
+        case "dirichlet":
+            return shares.dirichlet_per_client(clients, classes, _alphas(config), rng)
+        case "dirichlet_equal":
+            return shares.dirichlet_equal(clients, classes, _alphas(config), rng, sizes)
+        case "dirichlet_per_class":
+            return shares.dirichlet_per_class(clients, classes, config.alpha, rng)
+        case "equal_classes":
+            return shares.equal_classes(clients, classes, per_client, rng, sizes)
+        case "majority":
+            ratio = config.majority_ratio
+            return shares.majority(clients, classes, per_client, rng, ratio=ratio, sizes=sizes)
+        case "shards":
+            return shares.shards(clients, classes, per_client, training_labels, rng)
+        case "coarse":
+            return shares.coarse_classes(clients, _coarse_of_class(examples), rng)
+        case _:
+            return shares.iid(clients, classes)
+
+
+def _coarse_of_class(examples: Examples) -> shares.Integers:
+    """Returns the coarse class of each class, (classes,)."""
+    if examples.coarse is None:
+        raise UserError(
+            f"partition=coarse needs coarse labels, and {examples.name} has none; "
+            "choose another partition, or cifar100"
+        )
+    labels, coarse = examples.y.numpy(), examples.coarse.numpy()
+    of_class = np.full(examples.classes, -1)  # a class without examples goes to nobody
+    of_class[labels] = coarse
+    mixed = of_class[labels] != coarse
+    if mixed.any():
+        raise UserError(
+            "partition=coarse needs one coarse class for each class, and in "
+            f"{examples.name} class {labels[mixed][0]} has several; choose another partition"
+        )
+    return of_class
+
+
+def _alphas(config: TaskConfig) -> npt.NDArray[np.float64]:
+    """Returns the Dirichlet concentration of each client."""
+    alphas = np.full(config.clients, config.alpha)
+    if config.novel_alpha is not None:
+        alphas[config.clients - config.novel_clients :] = config.novel_alpha
+    return alphas
+
+
+def _divide_naturally(config: TaskConfig, examples: Examples, seed: int) -> Partition:
+    """Takes the data set's own clients.
+
+    Its own test split is kept where every client has examples on both sides of it; where not (a
+    writer of MNIST is in one or the other), a client's examples are pooled and split.
+    """
+    if examples.client is None:
+        raise UserError(
+            f"partition=natural needs natural clients, and {examples.name} has none; "
+            "choose another partition, or data with a client column"
+        )
+    client, held_out = examples.client.numpy(), examples.held_out.numpy()
+    natural = int(client.max()) + 1
+    if config.clients > natural:
+        raise UserError(
+            f"{examples.name} has {natural} natural clients, got clients={config.clients}; "
+            f"set clients to at most {natural}"
+        )
+    on_both_sides = all(len(np.unique(client[side])) == natural for side in (held_out, ~held_out))
+    own_split = held_out if on_both_sides else np.zeros_like(held_out)
+    part = _hold_out(config, examples, client, own_split, seed)
+    chosen = random_source(seed, "clients").permutation(natural)[: config.clients]
+    number = np.full(natural, -1)
+    number[chosen] = np.arange(config.clients)
+    return partitions.by_client(
+        number[client], examples.y.numpy(), part, clients=config.clients, classes=examples.classes
+    )
+
+
+def _divide_by_file(config: TaskConfig, path: Path, examples: Examples, seed: int) -> Partition:
+    """Takes what a file says."""
+    owner, part = partition_files.read(path, examples.y.numpy(), config.clients)
+    if not examples.shared_labels and examples.client is not None:
+        _check_labels_agree(owner, examples.client.numpy(), path)
+    return _by_owner(config, examples, owner, part, seed)
+
+
+def _check_labels_agree(owner: shares.Integers, natural: shares.Integers, path: Path) -> None:
+    """Raises ``UserError`` where a client holds labels that mean different things."""
+    rows = np.flatnonzero(owner >= 0)
+    own = np.full(int(owner.max()) + 1, -1)
+    own[owner[rows]] = natural[rows]
+    mixed = rows[own[owner[rows]] != natural[rows]]
+    if len(mixed):
+        raise UserError(
+            f"{path} must leave the examples of several natural clients apart, whose labels mean "
+            f"different things, got both at client {owner[mixed[0]]} (row {mixed[0]}); divide "
+            "within natural clients"
+        )
+
+
+def _divide_as_pfllib(config: TaskConfig, examples: Examples, seed: int) -> Partition:
+    """Deals as PFLlib does; takes from each client's training examples those for validation."""
+    owner, part = pfllib.deal(
+        examples.y.numpy(),
+        config.clients,
+        config.pfllib,
+        classes_per_client=config.classes_per_client,
+        alpha=config.alpha,
+    )
+    if config.val:
+        held_out, rng = part != partitions.TRAIN, random_source(seed, "hold out")
+        chosen = partitions.hold_out(owner + 1, rng, val=config.val, test=None, held_out=held_out)
+        part = np.where(held_out, part, chosen)
+    return _by_owner(config, examples, owner, part, seed)
+
+
+def _by_owner(
+    config: TaskConfig,
+    examples: Examples,
+    owner: shares.Integers,
+    part: shares.Integers,
+    seed: int,
+) -> Partition:
+    """Groups examples whose clients are known, or the same fraction of each client's."""
+    used = np.flatnonzero(part != partitions.UNUSED)
+    if config.fraction < 1:
+        rng = random_source(seed, "fraction")
+        part[used] = partitions.thin(part[used], owner[used], config.fraction, rng)
+    return partitions.by_client(
+        owner, examples.y.numpy(), part, clients=config.clients, classes=examples.classes
+    )
+
+
+def _hold_out(
+    config: TaskConfig,
+    examples: Examples,
+    groups: shares.Integers,
+    own_split: npt.NDArray[np.bool_],
+    seed: int,
+) -> shares.Integers:
+    """Decides what each example is for, with the fractions that ``TaskConfig`` documents."""
+    rng = random_source(seed, "hold out")
+    if config.test is None and own_split.any():
+        usual = datasets.VALIDATION.get(examples.name, 0.2)
+        val = usual if config.val is None else config.val
+        part = partitions.hold_out(groups, rng, val=val, test=None, held_out=own_split)
+    else:
+        val = 0.15 if config.val is None else config.val
+        test = 0.15 if config.test is None else config.test
+        part = partitions.hold_out(groups, rng, val=val, test=test)
+    if config.fraction == 1:
+        return part
+    return partitions.thin(part, groups, config.fraction, random_source(seed, "fraction"))

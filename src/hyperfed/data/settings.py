@@ -1,0 +1,172 @@
+"""The settings of a task: which data, how divided, for which target."""
+
+from pathlib import Path
+from typing import Annotated, Literal, Self, get_args
+
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
+from pydantic.dataclasses import dataclass
+
+from hyperfed.data.corruptions import CorruptionName
+from hyperfed.data.partition_files import check_suffix
+from hyperfed.data.pfllib import Dealing
+
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+PartitionName = Literal[
+    "class_shares",
+    "dirichlet",
+    "dirichlet_equal",
+    "dirichlet_per_class",
+    "equal_classes",
+    "majority",
+    "shards",
+    "coarse",
+    "iid",
+    "natural",
+    "pfllib",
+    "file",
+]
+PARTITIONS: tuple[PartitionName, ...] = get_args(PartitionName)
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class TaskConfig:
+    """The ``task.*`` settings.
+
+    Attributes:
+        name: data set, folder, .npz file or hub id (:func:`hyperfed.data.datasets.load`).
+        data_dir: folder of data sets; ``$HYPERFED_DATA`` where None.
+        clients: number of clients, novel ones included. With ``natural``, that many of the data
+            set's own clients, drawn at random.
+        fraction: of all examples that is used at all, the same of each class (with ``natural``,
+            ``pfllib`` and ``file``, of each client) for training, validation and testing; at least
+            one where there is one.
+        partition: who holds what; :mod:`hyperfed.data.shares` describes each. ``dirichlet`` draws
+            per client, ``dirichlet_equal`` too, for clients of the same size. ``coarse`` needs
+            coarse labels (cifar100). ``natural`` takes the data set's own clients (writers,
+            alphabets, roles). ``pfllib`` deals as that library does (:mod:`hyperfed.data.pfllib`),
+            the same for every seed. ``file`` reads who holds what.
+        partition_file: that file (:mod:`hyperfed.data.partition_files`), .npz or .csv. A relative
+            path begins at the folder of the experiment's TOML file, elsewhere at the current one.
+        pfllib: which of its dealings: ``pathological`` with ``classes_per_client``, or
+            ``dirichlet`` with ``alpha``.
+        classes_per_client: for ``class_shares``, ``equal_classes`` and ``pfllib``; shards per
+            client for ``shards``; majority classes per client for ``majority``.
+        shares: ``class_shares`` as pFedHN's paper or as its official code draws them.
+        share_low: a client's part of each of its classes is drawn, in proportion, between this and
+            ``share_high``, by ``class_shares``. Equal ones give equal parts, as PeFLL's authors do.
+        share_high: see there.
+        alpha: Dirichlet concentration.
+        majority_ratio: examples of a majority class to one of another, for ``majority``.
+        novel: fraction of clients that join after training, rounded; the last ones.
+        novel_alpha: another Dirichlet concentration for them; None for the same. Where it changes
+            after training, what they hold is dealt out to them anew, and to nobody else.
+        novel_corruption: of the novel clients' images, in training, validation and test
+            (:mod:`hyperfed.data.corruptions`); None for images as they are.
+        unlabelled: novel clients have no training labels.
+        val: fraction for validation. None for 0.2 of the training split where the data set has a
+            test split of its own (10,000 images of CIFAR; of MNIST 10,000 too), else 0.15 of all
+            examples. With ``pfllib``, which has none, a fraction of each client's training
+            examples; None for 0, where the last round counts as the best.
+        test: fraction of all examples for testing. None for the data set's own test split, where
+            it has one, else 0.15. A number pools all examples first. ``pfllib`` has a quarter of
+            each client's examples.
+        normalize: images by the mean and deviation of each channel of the data set, or to [-1, 1],
+            by 0.5 and 0.5, as PFLlib does.
+        model: target network, a name of :data:`hyperfed.nets.targets.TARGETS`. None for the one
+            that suits the data: char_lstm, omniglot_net, lenet, or mlp for small images.
+        width: first filters of a lenet or omniglot_net; None for its default.
+        hidden: outputs of the hidden layers, a number or one for each layer, as the target takes
+            them (an mlp either, a lenet those of fc1 and fc2); None for its default.
+        widths: several widths, one model size each, for equal groups of clients drawn at random.
+            Three are called S, M and L.
+    """
+
+    name: str = "digits"
+    data_dir: str | None = None
+    clients: PositiveInt = 20
+    fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    partition: PartitionName = "class_shares"
+    partition_file: Annotated[Path, AfterValidator(Path.absolute)] | None = None
+    pfllib: Dealing = "dirichlet"
+    classes_per_client: PositiveInt = 2
+    shares: Literal["paper", "official"] = "paper"
+    share_low: PositiveFloat = 0.4
+    share_high: PositiveFloat = 0.6
+    alpha: PositiveFloat = 0.1
+    majority_ratio: Annotated[float, Field(ge=1)] = 5.0
+    novel: Fraction = 0.1
+    novel_alpha: PositiveFloat | None = None
+    novel_corruption: CorruptionName | None = None
+    unlabelled: bool = False
+    val: Fraction | None = None
+    test: Fraction | None = None
+    normalize: Literal["statistics", "symmetric"] = "statistics"
+    model: str | None = None
+    width: PositiveInt | None = None
+    hidden: PositiveInt | tuple[PositiveInt, ...] | None = None
+    widths: Annotated[tuple[PositiveInt, ...], Field(min_length=2)] | None = None
+
+    @property
+    def novel_clients(self) -> int:
+        """Number of clients that join after training."""
+        return round(self.novel * self.clients)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        per_client = ("dirichlet", "dirichlet_equal")
+        if self.novel_alpha is not None and self.partition not in per_client:
+            raise ValueError(
+                f"novel_alpha needs partition={' or '.join(per_client)}, got {self.partition}; "
+                "remove novel_alpha"
+            )
+        for key in ("novel_alpha", "novel_corruption"):
+            if getattr(self, key) is not None and not self.novel_clients:
+                raise ValueError(
+                    f"{key} needs novel clients, got novel={self.novel} of {self.clients} "
+                    f"clients; raise novel or remove {key}"
+                )
+        self._check_division()
+        if self.share_low > self.share_high:
+            raise ValueError(
+                f"share_low must be at most share_high, got {self.share_low} and {self.share_high}"
+            )
+        if self.widths is not None and self.width is not None:
+            raise ValueError("give width or widths, not both")
+        if self.widths is not None and len(set(self.widths)) < len(self.widths):
+            raise ValueError(f"widths must differ, got {self.widths}")
+        if (self.val or 0) + (self.test or 0) >= 1:
+            raise ValueError(
+                f"val + test must leave examples to train on, got {self.val} + {self.test}"
+            )
+        if self.novel_clients >= self.clients:
+            raise ValueError(
+                f"a client must be left to train, got {self.clients} clients of which "
+                f"{self.novel_clients} are novel; lower novel"
+            )
+        return self
+
+    def _check_division(self) -> None:
+        """Checks what goes with divisions that somebody else has made."""
+        if (self.partition == "file") != (self.partition_file is not None):
+            raise ValueError(
+                "partition=file and partition_file go together, got "
+                f"partition={self.partition} and partition_file={self.partition_file}; "
+                "give both or neither"
+            )
+        if self.partition_file is not None:
+            check_suffix(self.partition_file)
+        decided = {"file": ("val", "test"), "pfllib": ("test",)}.get(self.partition, ())
+        for key in decided:
+            if getattr(self, key) is not None:
+                raise ValueError(
+                    f"{key} must be left out with partition={self.partition}, which says what is "
+                    f"for what, got {getattr(self, key)}; remove it"
+                )

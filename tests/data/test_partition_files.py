@@ -1,0 +1,217 @@
+"""Divisions as files: read as written, run as dealt, and every fault of a file told by its row."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import hyperfed
+from hyperfed.data import partition_files
+from hyperfed.data.arrays import examples_of
+from hyperfed.data.datasets import load
+from hyperfed.data.tasks import TaskConfig, build, divide
+from hyperfed.errors import UserError
+
+LABELS = np.array([0, 1, 0, 1, 2, 0, 1, 2])
+CLIENT = np.array([1, 0, 1, 1, -1, 0, 0, 0])
+SPLIT = np.array([0, 0, 1, 2, 0, 2, 0, -1])
+
+
+def written(path, **changes):
+    """Writes a file of two clients, columns of which may be changed, or left out by None."""
+    columns = {"client": CLIENT, "split": SPLIT, "y": LABELS, **changes}
+    columns = {name: column for name, column in columns.items() if column is not None}
+    if path.suffix == ".npz":
+        np.savez(path, **columns)
+    else:
+        rows = zip(*columns.values(), strict=True)
+        lines = [",".join(columns), *(",".join(map(str, row)) for row in rows)]
+        path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def changed(column, row, value):
+    copy = column.copy()
+    copy[row] = value
+    return copy
+
+
+@pytest.fixture(params=[".npz", ".csv"])
+def path(tmp_path, request):
+    return tmp_path / f"dealt{request.param}"
+
+
+def refusal(path, clients=2):
+    with pytest.raises(UserError) as caught:
+        partition_files.read(path, LABELS, clients)
+    assert str(path) in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("labels", [LABELS, None])
+def test_reads_who_holds_what_and_what_for(path, labels):
+    client, split = partition_files.read(written(path, y=labels), LABELS, 2)
+    # Rows 4 and 7 are used by nobody: the one has no client, the other no purpose.
+    assert client.tolist() == [1, 0, 1, 1, -1, 0, 0, -1]
+    assert split.tolist() == [0, 0, 1, 2, -1, 2, 0, -1]
+
+
+def test_columns_of_a_text_stand_in_any_order_beside_others(tmp_path):
+    path = tmp_path / "dealt.csv"
+    path.write_text("note, split ,client\nfirst,0,0\n,2,0\n")
+    client, split = partition_files.read(path, LABELS[:2], 1)
+    assert (client.tolist(), split.tolist()) == ([0, 0], [0, 2])
+
+
+def test_small_and_unsigned_integers_will_do(tmp_path):
+    columns = {"client": np.array([0, 1, 1], np.uint8), "split": np.array([0, 0, 2], np.int8)}
+    np.savez(tmp_path / "dealt.npz", **columns)
+    client, split = partition_files.read(tmp_path / "dealt.npz", LABELS[:3], 2)
+    assert (client.tolist(), split.tolist()) == ([0, 1, 1], [0, 0, 2])
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"client": None, "split": None}, "client and split"),
+        ({"split": None}, "split"),
+        (
+            {"client": changed(CLIENT, 3, -2)},
+            "client must be 0 or more, .* got -2 in row 3 (1 such",
+        ),
+        ({"split": changed(SPLIT, [2, 5], 3)}, "split must be .*, got 3 in row 2 (2 such rows"),
+        (
+            {"client": changed(CLIENT, 1, 3)},
+            "without gaps, got 3 for the last but no row of cl.* 2;",
+        ),
+        ({"split": np.where(CLIENT == 1, 2, SPLIT)}, "row of each client, got none of client 1;"),
+        ({"y": changed(LABELS, 6, 2)}, "y must be the label .*, got 2 in row 6 (1 such"),
+        ({"client": np.full(8, -1)}, "got 0 where task.clients=2"),
+    ],
+    ids=["empty", "no split", "negative", "codes", "gap", "idle", "order", "nobody"],
+)
+def test_what_is_wrong_is_told_by_column_and_row(path, changes, told):
+    message = refusal(written(path, **changes))
+    for part in told.split(".*"):
+        assert part.strip() in message, message
+
+
+def test_the_task_must_have_as_many_clients_as_the_file(path):
+    message = refusal(written(path), clients=3)
+    assert "got 2 where task.clients=3; set task.clients=2" in message
+
+
+def test_all_that_is_wrong_with_an_archive_is_told_together(tmp_path):
+    path = written(tmp_path / "dealt.npz", client=CLIENT / 2, split=SPLIT[:-1])
+    message = refusal(path)
+    assert "client must hold integers, got float64" in message
+    assert "split must have one row for each example, shape (8,), got (7,)" in message
+    path = written(tmp_path / "dealt.npz", client=CLIENT[:, None], split=SPLIT.astype(str))
+    message = refusal(path)
+    assert "client must have one row for each example, shape (8,), got (8, 1)" in message
+    assert "split must hold integers, got <U" in message
+
+
+def test_a_text_must_have_a_row_for_each_example(tmp_path):
+    columns = {"client": CLIENT[:-1], "split": SPLIT[:-1], "y": None}
+    message = refusal(written(tmp_path / "dealt.csv", **columns))
+    assert "client must have one row for each example, shape (8,), got (7,)" in message
+
+
+@pytest.mark.parametrize("cells", ["1", "1,x", "1,0.5", ""])
+def test_a_text_must_have_integers(tmp_path, cells):
+    path = tmp_path / "dealt.csv"
+    path.write_text(f"client,split\n0,0\n{cells}\n1,0\n")
+    assert f"but row 1 (the first below the names is row 0) has {cells!r} and no" in refusal(path)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\xff\xfe", b"PK\x03\x04"])
+def test_a_file_must_be_there_and_readable(path, content):
+    if content is not None:
+        path.write_bytes(content)
+    refusal(path)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"shares": "official", "novel": 0.5},  # which leaves some examples to nobody
+        {"partition": "dirichlet", "alpha": 0.5, "fraction": 0.3},
+    ],
+)
+def test_a_written_division_is_the_same_task(path, settings):
+    config = TaskConfig(clients=4, **settings)
+    dealt = build(config, seed=3)
+    partition_files.write(path, divide(config, load("digits"), 3), dealt.y.numpy())
+    novel = settings.get("novel", config.novel)
+    again = build(TaskConfig(clients=4, novel=novel, partition="file", partition_file=path), seed=3)
+    for ours, theirs in zip(
+        (again.train, again.val, again.test), (dealt.train, dealt.val, dealt.test), strict=True
+    ):
+        assert [rows.tolist() for rows in ours] == [rows.tolist() for rows in theirs]
+    assert again.fingerprint == dealt.fingerprint
+
+
+def test_a_run_on_the_file_gives_the_same_numbers(tmp_path):
+    path = tmp_path / "dealt.npz"
+    config = TaskConfig(clients=4, novel=0.25)
+    partition_files.write(path, divide(config, load("digits"), 1), load("digits").y.numpy())
+    small = {"rounds": 2, "evaluate_every": 1, "cohort": 2, "seed": 1, "method.local_steps": 2}
+    task = {"task.clients": 4, "task.novel": 0.25}
+    from_file = {"task.partition": "file", "task.partition_file": path}
+    dealt, read = (hyperfed.train("fedper", **small, **task, **own) for own in ({}, from_file))
+    assert read.summary["data_fingerprint"] == dealt.summary["data_fingerprint"]
+    numbers = [[replace(e, seconds=0) for e in run.evaluations] for run in (dealt, read)]
+    assert numbers[0] == numbers[1]
+
+
+def test_the_content_of_the_file_is_in_the_fingerprint(tmp_path):
+    client, split = np.arange(1797) % 4, np.arange(1797) % 3
+    config = TaskConfig(clients=4, partition="file", partition_file=tmp_path / "dealt.npz")
+    seen = set()
+    for columns in (
+        (client, split),
+        (changed(client, 9, 2), split),
+        (client, changed(split, 9, 1)),
+    ):
+        np.savez(tmp_path / "dealt.npz", client=columns[0], split=columns[1])
+        seen.add(build(config, seed=0).fingerprint)
+    assert len(seen) == 3
+
+
+def test_a_fraction_is_that_of_each_client(tmp_path):
+    rng = np.random.default_rng(0)
+    client, split = rng.integers(-1, 4, 1797), rng.integers(-1, 3, 1797)
+    np.savez(tmp_path / "dealt.npz", client=client, split=split)
+    config = TaskConfig(
+        clients=4, partition="file", partition_file=tmp_path / "dealt.npz", fraction=0.25
+    )
+    partition = divide(config, load("digits"), seed=0)
+    for purpose, held in enumerate((partition.train, partition.val, partition.test)):
+        for number, rows in enumerate(held):
+            of = np.flatnonzero((client == number) & (split == purpose))
+            assert set(rows.tolist()) < set(of.tolist())
+            assert len(rows) == round(len(of) / 4)
+
+
+def test_labels_that_only_their_client_understands_stay_apart(tmp_path):
+    examples = replace(
+        examples_of("alphabets", torch.zeros(8, 1), torch.from_numpy(LABELS), 3, None),
+        client=torch.tensor([0, 0, 0, 0, 1, 1, 1, 1]),
+        shared_labels=False,
+    )
+    path = tmp_path / "dealt.npz"
+    config = TaskConfig(clients=2, novel=0, partition="file", partition_file=path)
+    written(path, client=np.array([1, 1, -1, 1, 0, 0, 0, 0]), split=np.zeros(8, int))
+    assert [len(rows) for rows in divide(config, examples, 0).train] == [4, 3]
+    written(path, client=np.array([1, 1, -1, 1, 0, 0, 1, 0]), split=np.zeros(8, int))
+    with pytest.raises(UserError, match=r"several natural clients .* client 1 \(row"):
+        divide(config, examples, 0)
+
+
+def test_a_file_is_named_npz_or_csv(tmp_path):
+    partition = divide(TaskConfig(), load("digits"), 0)
+    with pytest.raises(UserError, match=r"must end in \.npz or \.csv, got .*dealt\.txt"):
+        partition_files.write(tmp_path / "dealt.txt", partition, load("digits").y.numpy())
+    assert not list(tmp_path.iterdir())
