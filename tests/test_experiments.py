@@ -10,8 +10,15 @@ ROOT = Path(__file__).parents[1] / "experiments"
 FILES = sorted(ROOT.glob("*/*.toml"))
 
 
-def test_there_are_experiments_of_all_five_papers() -> None:
-    assert {path.parent.name for path in FILES} == {"itpfl", "pefll", "pfedhn", "pfedkt", "pfedla"}
+def test_there_are_experiments_of_all_five_papers_and_of_pfllib() -> None:
+    assert {path.parent.name for path in FILES} == {
+        "itpfl",
+        "pefll",
+        "pfedhn",
+        "pfedkt",
+        "pfedla",
+        "pfllib",
+    }
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
