@@ -1,5 +1,6 @@
 """IT-PFL-HN: each phase's update by one-piece autograd, what a novel client is served, privacy."""
 
+import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,21 +23,45 @@ from hyperfed.runs.config import from_keys
 from hyperfed.runs.run import Run
 from hyperfed.system.randomness import generator, seeded
 from hyperfed.training import UnlabelledError
-from toys import CLASSES, FEATURES, ONE_STEP, Federation, Normed, TwoLayers, client_loss, make_task
+from toys import (
+    CLASSES,
+    FEATURES,
+    ONE_STEP,
+    Federation,
+    Normed,
+    TwoLayers,
+    client_loss,
+    logits,
+    make_task,
+)
 
 CLOSE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-12}
 UNITS, LENGTH = 6, 3
-SETTINGS: dict[str, Any] = ONE_STEP | {
-    "hidden": 7,
-    "hidden_layers": 1,
-    "lr": 0.5,
-    "momentum": 0.0,
-    "weight_decay": 0.0,
-    "embedding_size": LENGTH,
-    "encoder_units": UNITS,
-    "encoder_lr": 0.2,
-    "phase_one_rounds": 1,
+PFEDHN: dict[str, Any] = {
+    "cohort_reduction": "mean",
+    "embedding_lr": None,
+    "embedding_weight_decay": None,
 }
+"""Phase 1 with the server's step of pFedHN."""
+SETTINGS: dict[str, Any] = (
+    PFEDHN
+    | ONE_STEP
+    | {
+        "hidden": 7,
+        "hidden_layers": 1,
+        "lr": 0.5,
+        "momentum": 0.0,
+        "weight_decay": 0.0,
+        "embedding_size": LENGTH,
+        "encoder_units": UNITS,
+        "encoder_lr": 0.2,
+        "phase_one_rounds": 1,
+        "embedding_start": 1.0,
+        "encoder_optimizer": "average",
+        "standardize": False,
+    }
+)
+"""And FedAvg of an encoder that tells embeddings as they are, drawn from N(0, 1)."""
 
 
 def federation(**options: Any) -> Federation:
@@ -54,8 +79,20 @@ def encode(weights: Mapping[str, Tensor], x: Tensor, *, bounded: bool = False) -
     return (h / h.norm(dim=1, keepdim=True)).mean(0) if bounded else h
 
 
+def encoder_of(ours: Federation) -> dict[str, Tensor]:
+    """A copy of the encoder's weights."""
+    return trees.model_of(ours.server.encoder)
+
+
 def inputs(ours: Federation, client: int) -> Tensor:
     return ours.task.x[ours.task.train[client]]
+
+
+def of_known(ours: Federation) -> tuple[Tensor, Tensor]:
+    """Mean and deviation, (l,) each, of the three known clients' embeddings."""
+    rows = ours.server.embeddings.weight.detach()
+    mean = (rows[0] + rows[1] + rows[2]) / 3
+    return mean, ((rows - mean).square().sum(dim=0) / 3).sqrt()
 
 
 def state(ours: Federation) -> dict[str, Any]:
@@ -111,7 +148,7 @@ def check_phase_one(clients: list[int], **settings: Any) -> None:
 
     check_descent(ours, "hyper_net", clients, describe, 0)
     # Until phase 2 begins, novel clients use the same hypernetwork.
-    descriptor = encode(ours.server.encoder, inputs(ours, 3), bounded=ours.config.bounded)
+    descriptor = encode(encoder_of(ours), inputs(ours, 3), bounded=ours.config.bounded)
     served = generated(ours.server.hyper_net, descriptor)
     torch.testing.assert_close(ours.personal(3, fresh=True), served, **CLOSE)
 
@@ -151,15 +188,26 @@ def test_the_papers_preset_is_its_text() -> None:
     assert own.local_epochs in {1, 2, 5, 10}
     assert own.batch_size in {32, 64}
     assert own.local_momentum == 0.9
-    means = from_keys("itpfl", {}).settings  # by default no rate depends on cohort or length
-    assert (means.cohort_reduction, means.encoder_reduction) == ("mean", "mean")
-    assert means.embedding_weight_decay is None
+    assert (own.encoder, own.encoder_optimizer, own.standardized) == (
+        "regression",
+        "average",
+        False,
+    )
+    assert own.embedding_start == 1.0  # as of PyTorch's embeddings, and of pFedHN's
+
+
+def test_the_defaults_are_what_makes_embeddings_tell_of_their_clients() -> None:
+    own = from_keys("itpfl", {}).settings
+    found = (own.embedding_start, own.embedding_lr, own.embedding_weight_decay)
+    assert found == (0.05, 1.0, 0.0)
+    assert (own.encoder, own.encoder_optimizer) == ("regression", "adam")
+    assert (own.cohort_reduction, own.encoder_server_lr, own.standardized) == ("sum", 1e-3, True)
 
 
 def test_phase_one_is_pfedhn() -> None:
     """From the same start, over several rounds, with momentum, weight decay and local steps."""
     theirs = {"local_steps": 4, "batch_size": 6, "local_lr": 0.05, "hidden": 7}
-    ours = Federation("itpfl", make_task(), **theirs, encoder_units=UNITS)
+    ours = Federation("itpfl", make_task(), **theirs, **PFEDHN, encoder_units=UNITS)
     pfedhn = Federation("pfedhn", make_task(), **theirs)
     ours.server.hyper_net.load_state_dict(pfedhn.server.hyper_net.state_dict())
     ours.server.embeddings.load_state_dict(pfedhn.server.embeddings.state_dict())
@@ -174,7 +222,7 @@ def check_encoder(clients: list[int], **settings: Any) -> None:
     """FedAvg, by training examples, of one clipped step each on |g(x) - e_i|^2, or that / l."""
     ours = federation(settings=settings)
     bounded = ours.config.bounded
-    before = trees.clone(ours.server.encoder)
+    before = encoder_of(ours)
     count = torch.tensor([len(inputs(ours, i)) for i in clients], dtype=torch.float64)
     assert len(count.unique()) == len(clients)  # unequal, so that a wrong weight shows
     expected = {name: torch.zeros_like(value) for name, value in before.items()}
@@ -182,6 +230,9 @@ def check_encoder(clients: list[int], **settings: Any) -> None:
         leaves = {name: value.clone().requires_grad_() for name, value in before.items()}
         e = ours.server.embeddings.weight[client].detach().clone()
         e = e / e.norm() if bounded else e
+        if ours.config.standardized:
+            mean, deviation = of_known(ours)
+            e = (e - mean) / deviation
         squares = (encode(leaves, inputs(ours, client), bounded=bounded) - e).square()
         distance = squares.sum() if ours.config.encoder_reduction == "sum" else squares.mean()
         gradients = torch.autograd.grad(distance, list(leaves.values()))
@@ -192,20 +243,72 @@ def check_encoder(clients: list[int], **settings: Any) -> None:
         for name, gradient in zip(leaves, gradients, strict=True):
             expected[name] += share * (before[name] - ours.config.encoder_lr * gradient)
     ours.round(clients, 0)
-    torch.testing.assert_close(ours.server.encoder, expected, **CLOSE)
+    torch.testing.assert_close(encoder_of(ours), expected, **CLOSE)
 
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"private": True}, {"encoder_reduction": "sum"}, {"local_clip": 1e-2}],
+    [
+        {},
+        {"private": True},
+        {"encoder_reduction": "sum"},
+        {"local_clip": 1e-2},
+        {"standardize": True},
+    ],
 )
 def test_the_encoder_is_fedavg_of_steps_towards_the_embeddings(settings: dict[str, Any]) -> None:
     check_encoder([0, 1, 2], **settings)
 
 
+def test_what_standardises_embeddings_does_not_depend_on_who_takes_part() -> None:
+    check_encoder([1], standardize=True)
+
+
+def test_what_does_not_vary_is_not_divided_by_zero() -> None:
+    ours = federation(settings={"standardize": True})
+    with torch.no_grad():
+        ours.server.embeddings.weight[:, 1] = 0.7
+    cohort = ours.engine.cohort([3], 0, training=False, fresh=True)
+    mean, deviation = of_known(ours)
+    deviation[1] = 1.0
+    expected = encode(encoder_of(ours), inputs(ours, 3)) * deviation + mean
+    torch.testing.assert_close(ours.server.describe(cohort)[0], expected, **CLOSE)
+
+
+def test_embeddings_start_as_wide_as_is_said() -> None:
+    wide, narrow = (federation(settings={"embedding_start": start}) for start in (1.0, 0.05))
+    expected = 0.05 * wide.server.embeddings.weight
+    torch.testing.assert_close(narrow.server.embeddings.weight, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("net", [TwoLayers, Normed])
+def test_the_encoders_averaged_change_is_descended_by_adam(net: Any) -> None:
+    """FedAdam by its formulas; statistics of batch-norm are no change, they are averaged."""
+    learning = {"phase_one_rounds": 3}
+    theirs = learning | {"encoder_optimizer": "adam", "encoder_server_lr": 0.03}
+    ours, average = (federation(net=net, settings=own) for own in (theirs, learning))
+    names = set(trees.parameters_of(ours.server.encoder))
+    first = {name: torch.zeros_like(value) for name, value in encoder_of(ours).items()}
+    second = trees.clone(first)
+    for number, clients in enumerate([[0, 1, 2], [1], [0, 2]]):
+        average.server.load(trees.clone(state(ours)))
+        before = encoder_of(ours)
+        for each in (ours, average):
+            each.round(clients, number)
+        expected = encoder_of(average)
+        for name in names:
+            change = before[name] - expected[name]
+            first[name] = 0.9 * first[name] + 0.1 * change
+            second[name] = 0.999 * second[name] + 0.001 * change**2
+            m = first[name] / (1 - 0.9 ** (number + 1))
+            v = second[name] / (1 - 0.999 ** (number + 1))
+            expected[name] = before[name] - 0.03 * m / (v.sqrt() + 1e-8)
+        torch.testing.assert_close(encoder_of(ours), expected, **CLOSE)
+
+
 def test_the_encoder_has_the_momentum_and_decay_of_local_training() -> None:
     ours = federation(settings={"local_steps": 3, "local_momentum": 0.9, "local_weight_decay": 0.1})
-    expected = trees.clone(ours.server.encoder)
+    expected = encoder_of(ours)
     leaves = [value.requires_grad_() for value in expected.values()]
     e = ours.server.embeddings.weight[1].detach().clone()
     sgd = torch.optim.SGD(leaves, ours.config.encoder_lr, momentum=0.9, weight_decay=0.1)
@@ -214,7 +317,7 @@ def test_the_encoder_has_the_momentum_and_decay_of_local_training() -> None:
         (encode(expected, inputs(ours, 1)) - e).square().mean().backward()
         sgd.step()
     ours.round([1], 0)
-    torch.testing.assert_close(ours.server.encoder, trees.detach(expected), **CLOSE)
+    torch.testing.assert_close(encoder_of(ours), trees.detach(expected), **CLOSE)
 
 
 def test_training_brings_descriptors_to_the_embeddings() -> None:
@@ -225,7 +328,7 @@ def test_training_brings_descriptors_to_the_embeddings() -> None:
         ours.task.x[ours.task.train[client]] += 3 * torch.eye(FEATURES, dtype=torch.float64)[client]
 
     def distance() -> float:
-        pairs = [(encode(ours.server.encoder, inputs(ours, i)), i) for i in range(3)]
+        pairs = [(encode(encoder_of(ours), inputs(ours, i)), i) for i in range(3)]
         return sum(
             float((g - ours.server.embeddings.weight[i]).detach().square().sum()) for g, i in pairs
         )
@@ -250,7 +353,7 @@ def test_an_encoder_that_phase_two_cannot_use_is_reported(
     ours.server.rehearse(ours.engine.cohort([0, 1, 2], 0, training=True))
     assert caplog.text == ""  # who is lost has no descriptor
     last = "layers.2.weight"  # one that says the same of all
-    ours.server.encoder |= {last: torch.zeros_like(ours.server.encoder[last])}
+    torch.nn.init.zeros_(ours.server.encoder.get_parameter(last))
     ours.server.tuning = torch.tensor(False)
     ours.server.rehearse(cohort)
     assert caplog.text == ""  # it may still learn
@@ -282,8 +385,11 @@ def check_phase_two(clients: list[int], **settings: Any) -> None:
     bounded = ours.config.bounded
 
     def describe(client: int) -> Tensor:
-        descriptor = encode(ours.server.encoder, inputs(ours, client), bounded=bounded)
+        descriptor = encode(encoder_of(ours), inputs(ours, client), bounded=bounded)
         assert not descriptor.requires_grad
+        if ours.config.standardized:  # the encoder speaks of standardised embeddings: undone
+            mean, deviation = of_known(ours)
+            descriptor = descriptor * deviation + mean
         return descriptor
 
     check_descent(ours, "novel_net", clients, describe, 1)
@@ -291,7 +397,9 @@ def check_phase_two(clients: list[int], **settings: Any) -> None:
         torch.testing.assert_close(state(ours)[frozen], before[frozen], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("settings", [{}, {"private": True}, {"epsilon": 0.3}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"private": True}, {"epsilon": 0.3}, {"standardize": True}]
+)
 @pytest.mark.parametrize("clients", [[2], [0, 1, 2]])
 def test_phase_two_is_the_one_piece_gradient_through_the_frozen_encoder(
     clients: list[int], settings: dict[str, Any]
@@ -320,7 +428,7 @@ def test_phase_two_goes_on_from_its_own_network() -> None:
         ours.round([0, 1, 2], number)
 
     def describe(client: int) -> Tensor:
-        return encode(ours.server.encoder, inputs(ours, client))
+        return encode(encoder_of(ours), inputs(ours, client))
 
     check_descent(ours, "novel_net", [0, 2], describe, 2)
 
@@ -380,6 +488,139 @@ def test_a_client_lost_in_phase_two_equals_one_never_sampled(
     torch.testing.assert_close(state(lossy), state(smaller), rtol=1e-12, atol=1e-14)
 
 
+# End to end
+
+
+def check_end_to_end(clients: list[int], **settings: Any) -> None:
+    """One round is gradient descent on the mean, or sum, of L_i(h(g(x_i))), by one-piece autograd.
+
+    The hypernetwork steps by its own rate and the encoder, always by the mean, by its own.
+    """
+    ours = federation(settings={"encoder": "end_to_end"} | settings)
+    server, config = ours.server, ours.config
+    leaves = {name: value.requires_grad_() for name, value in encoder_of(ours).items()}
+    objective = torch.zeros((), dtype=torch.float64)
+    for client in clients:
+        descriptor = encode(leaves, inputs(ours, client), bounded=config.bounded)
+        made = {name: value[0] for name, value in server.hyper_net(descriptor[None]).items()}
+        objective = objective + client_loss(ours.task, client, made) / len(clients)
+    of_net, of_encoder = dict(server.hyper_net.named_parameters()), list(leaves.values())
+    gradients = torch.autograd.grad(objective * config.local_lr, [*of_net.values(), *of_encoder])
+    together = len(clients) if config.cohort_reduction == "sum" else 1
+    expected_net = {
+        name: (value - config.lr * together * gradient).detach()
+        for (name, value), gradient in zip(of_net.items(), gradients, strict=False)
+    }
+    changes = gradients[len(of_net) :]
+    if config.encoder_optimizer == "adam":  # its first step is the sign, but for epsilon
+        changes = [change / (change.abs() + 1e-8) for change in changes]
+    rate = config.encoder_server_lr if config.encoder_optimizer == "adam" else config.encoder_lr
+    expected = {
+        name: (value - rate * change).detach()
+        for (name, value), change in zip(leaves.items(), changes, strict=True)
+    }
+    ours.round(clients, 0)
+    torch.testing.assert_close(dict(server.hyper_net.named_parameters()), expected_net, **CLOSE)
+    torch.testing.assert_close(encoder_of(ours), expected, **CLOSE)
+    assert len(server.embeddings.weight) == 0
+
+
+@pytest.mark.parametrize("clients", [[2], [0, 1, 2]])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"private": True}, {"cohort_reduction": "sum"}, {"encoder_optimizer": "adam"}],
+)
+def test_end_to_end_is_the_one_piece_gradient(clients: list[int], settings: dict[str, Any]) -> None:
+    check_end_to_end(clients, **settings)
+
+
+def test_end_to_end_a_client_lost_on_the_way_equals_one_never_sampled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = {"left": 0}
+
+    def loses_client_1(faults: Faults, seed: int, call: Call) -> bool:
+        calls["left"] -= call.client == 1
+        return call.client == 1 and calls["left"] == 0
+
+    smaller = federation(settings={"encoder": "end_to_end"})
+    smaller.round([0, 2], 0)
+    monkeypatch.setattr(Faults, "drops", loses_client_1)
+    for message in (1, 2, 3):  # its descriptor, its delta, its gradient of the encoder
+        calls["left"] = message
+        lossy = federation(settings={"encoder": "end_to_end"})
+        assert list(lossy.round([0, 1, 2], 0).state.lost) == [1]
+        torch.testing.assert_close(state(lossy), state(smaller), rtol=1e-12, atol=1e-14)
+
+
+def test_end_to_end_a_round_that_all_miss_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = federation(settings={"encoder": "end_to_end"})
+    before, calls = state(ours), {"count": 0}
+
+    def loses_last(faults: Faults, seed: int, call: Call) -> bool:
+        calls["count"] += 1
+        return calls["count"] == 3
+
+    monkeypatch.setattr(Faults, "drops", loses_last)
+    with pytest.raises(AllLostError):
+        ours.round([1], 0)
+    assert calls["count"] == 3
+    torch.testing.assert_close(state(ours), before, rtol=0, atol=0)
+
+
+def test_end_to_end_known_clients_are_served_by_their_inputs_and_phase_one() -> None:
+    ours = federation(settings={"encoder": "end_to_end"}, unlabelled=True)
+    for number in range(2):
+        ours.round([0, 1, 2], number)
+    server, encoder = ours.server, encoder_of(ours)
+    known = generated(server.hyper_net, encode(encoder, inputs(ours, 1)))
+    torch.testing.assert_close(ours.personal(1), known, **CLOSE)
+    novel = generated(server.novel_net, encode(encoder, inputs(ours, 3)))
+    torch.testing.assert_close(ours.personal(3, fresh=True), novel, **CLOSE)
+    assert not torch.allclose(server.novel_net.trunk[0].weight, server.hyper_net.trunk[0].weight)
+
+
+def test_end_to_end_serves_several_sizes_and_averages_batch_norm() -> None:
+    """Each reply is the gradient of a client's own descriptor, whatever its size and place."""
+    with seeded(0, "sizes"):
+        models = {"S": Normed().double(), "L": TwoLayers().double()}
+    ours = federation(models=models, sizes=("S", "L", "S", "L"), settings={"encoder": "end_to_end"})
+    server, config, before = ours.server, ours.config, encoder_of(ours)
+    network = copy.deepcopy(server.encoder)
+    mean = {name: torch.zeros_like(v) for name, v in trees.parameters_of(network).items()}
+    buffers = {name: torch.zeros_like(v) for name, v in trees.buffers_of(network).items()}
+    for client in (0, 1, 2):
+        trees.fill(network, before)
+        size = ours.task.size_of(client)
+        made = server.hyper_net(network.train()(inputs(ours, client))[None], size)
+        own = {name: value[0] for name, value in made.items()}
+        start = {name: own.get(name, v) for name, v in models[size].state_dict().items()}
+        index = ours.task.train[client]
+        output = logits(models[size], start, ours.task.x[index])
+        loss = config.local_lr * torch.nn.functional.cross_entropy(output, ours.task.y[index]) / 3
+        pulled = torch.autograd.grad(loss, list(network.parameters()))
+        mean = {name: mean[name] + g for name, g in zip(mean, pulled, strict=True)}
+        buffers = {n: buffers[n] + v / 3 for n, v in network.named_buffers()}
+    ours.round([0, 1, 2], 0)
+    expected = {name: before[name] - config.encoder_lr * g for name, g in mean.items()}
+    after = encoder_of(ours)
+    torch.testing.assert_close({n: after[n] for n in mean}, expected, **CLOSE)
+    found = {n: v.double() for n, v in after.items() if n in buffers}
+    torch.testing.assert_close(found, {n: v.double() for n, v in buffers.items()}, **CLOSE)
+
+
+def test_end_to_end_what_travels() -> None:
+    ours = federation(settings={"encoder": "end_to_end"})
+    parameters = (FEATURES * 4 + 4 + 4 * CLASSES + CLASSES) * 8
+    encoder = (FEATURES * UNITS + UNITS + UNITS * 4 + 4 + 4 * LENGTH + LENGTH) * 8
+    cohort = ours.round([1], 0)
+    assert [(e.step, e.down, e.up) for e in cohort.state.exchanges] == [
+        ("describe_batch", encoder, LENGTH * 8),
+        ("train_model", parameters, parameters),
+        ("encoder_gradient", LENGTH * 8, encoder),
+    ]
+
+
 # What a client is served
 
 
@@ -396,7 +637,7 @@ def check_serving() -> None:
     torch.testing.assert_close(ours.personal(1), known, rtol=0, atol=0)
     expected = generated(server.hyper_net, server.embeddings.weight[1])
     torch.testing.assert_close(known, expected, **CLOSE)
-    descriptor = encode(server.encoder, inputs(ours, 3))
+    descriptor = encode(encoder_of(ours), inputs(ours, 3))
     expected = generated(server.novel_net, descriptor)
     torch.testing.assert_close(ours.personal(3, fresh=True), expected, **CLOSE)
 
@@ -410,8 +651,8 @@ def test_only_training_a_model_reads_labels() -> None:
     cohort = ours.engine.cohort([3], 0, training=False)
     target = {"embedding": torch.zeros(LENGTH, dtype=torch.float64)}
     batches = ours.config.batches
-    cohort.ask(itpfl.Client.train_encoder, ours.server.encoder, target, batches=batches)
-    cohort.ask(itpfl.Client.describe, ours.server.encoder)
+    cohort.ask(itpfl.Client.train_encoder, encoder_of(ours), target, batches=batches)
+    cohort.ask(itpfl.Client.describe, encoder_of(ours))
     model = ours.task.outline().initial()
     with pytest.raises(UnlabelledError):
         cohort.ask(itpfl.Client.train_model, model, batches=batches)
@@ -422,7 +663,7 @@ def test_a_descriptor_is_the_mean_over_batches_of_all_inputs() -> None:
     cohort = ours.engine.cohort([3], 5, training=False, fresh=True)
     x = inputs(ours, 3)  # 9 examples: batches of 4 and 5, in an order of the client's own
     order = torch.randperm(9, generator=generator(0, "client", 3, 5, "describe", 0))
-    parts = [(encode(ours.server.encoder, x[b]), len(b)) for b in order.split([4, 5])]
+    parts = [(encode(encoder_of(ours), x[b]), len(b)) for b in order.split([4, 5])]
     expected = sum(row * size for row, size in parts) / 9
     torch.testing.assert_close(ours.server.describe(cohort)[0], expected, **CLOSE)
 
@@ -431,7 +672,7 @@ def test_a_bounded_descriptor_is_the_plain_mean_whatever_the_batches() -> None:
     for size in (4, 100):
         ours = federation(settings={"batch_size": size, "private": True})
         cohort = ours.engine.cohort([3], 0, training=False, fresh=True)
-        expected = encode(ours.server.encoder, inputs(ours, 3), bounded=True)
+        expected = encode(encoder_of(ours), inputs(ours, 3), bounded=True)
         torch.testing.assert_close(ours.server.describe(cohort)[0], expected, **CLOSE)
         assert expected.norm() <= 1
 
@@ -471,7 +712,7 @@ def test_one_encoder_serves_several_target_sizes() -> None:
     for number in range(2):
         ours.round([0, 1, 2], number)
     server = ours.server
-    expected = server.novel_net(encode(server.encoder, inputs(ours, 3))[None], "L")
+    expected = server.novel_net(encode(encoder_of(ours), inputs(ours, 3))[None], "L")
     model = ours.personal(3, fresh=True)
     assert "norm.weight" in expected
     for name, value in expected.items():
@@ -499,11 +740,21 @@ def test_the_best_round_is_chosen_by_known_clients_served_as_novel_ones() -> Non
 # Privacy
 
 
+@pytest.mark.parametrize("bounded", [{"private": True}, {"epsilon": 0.3}])
+def test_a_bounded_encoder_is_not_asked_for_standardised_embeddings(
+    bounded: dict[str, Any],
+) -> None:
+    assert from_keys("itpfl", {}).settings.standardized
+    assert not from_keys("itpfl", {"method": bounded}).settings.standardized
+    with pytest.raises(UserError, match="vectors of length 1 at most"):
+        from_keys("itpfl", {"method": bounded | {"standardize": True}})
+
+
 def reply_of(ours: Federation, client: int, round: int = 7) -> Tensor:
     """The descriptor that leaves a client."""
     fresh = client in ours.task.novel_ids
     cohort = ours.engine.cohort([client], round, training=False, fresh=fresh)
-    reply: Tensor = cohort.ask(itpfl.Client.describe, ours.server.encoder)["descriptor"][0]
+    reply: Tensor = cohort.ask(itpfl.Client.describe, encoder_of(ours))["descriptor"][0]
     return reply
 
 
@@ -511,7 +762,7 @@ def check_noise() -> None:
     """What leaves a novel client has noise of the calibrated size; nothing is added later."""
     settings = {"epsilon": 0.3, "embedding_size": 20}
     ours = federation(settings=settings)
-    clean = encode(ours.server.encoder, inputs(ours, 3), bounded=True)
+    clean = encode(encoder_of(ours), inputs(ours, 3), bounded=True)
     noise = torch.cat([reply_of(ours, 3, number) - clean for number in range(100)])
     sigma = 2 / 9 * analytic_multiplier(0.3, 0.01)
     assert noise.std().item() == pytest.approx(sigma, rel=0.06)  # four standard errors
@@ -523,7 +774,7 @@ def check_noise() -> None:
     cohort = ours.engine.cohort([3], 7, training=False, fresh=True)
     sent = trees.take(ours.server.personalize(cohort).tree, 0)
     torch.testing.assert_close(sent, expected, **CLOSE)
-    known = encode(ours.server.encoder, inputs(ours, 1), bounded=True)
+    known = encode(encoder_of(ours), inputs(ours, 1), bounded=True)
     torch.testing.assert_close(reply_of(ours, 1), known, **CLOSE)
 
 
@@ -544,7 +795,7 @@ def test_more_data_needs_less_noise() -> None:
     errors = []
     for count in (10, 100, 1000):
         ours = federation(examples=(5, 5, 5, count), settings={"epsilon": 0.3})
-        clean = encode(ours.server.encoder, inputs(ours, 3), bounded=True)
+        clean = encode(encoder_of(ours), inputs(ours, 3), bounded=True)
         errors.append((reply_of(ours, 3) - clean).norm().item())
     # The draw is another, as the order of the samples is drawn first; the scale is 1 / n.
     assert errors[0] > 3 * errors[1] > 9 * errors[2]

@@ -155,6 +155,10 @@ PUBLISHED: list[tuple[str, str, str, dict[str, Any]]] = [
     }),
     ("itpfl", "paper", ITPFL + "equations 7 to 9", {
         "method.cohort_reduction": "sum", "method.encoder_reduction": "sum",
+        "method.encoder": "regression", "method.standardize": False,
+    }),
+    ("itpfl", "paper", ITPFL + "appendix B: changes of the encoder are aggregated as FedAvg's", {
+        "method.encoder_optimizer": "average",
     }),
     ("itpfl", "paper", ITPFL + "section 7: privacy is a variant", {
         "method.private": False, "method.epsilon": None,
@@ -252,13 +256,14 @@ def test_the_descriptors_of_pefll_are_as_long_as_its_paper_and_its_code_say() ->
         assert settings.length(outline) == length
 
 
-@pytest.mark.parametrize("method", ["pfedhn", "pfedhn_pc", "itpfl"])
-def test_embeddings_begin_as_those_of_the_code(method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "preset"), [("pfedhn", "default"), ("pfedhn_pc", "default"), ("itpfl", "paper")]
+)
+def test_embeddings_begin_as_those_of_the_code(method: str, preset: str) -> None:
     """models.py: an ``nn.Embedding``, whose entries are N(0, 1)."""
+    settings = config.load(method, [f"preset={preset}"]).settings
     with seeded(0, "server"):
-        server = METHODS[method].Server(
-            Outline({"base": TwoLayers()}, 800, CLASSES), METHODS[method].Config()
-        )
+        server = METHODS[method].Server(Outline({"base": TwoLayers()}, 800, CLASSES), settings)
     entries = server.embeddings.weight
     assert entries.mean().item() == pytest.approx(0, abs=0.01)
     assert entries.std().item() == pytest.approx(1, rel=0.01)

@@ -13,37 +13,74 @@ Evaluated: for known clients, what the hypernetwork as phase 1 left it makes of 
 for a novel client, what the fine-tuned one makes of its descriptor, in one forward pass over
 its unlabelled inputs. Batch-norm statistics never travel: each client measures them on its inputs.
 
+With ``encoder = "end_to_end"`` there are no embeddings: in phase 1 a model is made from what g says
+of a batch, and the hypernetwork's gradient with respect to that goes back to the client, which
+returns that of g, as in PeFLL (Scott et al., 2024), but no label is read for it.
+
 Private (section 7): the encoder is bounded, and a novel client adds Gaussian noise to its
 descriptor before it sends it. Training is without noise, as in the paper.
 
 The preset ``paper`` is the paper's text: losses that are sums, over the clients of a round
 (equations 7 and 9) and over the entries of an embedding (8), and rates, decays, epochs and batch
-size out of the grids that it searched (appendix C); it does not say which were chosen. By default
-both are means, so that no rate depends on how many clients take part or on l. What the paper leaves
-open: optimisers are pFedHN's, the lengths of the phases and the encoder's start are ours, and
-private embeddings are put on the unit sphere, beyond which a bounded encoder cannot follow them.
+size out of the grids that it searched (appendix C); it does not say which were chosen. What the
+paper leaves open: optimisers are pFedHN's, the lengths of the phases and the encoder's start are
+ours, and private embeddings are put on the unit sphere, beyond which a bounded encoder cannot
+follow them.
+
+With these an encoder hardly learns: what an embedding gathers in 500 rounds is small beside the
+N(0, 1) that it was drawn from, so g is asked to tell noise. By default therefore embeddings start
+small and learn fast, without decay; g is asked for them standardised, by all known clients' mean
+and deviation, which the server takes back before the hypernetwork sees a descriptor; and Adam
+descends g's averaged change (FedAdam, Reddi et al., 2021), which a plain average makes too short a
+step. Losses are sums over clients, as in the paper, and means over entries, so that no rate depends
+on l.
 """
 
 import copy
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
+from torch.func import grad
+from torch.optim import SGD, Adam, Optimizer
 
 from hyperfed import federation
+from hyperfed.errors import UserError
 from hyperfed.federation import EVALUATION_BATCH, Cohort, Each, Outline, step
 from hyperfed.methods.parts.hypernet_training import HyperNetConfig, Reduction, descend
 from hyperfed.methods.parts.privacy import PrivacyConfig, sensitivity
 from hyperfed.nets.deepsets import DeepSet
 from hyperfed.nets.hypernets import MultiHead, shapes_of
-from hyperfed.training import Epochs, LocalConfig, batch_statistics, mean_output, regression, sgd
-from hyperfed.trees import Model, Tree, detach, model_of, parameters_of, subtract, weighted_mean
+from hyperfed.training import (
+    Epochs,
+    LocalConfig,
+    Steps,
+    batch_statistics,
+    forward,
+    mean_output,
+    regression,
+    sgd,
+)
+from hyperfed.trees import (
+    Model,
+    Tree,
+    buffers_of,
+    detach,
+    fill,
+    model_of,
+    parameters_of,
+    partition,
+    pull_back,
+    set_gradients,
+    subtract,
+    weighted_mean,
+)
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +94,20 @@ class Config(PrivacyConfig, HyperNetConfig, LocalConfig):
 
     Attributes:
         local_clip: bound of a local gradient's norm.
+        embedding_lr: learning rate of the embeddings; ``lr`` where None.
+        embedding_weight_decay: their weight decay; ``weight_decay`` where None.
+        embedding_start: standard deviation of the entries that they start with.
+        cohort_reduction: as of the sum that is equation 7, or as of its mean.
         phase_one_rounds: rounds of phase 1; all further rounds are phase 2.
-        encoder_lr: learning rate of the encoder; the rest of its SGD is that of local training.
+        encoder: trained to tell embeddings (equation 8); or end to end, by the hypernetwork's
+            gradient with respect to the descriptor, without any embedding.
+        encoder_lr: learning rate of the encoder; the rest of its SGD is that of local training. End
+            to end with ``encoder_optimizer = "average"`` that of the server's SGD.
+        encoder_optimizer: what the server does with the averaged change of the encoder: takes it as
+            it is (FedAvg), or lets Adam descend it (FedAdam: Reddi et al., 2021).
+        encoder_server_lr: learning rate of that Adam.
+        standardize: whether the encoder is to tell embeddings less their mean over known clients
+            and divided by their deviation, entry by entry; so unless it is bounded, where None.
         encoder_reduction: whether its loss is the mean or the sum over the entries of an embedding.
             At the mean a rate does as much as one of 1 / l times it at the sum.
         encoder_units: outputs of the encoder's layer before pooling.
@@ -66,16 +115,38 @@ class Config(PrivacyConfig, HyperNetConfig, LocalConfig):
     """
 
     local_clip: PositiveFloat | None = 50.0
+    embedding_lr: PositiveFloat | None = 1.0
+    embedding_weight_decay: NonNegativeFloat | None = 0.0
+    embedding_start: PositiveFloat = 0.05
+    cohort_reduction: Reduction = "sum"
     phase_one_rounds: PositiveInt = 400
+    encoder: Literal["regression", "end_to_end"] = "regression"
     encoder_lr: PositiveFloat = 1e-3
+    encoder_optimizer: Literal["average", "adam"] = "adam"
+    encoder_server_lr: PositiveFloat = 1e-3
+    standardize: bool | None = None
     encoder_reduction: Reduction = "mean"
     encoder_units: Annotated[int, Field(gt=0, multiple_of=2)] = 200
     private: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.standardize and self.bounded:
+            raise UserError(
+                "a bounded encoder must be asked for vectors of length 1 at most, but standardised "
+                "embeddings are about as long as the root of their size; leave standardize out, or "
+                "private and epsilon"
+            )
 
     @property
     def bounded(self) -> bool:
         """Whether the encoder's outputs, and with them the embeddings, are bounded."""
         return self.private or self.epsilon is not None
+
+    @property
+    def standardized(self) -> bool:
+        """Whether the encoder is to tell standardised embeddings."""
+        return not self.bounded if self.standardize is None else self.standardize
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -92,6 +163,9 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "method.weight_decay": 1e-3,
         "method.embedding_lr": 1e-2,
         "method.embedding_weight_decay": 1e-3,
+        "method.embedding_start": 1.0,
+        "method.standardize": False,
+        "method.encoder_optimizer": "average",
         "method.encoder_lr": 1e-3,
         "method.encoder_reduction": "sum",
         "method.local_lr": 5e-3,
@@ -136,6 +210,31 @@ class Client(federation.Client):
         ).model
 
     @step
+    def describe_batch(self, encoder: Model) -> Tree:
+        """Returns {"descriptor": (l,)} of one batch of inputs, which it holds for the next step."""
+        (batch,) = self.batches
+        self.scratch |= {"encoder": encoder, "x": batch.x}
+        with torch.no_grad():
+            return {"descriptor": forward(self.network("encoder"), encoder, batch.x)[0]}
+
+    @step
+    def encoder_gradient(self, gradient: Tree) -> Model:
+        """Back-propagates the gradient of that descriptor through the encoder that made it.
+
+        Returns:
+            the gradient of each parameter of the encoder, and each buffer after the batch.
+        """
+        network, by = self.network("encoder"), gradient["descriptor"]
+        parameters, buffers = partition(self.scratch["encoder"], parameters_of(network))
+
+        def along(values: Model) -> tuple[Tensor, Model]:
+            descriptor, after = forward(network, values | buffers, self.scratch["x"])
+            return descriptor @ by, after
+
+        pulled, after = grad(along, has_aux=True)(parameters)
+        return dict(pulled | after)
+
+    @step
     def describe(self, encoder: Model) -> Tree:
         """Returns {"descriptor": (l,)}, the mean over batches of all inputs; no label is read.
 
@@ -160,9 +259,18 @@ class Server(federation.Server):
 
     def __init__(self, outline: Outline, config: Config) -> None:
         super().__init__(outline, config)
-        length = config.length(outline.clients)
-        self.encoder = model_of(Client.networks(outline, config)["encoder"])
-        self.embeddings = nn.Embedding(outline.clients, length).to(outline.dtype)
+        length, self.end_to_end = config.length(outline.clients), config.encoder == "end_to_end"
+        self.encoder = Client.networks(outline, config)["encoder"]
+        self.encoder_optimizer: Optimizer
+        parameters = parameters_of(self.encoder).values()
+        if config.encoder_optimizer == "adam":
+            self.encoder_optimizer = Adam(parameters, config.encoder_server_lr)
+        else:
+            self.encoder_optimizer = SGD(parameters, config.encoder_lr)
+        rows = 0 if self.end_to_end else outline.clients
+        self.embeddings = nn.Embedding(rows, length).to(outline.dtype)
+        with torch.no_grad():
+            self.embeddings.weight *= config.embedding_start
         shapes = {size: shapes_of(net) for size, net in outline.models.items()}
         self.hyper_net = MultiHead(
             shapes, length, hidden=config.hidden, hidden_layers=config.hidden_layers
@@ -180,29 +288,36 @@ class Server(federation.Server):
         return self.tuned_net if self.tuning else self.hyper_net
 
     def round(self, clients: Cohort) -> None:
-        """Phase 1: a step on L_HN (equation 7), and FedAvg of the encoder (8). Phase 2: (9)."""
+        """Phase 1: a step on L_HN (equation 7), and one of the encoder (8). Phase 2: (9)."""
         groups, batches = clients.sizes, self.config.batches
         learning = clients.round < self.config.phase_one_rounds
         net, optimizer = self.hyper_net, self.optimizer
         if not learning:
             net, optimizer = self.novel_net, self.tuning_optimizer
-        vector = {
-            size: self.embed(group) if learning else self.describe(group)
-            for size, group in groups.items()
-        }
+        if learning and self.end_to_end:
+            descriptor = self.describe_batch(clients)  # (C, l), a leaf of the graph
+            of_size = {size: torch.isin(clients.ids, group.ids) for size, group in groups.items()}
+            vector = {size: descriptor[which] for size, which in of_size.items()}
+        else:
+            find = self.embed if learning else self.describe
+            vector = {size: find(group) for size, group in groups.items()}
         model = {size: net(vector[size], size) for size in groups}
         delta = {
             size: group.ask(Client.train_model, Each(detach(model[size])), batches=batches)
             for size, group in groups.items()
         }
-        if learning:
-            target = Each({"embedding": self.embed(clients).detach()})
-            encoder = clients.ask(Client.train_encoder, self.encoder, target, batches=batches)
-            self.encoder = weighted_mean(encoder, clients.weight)
-        elif not self.tuning:  # phase 2 begins; from here on there are two networks
+        if not learning and not self.tuning:  # phase 2 begins; from here on there are two networks
             self.tuned_net.load_state_dict(self.hyper_net.state_dict())
             self.tuning = torch.tensor(True)
             model = {size: self.tuned_net(vector[size], size) for size in groups}
+        elif learning and self.end_to_end:
+            for size, group in groups.items():
+                here = group.weight.sign()
+                pull_back(model[size], delta[size], here, onto=[descriptor], retain=True)
+            reply = clients.ask(Client.encoder_gradient, Each({"descriptor": descriptor.grad}))
+            self.descend_encoder(weighted_mean(reply, clients.weight.sign()))
+        elif learning:
+            self.train_encoder(clients)
         descend(
             optimizer,
             model,
@@ -212,18 +327,42 @@ class Server(federation.Server):
             reduction=self.config.cohort_reduction,
         )
 
+    def train_encoder(self, clients: Cohort) -> None:
+        """Has clients train the encoder to tell their embeddings; FedAvg or FedAdam of it."""
+        mean, deviation = self.scale()
+        with torch.no_grad():
+            target = Each({"embedding": (self.embed(clients) - mean) / deviation})
+        sent = model_of(self.encoder)
+        reply = clients.ask(Client.train_encoder, sent, target, batches=self.config.batches)
+        trained = weighted_mean(reply, clients.weight)
+        if self.config.encoder_optimizer == "average":
+            fill(self.encoder, trained)
+        else:
+            change, _ = partition(subtract(sent, trained), parameters_of(self.encoder))
+            self.descend_encoder(trained | change)
+
+    def descend_encoder(self, gradient: Model) -> None:
+        """Descends the ``gradient`` of each parameter, and takes its buffers as they are there."""
+        set_gradients(self.encoder, gradient)
+        self.encoder_optimizer.step()
+        self.encoder_optimizer.zero_grad()
+        buffers, _ = partition(gradient, buffers_of(self.encoder))
+        fill(self.encoder, model_of(self.encoder) | buffers)
+
     def personalize(self, clients: Cohort) -> Each:
         """Sends what phase 1 made for known clients, and what phase 2 makes for novel ones."""
         if clients.novel:
             return self.rehearse(clients)
+        vector = self.describe(clients) if self.end_to_end else self.embed(clients)
         with torch.no_grad():
-            return Each(self.hyper_net(self.embed(clients), clients.size))
+            return Each(self.hyper_net(vector, clients.size))
 
     def rehearse(self, clients: Cohort) -> Each:
         """Serves clients as novel ones; on known clients it tells which round is the best."""
         descriptor = self.describe(clients)
         there = clients.weight > 0
-        if self.tuning and not clients.novel and there.sum() > 1:
+        explains = self.tuning and not self.end_to_end
+        if explains and not clients.novel and there.sum() > 1:
             from sklearn.metrics import r2_score  # takes seconds to import
 
             pair = (rows[there].detach().cpu() for rows in (self.embed(clients), descriptor))
@@ -242,9 +381,30 @@ class Server(federation.Server):
         rows: Tensor = self.embeddings(clients.ids)
         return F.normalize(rows, dim=-1) if self.config.bounded else rows
 
+    def scale(self) -> tuple[Tensor, Tensor]:
+        """Returns what standardises embeddings, mean and deviation of each entry, (l,) each.
+
+        Over all known clients, whoever takes part in a round: nothing depends on who was lost.
+        What is not standardised has mean 0 and deviation 1.
+        """
+        rows = self.embeddings.weight.detach()
+        if self.end_to_end or not self.config.standardized:
+            return rows.new_zeros(()), rows.new_ones(())
+        deviation, mean = torch.std_mean(rows, dim=0, correction=0)
+        return mean, deviation.where(deviation > 0, 1)
+
+    def describe_batch(self, clients: Cohort) -> Tensor:
+        """Returns (C, l) descriptors of one batch at each client, to be differentiated by."""
+        one = Steps(1, self.config.batch_size)
+        reply = clients.ask(Client.describe_batch, model_of(self.encoder), batches=one)
+        descriptor: Tensor = reply["descriptor"]
+        return descriptor.requires_grad_()
+
     def describe(self, clients: Cohort) -> Tensor:
-        """Returns (C, l) descriptors, computed at the clients."""
-        descriptor: Tensor = clients.ask(Client.describe, self.encoder)["descriptor"]
+        """Returns (C, l) descriptors, computed at the clients, in the units of embeddings."""
+        mean, deviation = self.scale()
+        reply = clients.ask(Client.describe, model_of(self.encoder))
+        descriptor: Tensor = reply["descriptor"] * deviation + mean
         return descriptor
 
     def privacy(self) -> dict[str, Any] | None:
