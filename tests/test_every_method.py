@@ -21,8 +21,8 @@ from toys import Federation, Normed, Stemmed, TwoLayers, make_task, snapshot
 
 ALL = sorted(METHODS)
 SETTINGS = {"local_steps": 3, "batch_size": 4, "local_lr": 0.1}
-NOVEL = {"novel_steps": 3, "novel_rounds": 2}
-"""A newcomer's training, where a method has one."""
+LENGTHS = {"novel_steps": 3, "novel_rounds": 2, "absorb_steps": 2}
+"""Of what a method has beside local training: such as a newcomer's."""
 
 COUNTS = {"val", "test"}
 """What is in an evaluation, and in no model."""
@@ -32,8 +32,8 @@ def federation(
     method: str, engine: Any = None, settings: dict[str, Any] | None = None, **task: Any
 ) -> Federation:
     known = METHODS[method].Config.__dataclass_fields__
-    novel = {key: value for key, value in NOVEL.items() if key in known}
-    return Federation(method, make_task(**task), engine, **SETTINGS | novel | (settings or {}))
+    short = {key: value for key, value in LENGTHS.items() if key in known}
+    return Federation(method, make_task(**task), engine, **SETTINGS | short | (settings or {}))
 
 
 def used(ours: Federation, client: int, **options: Any) -> trees.Tree:

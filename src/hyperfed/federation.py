@@ -666,6 +666,14 @@ class Server:
         """Returns what the records say of a client's privacy, plain data; None without any."""
         return None
 
+    def diagnostics(self) -> Tree:
+        """Returns what the method has learned that tells how it works; {} where there is nothing.
+
+        Every evaluation records it, as numbers in ``metrics.jsonl``, so the tensors are small: such
+        as who takes how much from whom. The server's state must not change.
+        """
+        return {}
+
     def state(self, *, optimizers: bool = True) -> Tree:
         """Returns references to all tensors of the server, for a checkpoint.
 

@@ -490,6 +490,34 @@ def sgd(
     return Trained({name: trained[name] for name in model}, dict(zip(names, speed, strict=True)))
 
 
+def adam(gradient: Callable[[Model], Model], weights: Model, steps: int, lr: float) -> Model:
+    """Descends by Adam (Kingma & Ba, ICLR 2015, algorithm 1) with its published constants.
+
+    It is a function of tensors, as ``torch.optim.Adam`` is not, whose state neither ``vmap`` nor a
+    CUDA graph takes.
+
+    Args:
+        gradient: of the weights, the same names and shapes.
+        weights: to start from; they are not changed.
+        steps: their number.
+        lr: learning rate.
+
+    Returns:
+        the weights after them.
+    """
+    first = second = {name: torch.zeros_like(value) for name, value in weights.items()}
+    for step in range(1, steps + 1):
+        by = gradient(weights)
+        first = {name: 0.9 * mean + 0.1 * by[name] for name, mean in first.items()}
+        second = {name: 0.999 * mean + 0.001 * by[name] ** 2 for name, mean in second.items()}
+        rate, scale = lr / (1 - 0.9**step), 1 - 0.999**step
+        weights = {
+            name: value - rate * first[name] / ((second[name] / scale).sqrt() + 1e-8)
+            for name, value in weights.items()
+        }
+    return weights
+
+
 def _gradients(
     loss: Callable[[list[Tensor], Batch], tuple[Tensor, Model]],
     weights: list[Tensor],

@@ -136,7 +136,7 @@ def numbers(run: Run) -> Any:
 def keys(method: str, device: str) -> dict[str, Any]:
     known = METHODS[method].Config.__dataclass_fields__
     own = {"local_steps": 3, "batch_size": 4, "phase_one_rounds": 2}
-    own |= {"novel_steps": 2, "novel_rounds": 2}
+    own |= {"novel_steps": 2, "novel_rounds": 2, "absorb_steps": 2}
     method_keys = {key: value for key, value in own.items() if key in known}
     faults = {"drop": 0.2, "nan": 0.1}
     engine = {"name": "loop", "cores_per_client": 1}

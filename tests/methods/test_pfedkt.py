@@ -32,9 +32,10 @@ from toys import (
 )
 
 CLOSE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-11}
-SMALL: dict[str, Any] = {"chunk": 5, "hidden": 6, "embedding_size": 3, "lr": 0.4}
+SMALL: dict[str, Any] = {"chunk": 5, "hidden": 6, "embedding_size": 3}
 """A hypernetwork of 8 chunks of the 39 parameters."""
-SETTINGS = ONE_STEP | SMALL | {"contrast_weight": 0.3, "margin": 20.0}
+EQUATION_1: dict[str, Any] = {"absorb_steps": 1, "optimizer": "sgd", "lr": 0.4}
+SETTINGS = ONE_STEP | SMALL | EQUATION_1 | {"contrast_weight": 0.3, "margin": 20.0}
 """The hinge is active, and the contrastive loss counts."""
 PARAMETERS = FEATURES * 4 + 4 + 4 * CLASSES + CLASSES
 
@@ -233,6 +234,51 @@ def test_several_local_steps_are_absorbed_as_their_sum() -> None:
     torch.testing.assert_close(ours["hypernetwork"], expected, **CLOSE)
 
 
+def gap(federation: Federation, phi: Model, trained: Model) -> Tensor:
+    """|theta(phi) - trained|^2 / 2, differentiable in phi."""
+    theta = functional_call(hyper_net(federation), phi, ("base",))
+    return torch.stack([((theta[n] - trained[n]) ** 2).sum() for n in theta]).sum() / 2
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize(
+    ("name", "optimizer"), [("sgd", torch.optim.SGD), ("adam", torch.optim.Adam)]
+)
+def test_absorbing_is_fitting_what_was_trained(
+    steps: int, name: str, optimizer: Callable[..., torch.optim.Optimizer]
+) -> None:
+    """By PyTorch's own optimisers, as PyTorch sets them; each turn with a new one."""
+    federation = after_two_rounds(absorb_steps=steps, optimizer=name, lr=0.03, local_steps=3)
+    for number in (2, 3):
+        before = trees.clone(federation.engine.memory[0]["hypernetwork"])
+        federation.round([0], number)
+        ours = federation.engine.memory[0]
+        leaves = {key: value.requires_grad_() for key, value in before.items()}
+        by_hand = optimizer(leaves.values(), lr=0.03)
+        for _ in range(steps):
+            by_hand.zero_grad()
+            gap(federation, leaves, ours["model"]).backward()
+            by_hand.step()
+        torch.testing.assert_close(ours["hypernetwork"], trees.detach(leaves), **CLOSE)
+
+
+def left(**settings: Any) -> float:
+    """What is left of |delta|^2 after a turn of client 0, with the hypernetwork of the defaults."""
+    settings = {"local_steps": 20, "batch_size": 8, "local_lr": 0.05} | settings
+    federation = Federation("pfedkt", make_task(), **settings)
+    phi = draw_weights(hyper_net(federation), generator(0, "client", 0, 0, "train_model", 0))
+    federation.round([0])
+    ours = federation.engine.memory[0]
+    after = gap(federation, ours["hypernetwork"], ours["model"])
+    return (after / gap(federation, phi, ours["model"])).item()
+
+
+def test_the_defaults_absorb_what_one_step_leaves() -> None:
+    assert left() < 0.02
+    paper = from_keys("pfedkt", {"preset": "paper"}).settings
+    assert left(absorb_steps=paper.absorb_steps, optimizer=paper.optimizer, lr=paper.lr) > 0.3
+
+
 def test_the_previous_model_of_a_newcomer_is_the_initial_global_one() -> None:
     federation = after_two_rounds()
     initial, received = federation.task.outline().initial(), federation.server.model["base"]
@@ -405,7 +451,7 @@ def test_without_weight_the_contrast_is_as_good_as_none() -> None:
 
 def test_training_lowers_the_loss_of_every_client() -> None:
     local = {"local_steps": 5, "batch_size": 8, "local_lr": 0.05}
-    federation = Federation("pfedkt", make_task(), **local, lr=0.1)
+    federation = Federation("pfedkt", make_task(), **local, **EQUATION_1 | {"lr": 0.1})
     task = federation.task
 
     def losses() -> list[float]:
@@ -482,6 +528,9 @@ def test_the_presets_are_settings_of_a_run(preset: str) -> None:
     ours = config.settings
     found = (ours.contrast_weight, ours.margin, ours.embedding_size, ours.hidden_layers)
     assert found == (expected.weight, expected.margin, expected.embedding, expected.layers)
-    if preset != "default":
+    if preset == "default":
+        assert (ours.absorb_steps, ours.optimizer) == (100, "adam")
+    else:
+        assert (ours.absorb_steps, ours.optimizer, ours.lr) == (1, "sgd", 5e-3)
         assert (config.rounds, config.cohort, ours.local_epochs) == (500, 0.1, 10)
         assert (config.task.val, config.task.test) == (0.1, 0.1)

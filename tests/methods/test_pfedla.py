@@ -1,13 +1,16 @@
 """pFedLA and HeurpFedLA: the update by one-piece autograd, the limits, the weights, the bytes."""
 
+import json
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import hyperfed
 from hyperfed import trees
 from hyperfed.engines import Faults
 from hyperfed.engines.calls import Call
@@ -283,6 +286,44 @@ def test_weights_are_a_function_of_the_state() -> None:
         torch.testing.assert_close(alpha.sum(1), torch.ones(2, dtype=torch.float64))
     torch.testing.assert_close(federation.server.weights(ids), weights, rtol=0, atol=0)
     torch.testing.assert_close(federation.server.state(), before, rtol=0, atol=0)
+
+
+def test_an_evaluation_records_who_takes_how_much_from_whom(tmp_path: Path) -> None:
+    task = chain()
+    settings = PLAIN | {"local_steps": 5, "batch_size": 24, "local_lr": 0.2, "lr": 1.0}
+    keys: dict[str, Any] = {"rounds": 4, "evaluate_every": 2, "cohort": 1.0}
+    run = hyperfed.train("pfedla", task, method=settings, out=tmp_path, **keys)
+    ours, weights = Federation("pfedla", task, **settings), {}
+    for number in range(4):
+        ours.round(range(7), number)
+        weights[number + 1] = ours.server.weights(torch.arange(7))  # rows: who takes
+    assert run.folder is not None
+    lines = [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
+    told = {line["round"]: line["diagnostics"] for line in lines if line["split"] == "val"}
+    assert list(told) == [2, 4]
+    for number, diagnostics in told.items():
+        found = trees.tree_map(torch.tensor, {"weights": diagnostics["weights"]})
+        expected = trees.tree_map(Tensor.float, {"weights": {"base": weights[number]}})
+        torch.testing.assert_close(found, expected, rtol=6e-4, atol=0)  # four digits
+    assert [line["diagnostics"] for line in lines if line["split"] == "test"] == [{}, {}]
+    assert [e.diagnostics for e in run.evaluations if e.split == "val"] == list(told.values())
+    best = {"weights": {"base": weights[run.best.round]}}
+    torch.testing.assert_close(run.diagnostics(), best, rtol=0, atol=0)
+
+
+def test_weights_that_are_uniform_are_told_from_those_that_were_learned() -> None:
+    ours = Federation("pfedla", chain(), **PLAIN | {"local_steps": 5, "local_lr": 0.2, "lr": 1.0})
+    for number in range(4):
+        ours.round(range(7), number)
+
+    def own() -> dict[str, float]:
+        """The mean weight of a client's own model, of each layer."""
+        told = ours.server.diagnostics()["weights"]["base"]
+        return {layer: alpha.diagonal().mean().item() for layer, alpha in told.items()}
+
+    assert all(mean > 2 / 7 for mean in own().values())
+    with_weights(ours, torch.zeros(7, 7))
+    assert own() == pytest.approx(dict.fromkeys(["body", "head"], 1 / 7))
 
 
 # HeurpFedLA.

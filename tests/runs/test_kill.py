@@ -58,8 +58,9 @@ def kill_after(process: BaseProcess, parent: Path, evaluations: int) -> Path:
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_kill_9_and_resume_changes_no_number(method: str, tmp_path: Path) -> None:
     known = METHODS[method].Config.__dataclass_fields__
-    novel = [f"method.{key}=2" for key in ("novel_steps", "novel_rounds") if key in known]
-    command = ["run", method, *KEYS, *FAULTS, *novel, "--quiet", "--out"]
+    lengths = ("novel_steps", "novel_rounds", "absorb_steps")
+    short = [f"method.{key}=2" for key in lengths if key in known]
+    command = ["run", method, *KEYS, *FAULTS, *short, "--quiet", "--out"]
     whole = start(*command, str(tmp_path / "whole"))
     moment = random.Random(method).randrange(1, 7)  # of 8 evaluations
     killed = kill_after(start(*command, str(tmp_path / "killed")), tmp_path / "killed", moment)

@@ -26,7 +26,7 @@ SETTINGS = {"local_steps": 3, "batch_size": 4, "local_lr": 0.1}
 
 def trained(method: str, task: Task) -> Federation:
     known = METHODS[method].Config.__dataclass_fields__
-    short = {key: 3 for key in ("novel_steps", "novel_rounds") if key in known}
+    short = {key: 3 for key in ("novel_steps", "novel_rounds", "absorb_steps") if key in known}
     ours = Federation(method, task, **SETTINGS, **short)
     for number in range(2):
         ours.round([0, 1, 2], number)

@@ -30,8 +30,8 @@ from hyperfed.methods.parts.complexity import count_parameters
 from hyperfed.methods.parts.contrast import Contrast, Distance, contrastive_loss, distances
 from hyperfed.methods.parts.presets import DEFAULT, PFEDKT
 from hyperfed.nets.hypernets import Chunked, draw_weights, shapes_of, spread_of
-from hyperfed.training import Batch, LocalConfig, Objective, apply, sgd, supervised
-from hyperfed.trees import Model, Tree, subtract, tree_map
+from hyperfed.training import Batch, LocalConfig, Objective, adam, apply, sgd, supervised
+from hyperfed.trees import Model, Tree, detach, subtract, tree_map
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -45,7 +45,9 @@ class Config(LocalConfig):
 
     Attributes:
         local_lr: learning rate of the private model.
-        lr: learning rate of the hypernetwork, trained by plain gradient descent (equation 1).
+        lr: learning rate of the hypernetwork.
+        optimizer: of the hypernetwork, new in each round.
+        absorb_steps: its steps towards the trained model. One of SGD is equation 1.
         contrast: draws the private model to the global one and away from the previous one
             (:func:`hyperfed.methods.parts.contrast.contrastive_loss`); ``none``: the supervised
             loss alone.
@@ -64,7 +66,9 @@ class Config(LocalConfig):
     """
 
     local_lr: PositiveFloat = 1e-2
-    lr: PositiveFloat = 5e-3
+    lr: PositiveFloat = 2e-3
+    optimizer: Literal["sgd", "adam"] = "adam"
+    absorb_steps: PositiveInt = 100
     contrast: Contrast | Literal["none"] = "triplet"
     distance: Distance = "kl"
     contrast_weight: Annotated[float, Field(ge=0, le=1)] = 1e-3
@@ -79,6 +83,13 @@ class Config(LocalConfig):
     novel_rounds: NonNegativeInt = 20
 
 
+_PAPER: Mapping[str, Any] = {
+    **PFEDKT,
+    "method.lr": 5e-3,
+    "method.optimizer": "sgd",  # equation 1
+    "method.absorb_steps": 1,
+}
+
 _CIFAR100: Mapping[str, Any] = {  # tables 3 and 6
     "method.contrast_weight": 1e-4,
     "method.margin": 5.0,
@@ -88,8 +99,8 @@ _CIFAR100: Mapping[str, Any] = {  # tables 3 and 6
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "default": {**DEFAULT, "rounds": 20},  # a step runs three models
-    "paper": PFEDKT,
-    "paper_cifar100": {**PFEDKT, **_CIFAR100},
+    "paper": _PAPER,
+    "paper_cifar100": {**_PAPER, **_CIFAR100},
 }
 
 
@@ -126,7 +137,7 @@ class Client(federation.Client):
         ).model
         self.memory["model"] = trained
         if hyper_net is not None:
-            self.memory["hypernetwork"] = self.absorb(hyper_net, subtract(start, trained))
+            self.memory["hypernetwork"] = self.absorb(hyper_net, trained)
         return trained
 
     @step
@@ -145,15 +156,24 @@ class Client(federation.Client):
         made: Model = functional_call(self.network(self.size), hyper_net, (self.size,))
         return made
 
-    def absorb(self, hyper_net: Model, delta: Model) -> Model:
-        """Returns phi - lr * (d theta / d phi)^T delta (equation 1)."""
+    def absorb(self, hyper_net: Model, trained: Model) -> Model:
+        """Returns phi after descending (d theta / d phi)^T delta, delta = theta(phi) - trained.
+
+        That is the gradient of |theta(phi) - trained|^2 / 2, by SGD (one step: equation 1) or Adam.
+        """
 
         def product(weights: Model) -> Tensor:
             made = self.generate(weights)
+            delta = subtract(detach(made), trained)
             return torch.stack([(value * delta[name]).sum() for name, value in made.items()]).sum()
 
-        gradient: Model = grad(product)(hyper_net)
-        return tree_map(lambda phi, by: phi - self.config.lr * by, hyper_net, gradient)
+        config, gradient = self.config, grad(product)
+        if config.optimizer == "adam":
+            return adam(gradient, hyper_net, config.absorb_steps, config.lr)
+        for _ in range(config.absorb_steps):
+            by = gradient(hyper_net)
+            hyper_net = tree_map(lambda phi, g: phi - config.lr * g, hyper_net, by)
+        return hyper_net
 
     def objective_between(self, positive: Model, negative: Model) -> Objective:
         """Returns (1 - mu) * supervised loss + mu * contrastive loss (equation 3)."""

@@ -219,6 +219,17 @@ class Server(federation.Server):
         mixture, sent = self.mix(clients)
         return Each(trees.detach(mixture), sent)
 
+    def diagnostics(self) -> Tree:
+        """Returns alpha of every client as {"weights": {size: {layer: (n, n)}}}.
+
+        A row is a client's, its columns are whom it takes from; of a size that it has not, no row
+        is used.
+        """
+        everyone = torch.arange(
+            self.outline.clients, device=next(self.hyper_nets.parameters()).device
+        )
+        return {"weights": {size: self.weights(everyone, size) for size in self.layers}}
+
     def weights(self, ids: Tensor, size: str = BASE) -> dict[str, Tensor]:
         """Returns alpha for some clients: {layer: (C, n)}, retained or not, without a graph."""
         with torch.no_grad():

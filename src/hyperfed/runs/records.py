@@ -13,16 +13,18 @@ import math
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
+from torch import Tensor
 
 from hyperfed.errors import UserError
 from hyperfed.system.files import atomic_write, refused
 from hyperfed.system.provenance import commit, versions
+from hyperfed.trees import Tree, tree_map
 from hyperfed.trees.checkpoints import load_state, save_state
 
 __all__ = [
@@ -37,6 +39,7 @@ __all__ = [
     "commit",
     "find_runs",
     "load_state",
+    "plain",
     "read_run",
     "save_state",
     "summarise",
@@ -102,6 +105,9 @@ class Evaluation:
         masked_accuracy: mean over examples.
         zeroed_accuracy: the same with the logits of classes that a client has not at zero, as
             PeFLL's authors count; None in records of before it was counted.
+        diagnostics: what the server says of what it has learned
+            (:meth:`hyperfed.federation.Server.diagnostics`), as :func:`plain` gives it; on ``val``
+            alone, {} where it says nothing.
         accuracy_client_mean: mean over clients.
         accuracy_client_std: population standard deviation over clients.
         worst_decile_accuracy: mean over the worst tenth of the clients, at least one.
@@ -129,6 +135,7 @@ class Evaluation:
     seconds: float
     lost: tuple[Lost, ...] = ()
     zeroed_accuracy: Number = None
+    diagnostics: dict[str, Any] = field(default_factory=dict, hash=False)
 
 
 _EVALUATION = TypeAdapter(Evaluation)
@@ -196,6 +203,27 @@ def summarise(
         seconds=seconds,
         lost=tuple(lost),
     )
+
+
+def plain(tree: Tree) -> dict[str, Any]:
+    """Returns a tree as nested lists of numbers, for a record.
+
+    Floats have four digits, so that a table of all clients by all clients stays small; they are
+    None where they are not finite.
+    """
+    found: dict[str, Any] = _rounded(tree_map(Tensor.tolist, tree))
+    return found
+
+
+def _rounded(value: Any) -> Any:
+    match value:
+        case dict():
+            return {key: _rounded(inner) for key, inner in value.items()}
+        case list():
+            return [_rounded(inner) for inner in value]
+        case float():
+            return _finite(float(f"{value:.4g}"))
+    return value
 
 
 def _finite(value: float) -> Number:

@@ -5,7 +5,7 @@ differ from what it would have been: all its state is in one file, written whole
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
@@ -212,6 +212,8 @@ class Run(Served):
         found = {
             split: self._summarise(split, ids, counts[split], self.round, lost) for split in counts
         }
+        told = records.plain(self.server.diagnostics())
+        found["val"] = replace(found["val"], diagnostics=told)
         for evaluation in found.values():
             self._record(evaluation)
         # Without validation data there is nothing to choose by: the latest round is taken.

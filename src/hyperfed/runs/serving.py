@@ -22,6 +22,7 @@ from hyperfed.runs import records
 from hyperfed.runs.config import RunConfig
 from hyperfed.runs.evaluation import Counts, Serve, evaluate, finetuned, with_samples
 from hyperfed.runs.records import Evaluation, Lost
+from hyperfed.system.devices import CPU
 from hyperfed.system.randomness import derive, seeded
 from hyperfed.training import Steps, UnlabelledError
 from hyperfed.trees import Tree
@@ -123,6 +124,18 @@ class Served:
         with self._at_best() as server:
             cohort = self.engine.cohort([client], number, training=False, fresh=novel)
             return self._export(server, cohort, self.task.size_of(client))
+
+    def diagnostics(self) -> Tree:
+        """Returns what the server had learned at the best round that tells how its method works.
+
+        These are the tensors of :meth:`hyperfed.federation.Server.diagnostics`, {} where a method
+        has none; ``evaluations`` have them of every evaluation, on ``val``.
+
+        Raises:
+            UserError: the run has not come to its first evaluation.
+        """
+        with self._at_best() as server:
+            return trees.clone(trees.to(server.diagnostics(), CPU))
 
     def personalize(self, x: Any, y: Any = None, *, size: str | None = None) -> nn.Module:
         """Returns the model of a client that was never seen, by the method's own protocol.
