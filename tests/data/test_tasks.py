@@ -8,6 +8,7 @@ import torch
 from pydantic import ValidationError
 
 from hyperfed.data.arrays import examples_of
+from hyperfed.data.partitions import keep_few
 from hyperfed.data.shift import nearest_total_variation
 from hyperfed.data.tasks import PARTITIONS, TaskConfig, build, divide, targets
 from hyperfed.errors import UserError
@@ -82,7 +83,7 @@ def test_every_partition_gives_each_client_the_same_proportions_on_every_split(n
         of_train = torch.bincount(examples.y[partition.train[client]], minlength=10)
         for split in (partition.val, partition.test):
             count = torch.bincount(examples.y[split[client]], minlength=10)
-            if name == "natural":  # split within the client, whatever the label
+            if name in ("natural", "shuffled"):  # whatever the label
                 assert len(split[client]) == 500
             else:
                 assert ((of_train / 2 - count).abs() <= 2).all()
@@ -161,6 +162,76 @@ def test_equal_dirichlet_clients_train_on_equally_many_examples():
     assert np.abs(val - 75).max() <= 10
     assert np.abs(test - 75).max() <= 10
     assert partition.class_proportions.max(dim=1).values.mean() > 0.5
+
+
+FEW = TaskConfig(clients=60, partition="shuffled", val=0.25, test=0.3, novel=1 / 6)
+
+
+def test_shuffled_examples_are_dealt_out_equally_and_in_random_order():
+    examples = made(1798)
+    partition = divide(FEW, examples, seed=0)
+    for split, sizes in zip(held_by(partition), ({13, 14}, {7, 8}, {9}), strict=True):
+        assert set(split) == sizes
+    indices = all_indices(partition.train, partition.val, partition.test)
+    assert indices.tolist() == list(range(1798))
+    holders = torch.stack([torch.bincount(examples.y[own], minlength=10) for own in partition.test])
+    assert {0, 1, 2, 3} <= set(holders.flatten().tolist())  # not one of each class
+    assert divide(FEW, examples, seed=1).fingerprint != partition.fingerprint
+    assert divide(FEW, examples, seed=0).fingerprint == partition.fingerprint
+
+
+def test_a_client_keeps_a_few_of_its_training_examples():
+    examples = made(1800)
+    whole = divide(FEW, examples, seed=0)
+    twelve, five = (keep_few(whole, count, examples.y, seed=0) for count in (12, 5))
+    for client in range(60):
+        many, some, few = (set(p.train[client].tolist()) for p in (whole, twelve, five))
+        assert few < some < many
+        assert (len(some), len(few)) == (12, 5)
+        counts = torch.bincount(examples.y[five.train[client]], minlength=10)
+        assert five.class_proportions[client].tolist() == pytest.approx((counts / 5).tolist())
+        assert five.train[client].tolist() == sorted(few)
+    for split in ("val", "test"):
+        pairs = zip(getattr(five, split), getattr(whole, split), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+    # What is drawn depends on seed and client, and is not simply the first.
+    places = [torch.isin(w, f).tolist() for w, f in zip(whole.train, five.train, strict=True)]
+    assert len(set(map(tuple, places))) > 50
+    assert keep_few(whole, 5, examples.y, seed=1).fingerprint != five.fingerprint
+    assert keep_few(whole, 99, examples.y, seed=0).fingerprint == whole.fingerprint
+
+
+def test_a_task_of_few_examples_whose_clients_code_labels_differently(digits):
+    plain = build(replace(FEW, examples_per_client=12), seed=0)
+    coded = build(replace(FEW, examples_per_client=12, label_codes=3), seed=0)
+    assert {len(own) for own in coded.train} == {12}
+    for client in range(60):
+        for split in ("train", "val", "test"):
+            own = getattr(coded, split)[client]
+            assert torch.equal(own, getattr(plain, split)[client])
+            assert torch.equal(coded.y[own], (plain.y[own] + 3 * (client % 3)) % 10)
+    unused = torch.ones(1797, dtype=torch.bool)
+    unused[all_indices(coded.train, coded.val, coded.test)] = False
+    assert unused.any()
+    assert torch.equal(coded.y[unused], plain.y[unused])
+    assert torch.equal(plain.y, digits.y)
+    assert len({coded.fingerprint, plain.fingerprint, build(FEW, seed=0).fingerprint}) == 3
+    with pytest.raises(UserError, match="label_codes must be at most 10, the classes of digits"):
+        build(replace(FEW, label_codes=11), seed=0)
+
+
+def test_novel_clients_dealt_to_anew_keep_few_examples_and_their_codes():
+    config = TaskConfig(partition="dirichlet", alpha=1.0, examples_per_client=5, label_codes=2)
+    trained = build(config, seed=0)
+    served = build(config, seed=0, served=replace(config, novel_alpha=10.0))
+    known = torch.cat(trained.train[:18])
+    assert torch.equal(known, torch.cat(served.train[:18]))
+    assert torch.equal(trained.y[known], served.y[known])
+    assert {len(own) for own in served.train[18:]} == {5}
+    labels = build(TaskConfig(), seed=0).y
+    for client in (18, 19):
+        own = torch.cat([served.train[client], served.val[client], served.test[client]])
+        assert torch.equal(served.y[own], (labels[own] + 5 * (client % 2)) % 10)
 
 
 def test_configurations_differ_in_their_partition():

@@ -22,6 +22,14 @@ def divide(config: TaskConfig, examples: Examples, seed: int) -> Partition:
     """
     if not examples.classes:
         raise UserError(f"{examples.name} must have integer labels; use from_arrays for regression")
+    dealt = _deal(config, examples, seed)
+    if config.examples_per_client is None:
+        return dealt
+    return partitions.keep_few(dealt, config.examples_per_client, examples.y, seed)
+
+
+def _deal(config: TaskConfig, examples: Examples, seed: int) -> Partition:
+    """Deals out all examples."""
     if config.partition == "natural":
         return _divide_naturally(config, examples, seed)
     if config.partition_file is not None:
@@ -35,6 +43,11 @@ def divide(config: TaskConfig, examples: Examples, seed: int) -> Partition:
         return _divide_as_pfllib(config, examples, seed)
     labels = examples.y.numpy()
     part = _hold_out(config, examples, labels, examples.held_out.numpy(), seed)
+    if config.partition == "shuffled":
+        rng = random_source(seed, "shuffle")
+        return partitions.shuffled(
+            labels, part, rng, clients=config.clients, classes=examples.classes
+        )
     rng = random_source(seed, "shares")
     drawn = _draw_shares(config, examples, labels[part == partitions.TRAIN], rng)
     return partitions.by_shares(drawn, labels, part, random_source(seed, "allocate"))

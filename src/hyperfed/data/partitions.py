@@ -6,7 +6,7 @@ on, in the same proportions.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -196,6 +196,57 @@ def by_shares(
         rows = np.flatnonzero(part == split)
         owner[rows] = _owners(shares, labels[rows], rng)
     return by_client(owner, labels, part, clients=shares.shape[0], classes=shares.shape[1])
+
+
+def shuffled(
+    labels: Integers,
+    part: Integers,
+    rng: np.random.Generator,
+    *,
+    clients: int,
+    classes: int,
+) -> Partition:
+    """Deals everything out in random order, equally much to each (IID of McMahan et al. 2017).
+
+    Clients have equally many training, validation and test examples, each to within one.
+
+    Args:
+        labels: (N,) labels of all examples.
+        part: (N,) TRAIN, VAL, TEST or UNUSED.
+        rng: decides which examples a client gets.
+        clients: number of clients.
+        classes: number of labels.
+
+    Raises:
+        UserError: more clients than training examples.
+    """
+    owner = np.full(len(labels), -1)
+    for split in (TRAIN, VAL, TEST):
+        rows = rng.permutation(np.flatnonzero(part == split))
+        owner[rows] = np.arange(len(rows)) % clients
+    return by_client(owner, labels, part, clients=clients, classes=classes)
+
+
+def keep_few(partition: Partition, count: int, labels: Tensor, seed: int) -> Partition:
+    """Leaves each client some of its training examples, drawn at random; all where it has fewer.
+
+    Which they are is a function of seed and client; those of a smaller count are among those of a
+    larger one.
+
+    Args:
+        partition: who holds what.
+        count: training examples that a client keeps.
+        labels: (N,) of all examples.
+        seed: of the draw.
+    """
+    train = []
+    for client, own in enumerate(partition.train):
+        kept = random_source(seed, f"few {client}").permutation(len(own))[:count]
+        train.append(own[np.sort(kept)])
+    classes = partition.class_proportions.shape[1]
+    counts = torch.stack([torch.bincount(labels[own], minlength=classes) for own in train])
+    proportions = counts.double() / counts.sum(dim=1, keepdim=True)
+    return replace(partition, train=tuple(train), class_proportions=proportions)
 
 
 def by_client(

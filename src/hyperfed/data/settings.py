@@ -29,6 +29,7 @@ PartitionName = Literal[
     "shards",
     "coarse",
     "iid",
+    "shuffled",
     "natural",
     "pfllib",
     "file",
@@ -50,9 +51,10 @@ class TaskConfig:
             one where there is one.
         partition: who holds what; :mod:`hyperfed.data.shares` describes each. ``dirichlet`` draws
             per client, ``dirichlet_equal`` too, for clients of the same size. ``coarse`` needs
-            coarse labels (cifar100). ``natural`` takes the data set's own clients (writers,
-            alphabets, roles). ``pfllib`` deals as that library does (:mod:`hyperfed.data.pfllib`),
-            the same for every seed. ``file`` reads who holds what.
+            coarse labels (cifar100). ``iid`` deals out each class evenly, ``shuffled`` everything
+            in random order. ``natural`` takes the data set's own clients (writers, alphabets,
+            roles). ``pfllib`` deals as that library does (:mod:`hyperfed.data.pfllib`), the same
+            for every seed. ``file`` reads who holds what.
         partition_file: that file (:mod:`hyperfed.data.partition_files`), .npz or .csv. A relative
             path begins at the folder of the experiment's TOML file, elsewhere at the current one.
         pfllib: which of its dealings: ``pathological`` with ``classes_per_client``, or
@@ -65,6 +67,11 @@ class TaskConfig:
         share_high: see there.
         alpha: Dirichlet concentration.
         majority_ratio: examples of a majority class to one of another, for ``majority``.
+        examples_per_client: training examples that a client keeps of those dealt out to it, drawn
+            at random; nobody holds the others. A client with fewer keeps all. None for all.
+        label_codes: ways in which clients code their labels. Client k adds (k mod label_codes)
+            times (classes // label_codes) to each label, modulo the number of classes: with three
+            codes and ten classes 0, 3 or 6. 1 for labels as they are.
         novel: fraction of clients that join after training, rounded; the last ones.
         novel_alpha: another Dirichlet concentration for them; None for the same. Where it changes
             after training, what they hold is dealt out to them anew, and to nobody else.
@@ -102,6 +109,8 @@ class TaskConfig:
     share_high: PositiveFloat = 0.6
     alpha: PositiveFloat = 0.1
     majority_ratio: Annotated[float, Field(ge=1)] = 5.0
+    examples_per_client: PositiveInt | None = None
+    label_codes: PositiveInt = 1
     novel: Fraction = 0.1
     novel_alpha: PositiveFloat | None = None
     novel_corruption: CorruptionName | None = None

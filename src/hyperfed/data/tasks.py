@@ -11,6 +11,7 @@ from hyperfed.data import datasets, partitions
 from hyperfed.data.corruptions import CorruptionName, corrupt_novel
 from hyperfed.data.division import divide, novel_dealt_anew
 from hyperfed.data.examples import Examples, Normalize, fingerprint_of, hash_of, is_image
+from hyperfed.data.label_codes import recoded
 from hyperfed.data.own import Task, from_arrays, newcomer
 from hyperfed.data.partitions import Partition
 from hyperfed.data.roster import Frame, RemoteTask, Roster, dtype_of
@@ -53,6 +54,8 @@ def build(config: TaskConfig, seed: int, *, served: TaskConfig | None = None) ->
     partition = divide(config, examples, seed)
     if served.novel_alpha != config.novel_alpha:
         partition = novel_dealt_anew(partition, served, examples, seed)
+    if config.label_codes > 1:
+        examples = recoded(examples, partition, config.label_codes)
     if served.novel_corruption is not None:
         examples = _corrupted(examples, partition, config, served.novel_corruption, seed)
     models = targets(config, examples, seed)

@@ -5,7 +5,7 @@ from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
 
-from hyperfed.data import datasets, pfllib, shares
+from hyperfed.data import datasets, partitions, pfllib, shares
 from hyperfed.methods import METHODS
 
 Entry = dict[str, str | list[str]]
@@ -22,10 +22,11 @@ PARTITIONS = MappingProxyType(
         "shards": shares.shards,
         "coarse": shares.coarse_classes,
         "iid": shares.iid,
+        "shuffled": partitions.shuffled,
         "pfllib": pfllib.deal,
     }
 )
-"""``task.partition`` -> what draws it, for all but those of ``READ``."""
+"""``task.partition`` -> what deals out, for all but those of ``READ``."""
 
 READ = MappingProxyType(
     {
