@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -33,6 +32,7 @@ from toys import (
     TwoLayers,
     client_loss,
     logits,
+    make_quadratic_task,
     make_task,
 )
 
@@ -84,7 +84,7 @@ def gradients(
             descriptor = (descriptor - standard[0]) / standard[1]
         model = {name: value[0] for name, value in server.hyper_net(descriptor[None]).items()}
         x, y = drawn(task, client, number, "train_model")
-        loss = F.cross_entropy(logits(task.models["base"], model, x), y)
+        loss = task.loss(logits(task.models["base"], model, x), y)
         squares = torch.stack([value.square().sum() for value in model.values()]).sum()
         objective = objective + (loss + THETA * squares) / len(clients)
     named = parameters(federation)
@@ -110,8 +110,8 @@ def parameters(federation: Federation) -> dict[str, Tensor]:
     return hyper | {f"v.{name}": value for name, value in server.descriptor_net.named_parameters()}
 
 
-def check_two_rounds(clients: list[int], **settings: Any) -> None:
-    federation = Federation("pefll", make_task(), **SETTINGS | settings)
+def check_two_rounds(clients: list[int], task: Task | None = None, **settings: Any) -> None:
+    federation = Federation("pefll", task or make_task(), **SETTINGS | settings)
     standard: list[Tensor] = []
     for number in range(2):
         gradient = gradients(federation, clients, number, standard)
@@ -130,6 +130,11 @@ def test_the_update_is_the_gradient_of_the_one_piece_objective(
 ) -> None:
     settings = {"hyper_net": hyper_net, "standardize": standardize}
     check_two_rounds(clients, descriptor_net=descriptor_net, **settings)
+
+
+@pytest.mark.parametrize("descriptor_net", ["target", "linear"])
+def test_the_update_of_a_regression_is_that_gradient_too(descriptor_net: str) -> None:
+    check_two_rounds([0, 1, 3], make_quadratic_task(), descriptor_net=descriptor_net)
 
 
 def flipped(subtract: Callable[..., Tree]) -> Callable[..., Tree]:

@@ -1,5 +1,6 @@
 """Descriptor networks against sums written out by hand, in float64."""
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hyperfed.errors import UserError
-from hyperfed.nets import MLP, CharLSTM, LeNet, LeNetBN, OmniglotNet
+from hyperfed.nets import MLP, LeNet, LeNetBN, OmniglotNet
 from hyperfed.nets.descriptors import LabelledTarget, LabelMap, Standard
 from hyperfed.system.randomness import generator, seeded
 
@@ -89,17 +90,104 @@ def test_a_label_map_is_linear_in_the_one_hot_label_and_blind_to_the_example() -
     assert torch.equal(net(draw(5, 2), LABELS), net(draw(5, 2) * torch.nan, LABELS))
 
 
-def test_a_text_target_cannot_be_copied() -> None:
-    with pytest.raises(UserError, match=r"begins with Embedding.*descriptor_net = \"linear\""):
-        LabelledTarget(CharLSTM(CLASSES), CLASSES, LENGTH)
+@pytest.mark.parametrize(
+    ("kind", "convolve", "shape"),
+    [(nn.Conv1d, F.conv1d, (2, 9)), (nn.Conv3d, F.conv3d, (2, 5, 4, 6))],
+    ids=["Conv1d", "Conv3d"],
+)
+def test_a_convolution_of_any_dimension_sees_the_label_as_constant_channels(
+    kind: Callable[..., nn.Module], convolve: Callable[..., Tensor], shape: tuple[int, ...]
+) -> None:
+    options = {"stride": 2, "padding": 1, "dilation": 1}
+    first = kind(2, 3, kernel_size=3, bias=False, **options)
+    target = nn.Sequential(first, nn.ReLU(), nn.Flatten(), nn.LazyLinear(7))
+    target(torch.zeros(1, *shape))
+    net = copy_of(target)
+    x = draw(len(LABELS), *shape)
+    label = F.one_hot(LABELS, CLASSES).double()
+    channels = torch.stack([row[:, None].expand(-1, x[0, 0].numel()) for row in label])
+    seen = torch.cat([x, channels.reshape(len(x), CLASSES, *shape[1:])], dim=1)
+    hidden = convolve(seen, net.net[0].weight, **options).relu().flatten(1)
+    expected = hidden @ net.net[3].weight.T + net.net[3].bias
+    torch.testing.assert_close(net(x, LABELS), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_a_linear_layer_along_a_sequence_sees_the_label_at_every_place() -> None:
+    net = copy_of(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 5)))
+    x = draw(len(LABELS), 4, 2)
+    first, last = net.net[0], net.net[3]
+    places = [
+        x[:, t] @ first.weight[:, :2].T + first.weight[:, 2 + LABELS].T + first.bias
+        for t in range(4)
+    ]
+    expected = torch.cat(places, dim=1).relu() @ last.weight.T + last.bias
+    torch.testing.assert_close(net(x, LABELS), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_an_embedding_of_the_label_is_added_to_that_of_each_token() -> None:
+    net = copy_of(nn.Sequential(nn.Embedding(6, 3, padding_idx=0), nn.Flatten(), nn.Linear(12, 5)))
+    tokens = torch.tensor([[1, 2, 0, 5]] * len(LABELS))
+    first, last = net.net[0], net.net[2]
+    assert not first.weight[0].any()  # padding
+    places = [first.weight[tokens[:, t]] + first.of_label[LABELS] for t in range(4)]
+    expected = torch.cat(places, dim=1) @ last.weight.T + last.bias
+    assert last.weight.shape == (LENGTH, 12)
+    torch.testing.assert_close(net(tokens, LABELS), expected, rtol=1e-10, atol=1e-12)
+
+
+class Recurrent(nn.Module):
+    """Begins with a layer into which no label can be built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.classify = nn.GRU(2, 4, batch_first=True), nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.classify(self.body(x)[0][:, -1])
+        return output
 
 
 @pytest.mark.parametrize(
-    "build", [lambda: LabelledTarget(nn.Linear(2, 1), 0, LENGTH), lambda: LabelMap(0, LENGTH)]
+    ("target", "shape"),
+    [
+        (Recurrent(), (3, 2)),
+        (nn.Sequential(nn.Conv1d(2, 4, 3, groups=2), nn.Flatten(), nn.Linear(4, 5)), (2, 3)),
+    ],
+    ids=["recurrent", "grouped convolution"],
 )
-def test_without_classes_there_is_nothing_to_encode(build: Callable[[], nn.Module]) -> None:
-    with pytest.raises(UserError, match="must have classes, got 0"):
-        build()
+def test_any_other_target_sees_the_label_at_its_last_layer(
+    target: nn.Module, shape: tuple[int, ...]
+) -> None:
+    net, body = copy_of(target), copy.deepcopy(target).double()
+    x = draw(len(LABELS), *shape)
+    taken: list[Tensor] = []
+    last = [part for part in body.modules() if isinstance(part, nn.Linear)][-1]
+    last.register_forward_pre_hook(lambda _, given: taken.append(given[0]))
+    body(x)
+    head = [part for part in net.modules() if hasattr(part, "hidden")][-1]
+    label = F.one_hot(LABELS, CLASSES).double()
+    seen = torch.cat([taken[0], label], dim=1)
+    hidden = (seen @ head.hidden.weight.T + head.hidden.bias).relu()
+    expected = hidden @ head.out.weight.T + head.out.bias
+    assert expected.shape == (len(LABELS), LENGTH)
+    torch.testing.assert_close(net(x, LABELS), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_a_target_of_regression_is_seen_as_it_is() -> None:
+    with seeded(0, "copy"):
+        net = LabelledTarget(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)), 0, LENGTH)
+        label_map = LabelMap(0, LENGTH).double()
+    net, x, y = net.double(), draw(5, 2), draw(5)
+    first, last = net.net[0], net.net[2]
+    hidden = (torch.cat([x, y[:, None]], dim=1) @ first.weight.T + first.bias).relu()
+    torch.testing.assert_close(net(x, y), hidden @ last.weight.T + last.bias)
+    expected = y[:, None] * label_map.linear.weight[:, 0] + label_map.linear.bias
+    torch.testing.assert_close(label_map(x, y), expected)
+
+
+def test_a_target_without_a_linear_layer_cannot_be_copied() -> None:
+    with pytest.raises(UserError, match=r"ends with a linear layer.*descriptor_net = \"linear\""):
+        LabelledTarget(nn.Sequential(nn.Conv2d(1, 3, 3), nn.Flatten()), CLASSES, LENGTH)
 
 
 def test_a_standard_is_fitted_once_to_the_first_descriptor() -> None:

@@ -5,6 +5,7 @@ sees the label as extra inputs, and a linear map of the label alone.
 """
 
 import copy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,100 +17,177 @@ from hyperfed.errors import UserError
 class LabelledTarget(nn.Module):
     """A copy of a target that sees labels too (PeFLL, table 3): (B, ...), (B,) to (B, l).
 
-    A first layer that is a convolution takes the one-hot label as extra channels, each constant
-    over the image; a linear one takes it as extra features behind what it takes. The last linear
-    layer has l outputs and no activation after it. Layers count in the order of their definition;
-    frozen ones do not, they stay as they are. Batch normalisation is left out: an embedding must
-    depend on its own example only.
+    A first layer that is a convolution takes the label as extra channels, each constant over the
+    example; a linear one takes it as extra features behind what it takes; to the embedding of each
+    token one of the label is added, which is what a linear layer does. A target that begins with
+    anything else (a recurrent layer, attention) sees the label at its last layer, which becomes two
+    with a ReLU between them: the first, as wide as what it takes, takes the label beside it. The
+    last linear layer has l outputs and no activation after it.
+
+    Of classes the label is one-hot, for regression it is the target's value as it is. Layers count
+    in the order of their definition; frozen ones do not, they stay as they are. Batch normalisation
+    is left out: an embedding must depend on its own example only.
 
     Args:
         target: the network to copy, with its initial weights; these two layers get new ones.
-        classes: number of labels.
+        classes: number of labels; 0 for regression.
         descriptor_size: l, the length of an embedding.
 
     Raises:
-        UserError: there are no classes, or the target does not begin with a convolution or a
-            linear layer.
+        UserError: the target has no linear layer to end with.
     """
 
     def __init__(self, target: nn.Module, classes: int, descriptor_size: int) -> None:
         super().__init__()
-        _check_classes(classes)
         self.net = copy.deepcopy(target)
         self.classes = classes
         frozen = set(trees.frozen_parts(self))
         for name, module in list(self.named_modules()):
             if isinstance(module, nn.modules.batchnorm._NormBase) and module not in frozen:
                 self.set_submodule(name, nn.Identity())
+        more = label_features(classes)
         layers = self._layers()
-        first_name, first = layers[0] if layers else ("", self.net)
-        if not isinstance(first, nn.Conv2d | nn.Linear):
+        first = _with_labels(layers[0][1], more) if layers else None
+        if first is not None:
+            self.set_submodule(layers[0][0], first)
+        linear = [(name, part) for name, part in self._layers() if isinstance(part, nn.Linear)]
+        if not linear:
             raise UserError(
-                "a descriptor network that copies the target needs one that begins with a 2-D "
-                f"convolution or a linear layer, got {type(target).__name__}, which begins with "
-                f"{type(first).__name__}; describe clients by their labels alone (descriptor_net = "
-                '"linear"), or choose another target'
+                "a descriptor network that copies the target needs one that ends with a linear "
+                f"layer, got {type(target).__name__}, which has none; describe clients by their "
+                'labels alone (descriptor_net = "linear"), or choose another target'
             )
-        self._first = first_name
-        self.set_submodule(first_name, _with_labels(first, classes))
-        last_name, last = [(n, m) for n, m in self._layers() if isinstance(m, nn.Linear)][-1]
-        kind = _LabelledLinear if isinstance(last, _LabelledLinear) else nn.Linear
-        self.set_submodule(last_name, kind(last.in_features, descriptor_size))
+        last_name, last = linear[-1]
+        last_now: nn.Module
+        if first is None:
+            last_now = _LabelledHead(last.in_features, more, descriptor_size)
+        elif isinstance(last, _LabelledLinear):
+            last_now = _LabelledLinear(last.in_features, descriptor_size)
+        else:
+            last_now = nn.Linear(last.in_features, descriptor_size)
+        self.set_submodule(last_name, last_now)
 
     def _layers(self) -> list[tuple[str, nn.Module]]:
         """Returns (name, module) of the modules that have parameters to train."""
         return [(name, part) for name, part in self.named_modules() if trees.is_trained(part)]
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """Embeds examples x (B, C, H, W) or (B, ...) with labels y (B,)."""
-        first = self.get_submodule(self._first)
-        assert isinstance(first, _LabelledConv2d | _LabelledLinear)
-        first.one_hot = torch.eye(self.classes, dtype=x.dtype, device=x.device)[y]  # (B, classes)
+        """Embeds examples x (B, ...) with labels or targets y (B,)."""
+        (sees,) = (part for part in self.modules() if isinstance(part, _SeesLabels))
+        dtype = x.dtype if x.is_floating_point() else next(sees.parameters()).dtype
+        sees.label = encoded(y, self.classes, dtype)
         try:
             embedding: Tensor = self.net(x)
         finally:
-            del first.one_hot
+            del sees.label
         return embedding
 
 
-class _LabelledConv2d(nn.Conv2d):
+def label_features(classes: int) -> int:
+    """Returns by how many numbers :func:`encoded` says a label."""
+    return classes or 1
+
+
+def encoded(y: Tensor, classes: int, dtype: torch.dtype) -> Tensor:
+    """Returns labels (B,) as (B, classes) one-hot rows; targets of regression as (B, 1)."""
+    if not classes:
+        return y[:, None].to(dtype)
+    return torch.eye(classes, dtype=dtype, device=y.device)[y]
+
+
+class _SeesLabels:
+    """A layer that takes the labels of the batch, too.
+
+    Attributes:
+        label: (B, classes) or (B, 1), there while the network runs.
+    """
+
+    label: Tensor
+
+    def beside(self, x: Tensor, *, dim: int) -> Tensor:
+        """Returns x (B, ...) with the label behind it along ``dim``, the same at every place."""
+        ones, more = [1] * (x.ndim - 2), self.label.shape[-1]
+        label = self.label.reshape(len(x), *([more, *ones] if dim == 1 else [*ones, more]))
+        places = list(x.shape)
+        places[dim] = more
+        return torch.cat([x, label.expand(places)], dim=dim)
+
+
+class _LabelledConv1d(_SeesLabels, nn.Conv1d):
     """Takes labels as more channels."""
 
-    one_hot: Tensor
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.beside(x, dim=1))
+
+
+class _LabelledConv2d(_SeesLabels, nn.Conv2d):
+    """Takes labels as more channels."""
 
     def forward(self, x: Tensor) -> Tensor:
-        channels = self.one_hot[:, :, None, None].expand(-1, -1, *x.shape[2:])
-        return super().forward(torch.cat([x, channels], dim=1))
+        return super().forward(self.beside(x, dim=1))
 
 
-class _LabelledLinear(nn.Linear):
+class _LabelledConv3d(_SeesLabels, nn.Conv3d):
+    """Takes labels as more channels."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.beside(x, dim=1))
+
+
+class _LabelledLinear(_SeesLabels, nn.Linear):
     """Takes labels as more features."""
 
-    one_hot: Tensor
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.beside(x, dim=-1))
+
+
+class _LabelledEmbedding(_SeesLabels, nn.Embedding):
+    """Adds an embedding of the label to that of each token, (B, ...) to (B, ..., D)."""
+
+    def __init__(self, tokens: int, size: int, padding: int | None, more: int) -> None:
+        super().__init__(tokens, size, padding_idx=padding)
+        self.of_label = nn.Parameter(torch.randn(more, size))  # drawn as those of tokens are
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(torch.cat([x, self.one_hot], dim=1))
+        embedded = super().forward(x)
+        added = self.label @ self.of_label  # (B, D)
+        return embedded + added.reshape(len(added), *[1] * (x.ndim - 1), -1)
+
+
+class _LabelledHead(_SeesLabels, nn.Module):
+    """Features and label to an embedding: (B, ..., F) to (B, ..., l), by one hidden layer."""
+
+    def __init__(self, features: int, more: int, descriptor_size: int) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(features + more, features)
+        self.out = nn.Linear(features, descriptor_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        embedding: Tensor = self.out(self.hidden(self.beside(x, dim=-1)).relu())
+        return embedding
 
 
 class LabelMap(nn.Module):
     """One linear map of the one-hot label (PeFLL's choice for CIFAR-100): (B, ...), (B,) to (B, l).
 
-    Args:
-        classes: number of labels.
-        descriptor_size: l, the length of an embedding.
+    For regression it is one of the target's value.
 
-    Raises:
-        UserError: there are no classes.
+    Args:
+        classes: number of labels; 0 for regression.
+        descriptor_size: l, the length of an embedding.
     """
 
     def __init__(self, classes: int, descriptor_size: int) -> None:
         super().__init__()
-        _check_classes(classes)
-        self.linear = nn.Linear(classes, descriptor_size)
+        self.classes = classes
+        self.linear = nn.Linear(label_features(classes), descriptor_size)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """Embeds labels y (B,); the examples x are not looked at."""
-        return self.linear.weight.T[y] + self.linear.bias
+        if self.classes:
+            return self.linear.weight.T[y] + self.linear.bias
+        embedding: Tensor = self.linear(encoded(y, 0, self.linear.weight.dtype))
+        return embedding
 
 
 class Standard(nn.Module):
@@ -142,27 +220,32 @@ class Standard(nn.Module):
         return (descriptors - self.mean) / self.deviation
 
 
-def _with_labels(layer: nn.Conv2d | nn.Linear, more: int) -> nn.Conv2d | nn.Linear:
-    """Returns a new layer like ``layer`` that takes a label of ``more`` classes, too."""
-    bias = layer.bias is not None
+def _with_labels(layer: nn.Module, more: int) -> nn.Module | None:
+    """Returns a new layer like ``layer`` that takes a label of ``more`` numbers, too.
+
+    None where there is no such layer.
+    """
     if isinstance(layer, nn.Linear):
-        return _LabelledLinear(layer.in_features + more, layer.out_features, bias=bias)
-    return _LabelledConv2d(
-        layer.in_channels + more,
-        layer.out_channels,
-        layer.kernel_size,  # type: ignore[arg-type]
-        layer.stride,  # type: ignore[arg-type]
-        layer.padding,  # type: ignore[arg-type]
-        layer.dilation,  # type: ignore[arg-type]
-        bias=bias,
-        padding_mode=layer.padding_mode,
-    )
-
-
-def _check_classes(classes: int) -> None:
-    """Raises ``UserError`` where there are no labels to encode."""
-    if classes < 1:
-        raise UserError(
-            f"a descriptor encodes class labels, so the task must have classes, got {classes}; "
-            "choose a classification task or another method"
+        return _LabelledLinear(
+            layer.in_features + more, layer.out_features, bias=layer.bias is not None
         )
+    if isinstance(layer, nn.Embedding):
+        return _LabelledEmbedding(
+            layer.num_embeddings, layer.embedding_dim, layer.padding_idx, more
+        )
+    kinds = (_LabelledConv1d, nn.Conv1d), (_LabelledConv2d, nn.Conv2d), (_LabelledConv3d, nn.Conv3d)
+    like: Any = layer
+    for kind, of in kinds:
+        # With several groups a label among the channels would be seen by one of them only.
+        if isinstance(layer, of) and layer.groups == 1:
+            return kind(
+                like.in_channels + more,
+                like.out_channels,
+                like.kernel_size,
+                like.stride,
+                like.padding,
+                like.dilation,
+                bias=like.bias is not None,
+                padding_mode=like.padding_mode,
+            )
+    return None
