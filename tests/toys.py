@@ -149,7 +149,8 @@ def snapshot(federation: Federation) -> Tree:
 def short(method: str, **settings: Any) -> dict[str, Any]:
     """Settings for a few local steps, those that the method has."""
     known = METHODS[method].Config.__dataclass_fields__
-    few = {"local_steps": 3, "batch_size": 4, "local_lr": 0.1, "novel_steps": 2} | settings
+    few = {"local_steps": 3, "batch_size": 4, "local_lr": 0.1}
+    few |= {"novel_steps": 2, "phase_one_rounds": 1} | settings
     return {key: value for key, value in few.items() if key in known}
 
 

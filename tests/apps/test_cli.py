@@ -264,18 +264,21 @@ class TestRunAll:
         # Nobody joins: in a command of all methods none is told to train newcomers more briefly.
         keys = (*SMALL, "task.novel=0")
         code, out, err = cli("run", "all", *keys, "--out", tmp_path, "--quiet")
-        assert (code, err) == (0, "")
+        assert code == 0
+        assert "left out" in err
+        assert "rounds: must be at least 65, or itpfl does not come to its last phase" in err
+        trained = [method for method in METHODS if method != "itpfl"]
         *_, last = lines = out.splitlines()
         assert last == str(tmp_path)
-        assert [line.split()[0] for line in lines[-1 - len(METHODS) : -1]] == list(METHODS)
+        assert [line.split()[0] for line in lines[-1 - len(trained) : -1]] == trained
         folders = {
             path.parent.parent.name: path.parent for path in tmp_path.glob("*/*/summary.json")
         }
-        assert set(folders) == set(METHODS)
+        assert set(folders) == set(trained)
         summaries = [read_run(folder).summary or {} for folder in folders.values()]
         assert len({summary["data_fingerprint"] for summary in summaries}) == 1
         compared = json.loads(cli("compare", tmp_path, "--json").out)
-        assert len(compared) == len(METHODS)
+        assert len(compared) == len(trained)
 
     def test_a_key_that_one_method_lacks_is_refused_before_anything_trains(self, cli, tmp_path):
         told = failure(cli("run", "all", "method.head_layers=1", "--out", tmp_path))

@@ -318,3 +318,15 @@ def test_a_path_that_is_none_or_no_text_stays_what_it_is(tmp_path, written):
         assert load(path).task.partition_file is None
     else:
         assert "task.partition_file" in errors(path)[0]
+
+
+def test_a_run_comes_to_the_last_phase_of_its_method() -> None:
+    phases = ["method.phase_one_rounds=10"]
+    told = r"rounds: must be at least 11, or itpfl does not come to its last phase; came 10; raise"
+    with pytest.raises(config.TooShortError, match=told):
+        config.load("itpfl", ["rounds=10", *phases])
+    assert config.load("itpfl", ["rounds=11", *phases]).rounds == 11
+    with pytest.raises(UserError, match=told) as both:  # told with all else that is wrong
+        config.load("itpfl", ["rounds=10", "chort=2", *phases])
+    assert "2 errors" in str(both.value)
+    assert not isinstance(both.value, config.TooShortError)

@@ -58,7 +58,7 @@ def kill_after(process: BaseProcess, parent: Path, evaluations: int) -> Path:
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_kill_9_and_resume_changes_no_number(method: str, tmp_path: Path) -> None:
     known = METHODS[method].Config.__dataclass_fields__
-    lengths = ("novel_steps", "novel_rounds", "absorb_steps")
+    lengths = ("novel_steps", "novel_rounds", "absorb_steps", "phase_one_rounds")
     short = [f"method.{key}=2" for key in lengths if key in known]
     command = ["run", method, *KEYS, *FAULTS, *short, "--quiet", "--out"]
     whole = start(*command, str(tmp_path / "whole"))

@@ -169,7 +169,7 @@ def test_a_run_serves_novel_clients_by_another_protocol_without_training_again()
 
 
 def test_novel_clients_are_served_several_times_with_noise_of_their_own() -> None:
-    run = finished("itpfl", make_task(novel=1), private=True)
+    run = finished("itpfl", make_task(novel=1), private=True, phase_one_rounds=1)
     noisy = run.served_otherwise(["method.epsilon=0.5", "method.delta=0.01"])
     once, thrice = noisy.evaluate_novel(), noisy.evaluate_novel(draws=3)
     assert thrice.count == tuple(3 * count for count in once.count)

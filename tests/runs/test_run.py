@@ -24,7 +24,8 @@ from toys import Normed, Stemmed, make_task
 def keys_of(name: str, **keys: Any) -> dict[str, Any]:
     """Settings of a short run: a newcomer's training is short too."""
     known = METHODS[name].Config.__dataclass_fields__
-    short = {key: 3 for key in ("novel_steps", "novel_rounds", "absorb_steps") if key in known}
+    lengths = ("novel_steps", "novel_rounds", "absorb_steps", "phase_one_rounds")
+    short = {key: 3 for key in lengths if key in known}
     own = {"local_steps": 3, "batch_size": 4} | short | keys.pop("method", {})
     return {"rounds": 6, "evaluate_every": 2, "checkpoint_every": 2, "method": own} | keys
 

@@ -139,6 +139,11 @@ class Config(PrivacyConfig, HyperNetConfig, LocalConfig):
             )
 
     @property
+    def least_rounds(self) -> int:
+        """Rounds of a run that comes to phase 2."""
+        return self.phase_one_rounds + 1
+
+    @property
     def bounded(self) -> bool:
         """Whether the encoder's outputs, and with them the embeddings, are bounded."""
         return self.private or self.epsilon is not None

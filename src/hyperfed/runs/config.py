@@ -51,6 +51,10 @@ def _number_or_fraction(cohort: int | float) -> int | float:
     return cohort
 
 
+class TooShortError(UserError):
+    """All is right but for the number of rounds, which a method's phases do not fit in."""
+
+
 @dataclass(frozen=True, config=_STRICT)
 class ServeConfig:
     """How clients are served, whatever the method.
@@ -297,10 +301,22 @@ def _build(
         config = RunConfig(method=str(name), settings=settings, **table, **parts)
     except ValidationError as error:
         problems += _explain(error, "", known)
+    if short := config is not None and config.rounds < (least := _least_rounds(settings)):
+        problems.append(
+            f"rounds: must be at least {least}, or {name} does not come to its last phase; "
+            f"came {config.rounds}; raise it, or lower the lengths of the phases (method.*_rounds)"
+        )
     if problems or config is None:
         count = "1 error" if len(problems) == 1 else f"{len(problems)} errors"
-        raise UserError("\n  - ".join([f"the configuration has {count}:", *problems]))
+        kind = TooShortError if short and len(problems) == 1 else UserError
+        raise kind("\n  - ".join([f"the configuration has {count}:", *problems]))
     return config
+
+
+def _least_rounds(settings: Any) -> int:
+    """Returns how many rounds a method needs to come to its last phase, where it has several."""
+    least: int = getattr(settings, "least_rounds", 1)
+    return least
 
 
 def _preset(
