@@ -29,6 +29,9 @@ READY := $(VENV)/.ready
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 WORKERS = $(shell $(PYTHON) -c 'import os; print(2 + ($(CORES)))')
 
+# Or each of the many processes below would compile the whole project anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := test
 .PHONY: run test test-fast lint check-method readme bench gpu clean
 

@@ -3,7 +3,6 @@
 make check-method M=fedavg
 """
 
-import os
 import re
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from hyperfed.methods import METHODS
 
 ROOT = Path(__file__).parents[1]
 TESTS = ROOT / "tests" / "methods"
+PARAMETER = re.compile(r'parametrize\([^\[]*"method"')
 
 
 def own_tests(method: str) -> list[Path]:
@@ -28,6 +28,15 @@ def own_tests(method: str) -> list[Path]:
         path
         for path in sorted(TESTS.glob("test_*.py"))
         if path.name == f"test_{method}.py" or says.match(path.read_text(encoding="utf-8"))
+    ]
+
+
+def shared_tests() -> list[Path]:
+    """Returns the files with tests of several methods, of which ``method`` is a parameter."""
+    return [
+        path
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        if PARAMETER.search(path.read_text(encoding="utf-8"))
     ]
 
 
@@ -51,13 +60,14 @@ def problem(method: str) -> str | None:
 def commands(method: str) -> list[list[str]]:
     """Returns what to run, in this order."""
     here = Path(sys.executable).parent
-    spread = ["-n", str(min(os.cpu_count() or 1, 8)), "--dist", "loadgroup"]
+    spread = ["-n", "logical", "--maxprocesses", "8", "--dist", "loadgroup"]
+    files = [str(path.relative_to(ROOT)) for path in {*own_tests(method), *shared_tests()}]
     return [
         [str(here / "ruff"), "check", "."],
         [str(here / "ruff"), "format", "--check", "."],
         [str(here / "mypy")],
         [str(here / "lint-imports"), "--no-logo", "--no-cache"],
-        [sys.executable, "-m", "pytest", "-v", *spread, "--method", method],
+        [sys.executable, "-m", "pytest", "-v", *spread, "--method", method, *sorted(files)],
     ]
 
 
