@@ -4,16 +4,21 @@ import json
 import random
 import signal
 import time
+from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from commands import start
 from hyperfed.methods import METHODS
+from hyperfed.runs import config
+from hyperfed.runs.run import Run
 
-pytestmark = pytest.mark.slow
+# Together, since the process that theirs start from takes longer to start than they do.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("kill")]
 
 KEYS = [
     "rounds=12",
@@ -26,6 +31,15 @@ KEYS = [
 ]
 FAULTS = ["faults.drop=0.2", "faults.nan=0.1"]
 DEADLINE = 120.0
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """As many as the processes have: others may round otherwise."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def end(process: BaseProcess) -> None:
@@ -60,14 +74,15 @@ def test_kill_9_and_resume_changes_no_number(method: str, tmp_path: Path) -> Non
     known = METHODS[method].Config.__dataclass_fields__
     lengths = ("novel_steps", "novel_rounds", "absorb_steps", "phase_one_rounds")
     short = [f"method.{key}=2" for key in lengths if key in known]
-    command = ["run", method, *KEYS, *FAULTS, *short, "--quiet", "--out"]
-    whole = start(*command, str(tmp_path / "whole"))
+    keys = [*KEYS, *FAULTS, *short]
     moment = random.Random(method).randrange(1, 7)  # of 8 evaluations
-    killed = kill_after(start(*command, str(tmp_path / "killed")), tmp_path / "killed", moment)
+    process = start("run", method, *keys, "--quiet", "--out", str(tmp_path / "killed"))
+    killed = kill_after(process, tmp_path / "killed", moment)
     assert not (killed / "summary.json").exists()
     said = tmp_path / "said"
     end(start("resume", str(killed), "--quiet", said=said))
     assert said.read_text().splitlines()[-1] == str(killed)
-    end(whole)
-    (other,) = (tmp_path / "whole").glob("*/*")
-    assert numbers(killed) == numbers(other)
+    whole = Run.start(config.load(method, keys), tmp_path / "whole")
+    list(whole.train())
+    assert whole.folder is not None
+    assert numbers(killed) == numbers(whole.folder.path)
