@@ -46,10 +46,10 @@ def numbers(run: Run) -> Any:
 def test_the_same_command_twice_and_more_workers_give_identical_records(method: str) -> None:
     one = {"engine": {"workers": 1, "cores_per_client": 1}}
     two = {"engine": {"workers": 2, "cores_per_client": 1}}
-    first = trained(method, cohort=3, **one)
-    assert numbers(first) == numbers(trained(method, cohort=3, **one))
-    assert numbers(first) == numbers(trained(method, cohort=3, **two))
-    assert numbers(first) != numbers(trained(method, cohort=3, seed=1, **one))
+    first = trained(method, cohort=3, rounds=3, **one)
+    assert numbers(first) == numbers(trained(method, cohort=3, rounds=3, **one))
+    assert numbers(first) == numbers(trained(method, cohort=3, rounds=3, **two))
+    assert numbers(first) != numbers(trained(method, cohort=3, rounds=3, seed=1, **one))
 
 
 @pytest.mark.slow
