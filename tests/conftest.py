@@ -1,5 +1,6 @@
 """What every test shares: no telemetry, no network, and the way to real data."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -29,6 +30,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         (kept if item.path in own or given.get("method") == method else left).append(item)
     config.hook.pytest_deselected(items=left)
     items[:] = kept
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now is there for good: a collector that looks at it only takes time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
