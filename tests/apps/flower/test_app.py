@@ -206,14 +206,16 @@ def test_the_exit_code_is_that_of_the_run_and_not_of_flwr(
             given = tomllib.loads(Path(arguments[-1]).read_text())
             assert run_settings(given).method == "pefll"
             return {"success": True, "run-id": "12"}
-        return {"runs": [{"status": f"finished:{status}" if len(asked) > 2 else "running"}]}
+        ended = asked.count("ls") > 1
+        return {"runs": [{"status": f"finished:{status}" if ended else "running"}]}
 
     monkeypatch.setattr(submit, "_flwr", flwr)
-    monkeypatch.setattr(submit, "POLL", 0)
+    monkeypatch.setattr(submit, "POLL", 1)
+    monkeypatch.setattr(submit.time, "sleep", lambda seconds: asked.append("wait"))
     link = ("engine=flower", "engine.superlink=127.0.0.1:1")
     assert command("run", "pefll", *link, "--out", str(tmp_path)) == code
     said = capsys.readouterr()
-    assert asked == ["run", "ls", "ls"]
+    assert asked == ["run", "wait", "ls", "wait", "ls"]
     (folder,) = (tmp_path / "pefll").iterdir()
     assert str(folder) in said.out
     assert ("hyperfed resume" in said.err) == bool(code)

@@ -168,16 +168,16 @@ def _wait(home: Path, run: str, folder: Path) -> str:
     """Returns the status with which a run has ended."""
     silent, done = 0, RunFolder(folder).summary
     while silent < PATIENCE:
+        for _ in range(POLL):
+            time.sleep(1)
+            if done.exists():  # where the SuperLink is on this host, its end is seen at once
+                break
         found = _flwr(home, "ls", "run", "--run-id", run)
         runs = found.get("runs") or [{}]
         status = str(runs[0].get("status", ""))
         if status.startswith("finished"):
             return status
         silent = 0 if status else silent + 1
-        for _ in range(POLL):
-            time.sleep(1)
-            if done.exists():  # where the SuperLink is on this host, its end is seen at once
-                break
     return "out of sight"
 
 
