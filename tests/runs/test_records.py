@@ -4,11 +4,13 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from hyperfed.errors import UserError
 from hyperfed.runs import records
@@ -127,6 +129,16 @@ def test_metrics_come_back_as_they_went(folder):
     assert [json.loads(line)["round"] for line in lines] == [1, 2]
     assert json.loads(lines[1])["lost"][0] == {"client": 4, "reason": "timed out after 5 s"}
     assert json.loads(lines[1])["client_loss"][0] is None
+
+
+def test_diagnostics_are_numbers_of_four_digits_and_come_back_as_they_went(folder):
+    tree = {"of": {"some": torch.tensor([[0.123456, math.nan], [1.0, -math.inf]])}}
+    told = records.plain(tree | {"count": torch.tensor(123456)})
+    assert told == {"of": {"some": [[0.1235, None], [1.0, None]]}, "count": 123456}
+    written = replace(evaluation(1), diagnostics=told)
+    folder.append(written)
+    assert folder.evaluations() == [written] != [evaluation(1)]
+    assert hash(written) == hash(evaluation(1))
 
 
 def test_a_line_that_a_kill_cut_short_is_dropped(folder):

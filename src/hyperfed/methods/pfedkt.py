@@ -13,6 +13,17 @@ and nothing sent back. With ``evaluated="global"`` everyone uses the global mode
 Before its first round a client's previous model is the initial global model (algorithm 1). Global
 and previous model are constants of the loss, run in evaluation mode. A private model starts with
 the batch-norm buffers of the previous one; the hypernetwork makes parameters only.
+
+Absorption. Equation 1 is one step of gradient descent, which leaves what a client has learned
+outside its hypernetwork, so that its next model begins as a fresh draw. By default the hypernetwork
+is fitted to the trained model instead: ``absorb_steps`` of Adam on |theta(phi) - trained|^2 / 2,
+whose first gradient is that of equation 1. On CIFAR-10 with the paper's network (three clients, two
+epochs a round, three rounds) 1.00 to 1.09 of |delta|^2 was left by equation 1, and a generated
+model was right on 1 or 2 % of validation examples; by the default 0.70 to 0.77 and 52 to 62 %, and
+the trained models of the third round on 70 % rather than 64. On the digits it was 0.98 of |delta|^2
+and 0.01. At 5e-3 up to 0.05 was left there and up to 0.97 on CIFAR-10: Adam is new in each round,
+and its first steps, as long as its rate, undo what was absorbed before. The presets of the paper
+keep equation 1.
 """
 
 from collections.abc import Mapping
@@ -36,11 +47,14 @@ from hyperfed.trees import Model, Tree, detach, subtract, tree_map
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class Config(LocalConfig):
-    """Settings of pFedKT. The defaults are those of CIFAR-10 (section 6.1 and table 3).
+    """Settings of pFedKT.
+
+    The defaults are those of CIFAR-10 (section 6.1 and table 3), but for how the hypernetwork
+    absorbs.
 
     The cases of the ablation (table 11) are A: ``hypernetwork=false`` and ``contrast="none"``;
-    B: ``contrast="none"``; C: ``hypernetwork=false``; D: the defaults. The paper's accuracies of A
-    and C are those of the global model, ``evaluated="global"``: A has that of FedAvg in table 13,
+    B: ``contrast="none"``; C: ``hypernetwork=false``; D: none of these. The paper's accuracies of
+    A and C are those of the global model, ``evaluated="global"``: A has that of FedAvg in table 13,
     51.64 %, and C that of MOON in table 5, 51.78 %.
 
     Attributes:
@@ -66,7 +80,7 @@ class Config(LocalConfig):
     """
 
     local_lr: PositiveFloat = 1e-2
-    lr: PositiveFloat = 2e-3
+    lr: PositiveFloat = 1e-3
     optimizer: Literal["sgd", "adam"] = "adam"
     absorb_steps: PositiveInt = 100
     contrast: Contrast | Literal["none"] = "triplet"
