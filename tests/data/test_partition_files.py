@@ -10,6 +10,7 @@ import hyperfed
 from hyperfed.data import partition_files
 from hyperfed.data.arrays import examples_of
 from hyperfed.data.datasets import load
+from hyperfed.data.partitions import Partition
 from hyperfed.data.tasks import TaskConfig, build, divide
 from hyperfed.errors import UserError
 
@@ -151,6 +152,14 @@ def test_a_written_division_is_the_same_task(path, settings):
     ):
         assert [rows.tolist() for rows in ours] == [rows.tolist() for rows in theirs]
     assert again.fingerprint == dealt.fingerprint
+
+
+def test_a_text_has_a_line_for_each_example_also_for_those_that_nobody_holds(tmp_path):
+    rows = [(torch.tensor(own),) for own in ([1, 3], [0], [2])]
+    partition = Partition(*rows, class_proportions=torch.zeros(1, 4))
+    partition_files.write(tmp_path / "dealt.csv", partition, np.array([7, 8, 9, 8, 5]))
+    written = (tmp_path / "dealt.csv").read_text()
+    assert written == "client,split,y\n0,1,7\n0,0,8\n0,2,9\n0,0,8\n-1,-1,5\n"
 
 
 def test_a_run_on_the_file_gives_the_same_numbers(tmp_path):

@@ -162,6 +162,17 @@ def test_validation_takes_a_share_of_each_clients_training_examples(config):
     assert not other.val[0].equal(split.val[0])
 
 
+def test_a_fraction_is_of_what_somebody_holds(config):
+    held = replace(config, clients=2, val=0.2)  # two classes each, of ten
+    whole, half = (divide(replace(held, fraction=f), load("digits"), 0) for f in (1.0, 0.5))
+    labels = load("digits").y
+    for side in ("train", "val", "test"):
+        for rows, of in zip(getattr(half, side), getattr(whole, side), strict=True):
+            assert set(rows.tolist()) < set(of.tolist())
+            assert len(rows) == round(len(of) / 2)
+            assert set(labels[rows].tolist()) <= {0, 1, 2, 3}
+
+
 def test_without_validation_the_last_round_counts(config):
     keys = {
         "task.clients": 5, "task.novel": 0.0, "task.partition": "pfllib", "task.fraction": 0.2,

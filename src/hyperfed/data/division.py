@@ -211,8 +211,7 @@ def _divide_as_pfllib(config: TaskConfig, examples: Examples, seed: int) -> Part
     )
     if config.val:
         held_out, rng = part != partitions.TRAIN, random_source(seed, "hold out")
-        chosen = partitions.hold_out(owner + 1, rng, val=config.val, test=None, held_out=held_out)
-        part = np.where(held_out, part, chosen)
+        part = partitions.hold_out(owner + 1, rng, val=config.val, test=None, held_out=held_out)
     return _by_owner(config, examples, owner, part, seed)
 
 
@@ -224,7 +223,7 @@ def _by_owner(
     seed: int,
 ) -> Partition:
     """Groups examples whose clients are known, or the same fraction of each client's."""
-    used = np.flatnonzero(part != partitions.UNUSED)
+    used = np.flatnonzero(owner >= 0)
     if config.fraction < 1:
         rng = random_source(seed, "fraction")
         part[used] = partitions.thin(part[used], owner[used], config.fraction, rng)
