@@ -493,8 +493,7 @@ def sgd(
 def adam(gradient: Callable[[Model], Model], weights: Model, steps: int, lr: float) -> Model:
     """Descends by Adam (Kingma & Ba, ICLR 2015, algorithm 1) with its published constants.
 
-    It is a function of tensors, as ``torch.optim.Adam`` is not, whose state neither ``vmap`` nor a
-    CUDA graph takes.
+    Like :func:`sgd` it is a function of tensors and keeps no state.
 
     Args:
         gradient: of the weights, the same names and shapes.
