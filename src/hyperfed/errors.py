@@ -3,3 +3,10 @@
 
 class UserError(ValueError):
     """The input is wrong. The message says what must hold, what came, and what to do."""
+
+
+class LostEverybodyError(UserError):
+    """No client was left in any round, or in many in a row: the run came to nothing.
+
+    The command line exits with 1 for it.
+    """

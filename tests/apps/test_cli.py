@@ -286,6 +286,13 @@ class TestRunAll:
         assert list(tmp_path.iterdir()) == []
 
 
+def test_a_run_that_lost_everybody_ends_with_one_sentence_and_1(cli, tmp_path):
+    code, out, err = cli("run", "fedavg", *SMALL, "faults.drop=1.0", "--quiet", "--out", tmp_path)
+    assert (code, out) == (1, "")
+    assert err.startswith("error: every client was lost in every round: client ")
+    assert err.count("\n") == 1
+
+
 class TestRecords:
     def test_log_has_a_line_for_each_evaluation_and_the_lost_clients(self, cli, tmp_path):
         faults = ("faults.drop=0.5", "cohort=3", "seed=1")

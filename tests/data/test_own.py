@@ -202,7 +202,7 @@ def test_all_problems_are_told_at_once():
 
 
 def test_words_are_no_numbers():
-    with pytest.raises(UserError, match="arrays must hold numbers, got dtype <U"):
+    with pytest.raises(UserError, match="y must hold numbers, got dtype <U"):
         from_arrays(X, CLIENT, client=CLIENT, model=linear())
 
 
@@ -241,3 +241,55 @@ def test_a_newcomers_data_must_fit(x, y, message):
     task = from_arrays(X, Y, client=CLIENT, model=linear())
     with pytest.raises(UserError, match=message):
         newcomer(task, x, y)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.GRU(1, 3, batch_first=True)
+
+    def forward(self, x):
+        return self.body(x[..., None])
+
+
+def fails():
+    raise RuntimeError("no such layer")
+
+
+@pytest.mark.parametrize(
+    ("odd", "told"),
+    [
+        ({"y": [2 * 10**9, 0] * 6}, "labels must be numbered from 0, got 2 different from 0 to 20"),
+        ({"y": [1, 3] * 6}, r"got 2 different from 1 to 3; number them with numpy.unique\(y"),
+        ({"y": [0.0, 2.0] * 6}, "must give 1 outputs .*convert y to integers if these floats are"),
+        (
+            {"client": [0, 1, float("nan")] * 4},
+            "who holds each example, got nan in 4 .*index 2",
+        ),
+        ({"client": [0, None] * 6}, "got None in 6 rows, the first at index 1; fill or drop"),
+        ({"client": 3}, r"one hashable id per example, \(N,\), got 3; pass an array"),
+        ({"client": "ab"}, "got 'ab'; pass an array"),
+        ({"model": None}, "must be an nn.Module, or a function .*got None"),
+        ({"model": "lenet"}, "got 'lenet'"),
+        ({"model": fails}, "one that fails .RuntimeError: no such layer"),
+        ({"model": lambda: None}, "got one that makes None"),
+        ({"model": {}}, "model must be a network, or one for each size"),
+        ({"model": Recurrent}, "must return a tensor, got tuple"),
+        ({"model": nn.Identity}, "must have parameters to train"),
+        ({"x": [[1.0], [1.0, 2.0]] * 6}, "x must be one array, with rows of one shape"),
+        ({"x": [["a"]] * 12}, "x must hold numbers, got dtype <U1"),
+        ({"novel": 0.5}, "novel must be a whole number of clients"),
+    ],
+)
+def test_odd_arguments_are_told_with_what_to_do(odd, told):
+    usual = {"x": torch.ones(12, 2), "y": [0, 2] * 6, "client": [0, 1, 2] * 4}
+    arguments = usual | {"model": lambda: nn.Linear(2, 3)} | odd
+    with pytest.raises(UserError, match=told) as caught:
+        Task.from_arrays(**arguments)
+    assert str(caught.value).count("\n") <= 3  # nothing follows from it that is no fault
+
+
+def test_given_classes_say_how_labels_are_numbered():
+    x, y, client = torch.ones(6, 2), [1, 2] * 3, [0, 0, 0, 1, 1, 1]
+    task = Task.from_arrays(x, y, client=client, model=lambda: nn.Linear(2, 9), classes=9)
+    assert task.classes == 9

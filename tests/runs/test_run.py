@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import hyperfed
 from hyperfed import trees
 from hyperfed.engines import Faults
-from hyperfed.errors import UserError
+from hyperfed.errors import LostEverybodyError, UserError
 from hyperfed.methods import METHODS
 from hyperfed.runs import config
 from hyperfed.runs.run import Run
@@ -150,8 +150,38 @@ def test_a_network_that_always_fails_is_an_error_and_not_a_run_without_clients()
                 raise RuntimeError("shapes do not match")
             return self.weight.expand(len(x), 3)
 
-    with pytest.raises(RuntimeError, match="shapes do not match"):
+    told = "lost in 10 rounds in a row: client . in step train_model: RuntimeError: shapes do not m"
+    with pytest.raises(LostEverybodyError, match=told) as caught:
         hyperfed.train("fedavg", make_task(Broken), rounds=50, evaluate_every=50)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+@pytest.mark.parametrize(
+    ("keys", "advice"),
+    [
+        ({"faults": {"drop": 1.0}}, "did not answer .*; lower faults.drop and faults.nan"),
+        (
+            {"method": {"local_lr": 1e200, "local_steps": 3}},
+            "step train_model: the reply is not finite; lower method.local_lr=1e.200, or bound",
+        ),
+    ],
+)
+def test_a_run_that_loses_everybody_all_the_time_has_no_summary(
+    keys: dict[str, Any], advice: str, tmp_path: Path
+) -> None:
+    with pytest.raises(LostEverybodyError, match=f"in every round: client . in .*{advice}"):
+        hyperfed.train("fedavg", make_task(), out=tmp_path, rounds=3, **keys)
+    (folder,) = (tmp_path / "fedavg").iterdir()
+    assert not (folder / "summary.json").exists()
+    with pytest.raises(LostEverybodyError, match=advice):  # nor has it when it is gone on with
+        hyperfed.resume(folder, make_task())
+
+
+def test_one_round_with_a_client_left_is_enough() -> None:
+    run = hyperfed.train("fedavg", make_task(), rounds=12, cohort=1, faults={"drop": 0.8})
+    lost = sum(len(e.lost) for e in run.evaluations if e.split == "test")
+    assert 6 < lost < 12, "choose another seed"
+    assert run.summary["rounds"] == 12
 
 
 def test_the_summary_is_that_of_the_best_validation_round() -> None:

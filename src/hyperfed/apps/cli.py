@@ -1,7 +1,7 @@
 """The ``hyperfed`` command.
 
 Results go to standard output, everything else to standard error. Exit codes: 0 done, 2 the input is
-wrong, 3 stopped and resumable, 1 our fault.
+wrong, 3 stopped and resumable, 1 our fault, or all clients were lost all the time.
 """
 
 import os
@@ -26,7 +26,7 @@ from hyperfed.apps.flower.commands import node, superexec
 from hyperfed.apps.printing import Json, print_json, print_table, say, table
 from hyperfed.data import datasets, partition_files, tasks
 from hyperfed.data.arrays import read_npz
-from hyperfed.errors import UserError
+from hyperfed.errors import LostEverybodyError, UserError
 from hyperfed.methods import METHODS
 from hyperfed.runs import catalogue, config, records, report
 from hyperfed.runs.catalogue import Kind
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         app(arguments)
     except UserError as error:
         say(f"error: {error}")
-        sys.exit(2)
+        sys.exit(1 if isinstance(error, LostEverybodyError) else 2)
 
 
 def _show_version(wanted: bool) -> None:

@@ -22,7 +22,7 @@ def features(x: Any, problems: list[str]) -> Tensor:
             every other integer becomes an int64 token.
         problems: what must hold and does not is appended here.
     """
-    inputs = to_tensor(x)
+    inputs = to_tensor(x, "x")
     if inputs.ndim < 2:
         problems.append(
             f"x must have shape (N, features...), got {tuple(inputs.shape)}; reshape it"
@@ -56,7 +56,7 @@ def targets(y: Any, classes: int | None, problems: list[str]) -> tuple[Tensor, i
         classes: number of labels; largest label + 1 where None.
         problems: what must hold and does not is appended here.
     """
-    y = to_tensor(y)
+    y = to_tensor(y, "y")
     if y.ndim != 1:
         problems.append(f"y must have shape (N,), got {tuple(y.shape)}; flatten it")
         return y, classes or 0
@@ -87,13 +87,50 @@ def targets(y: Any, classes: int | None, problems: list[str]) -> tuple[Tensor, i
 
 def numbered(client: Iterable[Hashable] | Any, problems: list[str]) -> Tensor:
     """Numbers client ids of any hashable type by first appearance, from 0: (N,) int64."""
+    if isinstance(client, str | bytes) or not isinstance(client, Iterable):
+        problems.append(
+            f"client must be one hashable id per example, (N,), got {client!r}; pass an array"
+        )
+        return torch.zeros(0, dtype=torch.int64)
     ids = client.tolist() if hasattr(client, "tolist") else list(client)
+    if nobody := [row for row, identity in enumerate(ids) if _is_missing(identity)]:
+        problems.append(
+            f"client must name who holds each example, got {ids[nobody[0]]} in {len(nobody)} rows, "
+            f"the first at index {nobody[0]}; fill or drop them"
+        )
     try:
         number = {identity: index for index, identity in enumerate(dict.fromkeys(ids))}
     except TypeError:
         problems.append("client must be one hashable id per example, (N,), got rows; flatten it")
         return torch.zeros(len(ids), dtype=torch.int64)
     return torch.tensor([number[identity] for identity in ids], dtype=torch.int64)
+
+
+def _is_missing(identity: Any) -> bool:
+    """Whether an id is what tables have for none: None, NaN, or pandas' NA and NaT."""
+    if identity is None or type(identity).__name__ in ("NAType", "NaTType"):
+        return True
+    return isinstance(identity, float | np.floating) and bool(np.isnan(identity))
+
+
+def check_numbering(y: Tensor, problems: list[str]) -> bool:
+    """Whether labels, whose number nobody gave, are numbered from 0; appends if not.
+
+    Args:
+        y: (N,) integer labels, or floats, which are none.
+        problems: what must hold and does not is appended here.
+    """
+    if y.is_floating_point() or y.ndim != 1 or not len(y):
+        return True
+    first, last, different = int(y.min()), int(y.max()), len(set(y.tolist()))
+    if first <= 0 and last < max(len(y), 2):
+        return True
+    problems.append(
+        f"labels must be numbered from 0, got {different} different from {first} to {last}; "
+        "number them with numpy.unique(y, return_inverse=True)[1], or give classes where some "
+        "have no example"
+    )
+    return False
 
 
 def same_length(problems: list[str], **arrays: Tensor) -> bool:
@@ -167,16 +204,27 @@ def read_npz(path: Path, *, needed: Sequence[str]) -> dict[str, npt.NDArray[Any]
     return arrays
 
 
-def to_tensor(array: Any) -> Tensor:
-    """Converts NumPy arrays, lists or tensors; widens unsigned integers that torch lacks."""
+def to_tensor(array: Any, name: str) -> Tensor:
+    """Converts NumPy arrays, lists or tensors; widens unsigned integers that torch lacks.
+
+    Raises:
+        UserError: it holds no numbers, or rows of several lengths; ``name`` says which it is.
+    """
     if isinstance(array, Tensor):
         return array.detach().cpu()
-    array = np.asarray(array)
+    try:
+        array = np.asarray(array)
+    except ValueError as error:
+        raise UserError(
+            f"{name} must be one array, with rows of one shape, got others ({error}); cut or pad "
+            "them"
+        ) from error
     if array.dtype.kind == "u" and array.dtype != np.uint8:
         array = array.astype(np.int64)
     if array.dtype.kind not in "buifc":
         raise UserError(
-            f"arrays must hold numbers, got dtype {array.dtype}; encode categories as integers"
+            f"{name} must hold numbers, got dtype {array.dtype}; convert it, or encode categories "
+            "as integers (numpy.unique(labels, return_inverse=True)[1] numbers labels)"
         )
     return torch.tensor(array)
 

@@ -66,22 +66,26 @@ def from_arrays(
     problems: list[str] = []
     inputs = arrays.features(x, problems)
     usable = not problems
+    counted = classes is None
     targets, classes = arrays.targets(y, classes, problems)
+    numbered = not counted or arrays.check_numbering(targets, problems)
     owner = arrays.numbered(client, problems)
     aligned = arrays.same_length(problems, x=inputs, y=targets, client=owner)
     partition = _split(owner, val, test, seed, problems)
     clients = int(owner.max()) + 1 if len(owner) else 0
-    if not 0 <= novel < max(clients, 1):
+    if novel != int(novel) or not 0 <= novel < max(clients, 1):
         problems.append(
-            f"novel must leave a client to train, got novel={novel} of {clients} clients; lower it"
+            "novel must be a whole number of clients and leave one to train, got "
+            f"novel={novel} of {clients} clients; change it"
         )
-    models = _models(model, seed)
+        novel = 0
+    models = _models(model, seed, problems)
     precision = _precision(models)
     inputs = inputs.to(precision) if inputs.is_floating_point() else inputs
     targets = targets.to(precision) if targets.is_floating_point() else targets
     if usable and aligned:
-        outputs = None if loss or score else classes or 1
-        _try(models, Normalize(*channel_statistics(inputs[:2]))(inputs[:2]), outputs, problems)
+        batch = Normalize(*channel_statistics(inputs[:2]))(inputs[:2])
+        _try(models, batch, classes if numbered and not (loss or score) else None, problems)
     arrays.raise_all(problems, "these arguments do not make a task")
     assert partition is not None, "its problem was raised"
 
@@ -199,14 +203,38 @@ def _split(
         return None
 
 
-def _models(model: Network | Mapping[str, Network], seed: int) -> dict[str, nn.Module]:
-    """Returns a network for each size, apart from the caller's own."""
+def _models(
+    model: Network | Mapping[str, Network], seed: int, problems: list[str]
+) -> dict[str, nn.Module]:
+    """Returns a network for each size, apart from the caller's own; those that can be made."""
     networks = model if isinstance(model, Mapping) else {BASE: model}
+    if not networks:
+        problems.append("model must be a network, or one for each size, got {}; pass one")
     made = {}
     for size, network in networks.items():
         with seeded(seed, "target", size):
-            made[size] = deepcopy(network) if isinstance(network, nn.Module) else network()
+            given = _made(network)
+        if isinstance(given, nn.Module):
+            made[size] = given
+        else:
+            problems.append(
+                f"model {size!r} must be an nn.Module, or a function without arguments that makes "
+                f"one, got {given}; pass one"
+            )
     return made
+
+
+def _made(network: Any) -> nn.Module | str:
+    """Returns a network apart from the caller's own, or what came in the place of one."""
+    if isinstance(network, nn.Module):
+        return deepcopy(network)
+    if not callable(network):
+        return repr(network)
+    try:
+        made = network()
+    except Exception as error:  # whatever a user's function raises is to be told
+        return f"one that fails ({type(error).__name__}: {error})"
+    return made if isinstance(made, nn.Module) else f"one that makes {made!r}"
 
 
 def _precision(models: Mapping[str, nn.Module]) -> torch.dtype:
@@ -216,9 +244,13 @@ def _precision(models: Mapping[str, nn.Module]) -> torch.dtype:
 
 
 def _try(
-    models: Mapping[str, nn.Module], batch: Tensor, outputs: int | None, problems: list[str]
+    models: Mapping[str, nn.Module], batch: Tensor, classes: int | None, problems: list[str]
 ) -> None:
-    """Runs each network on a batch; it must give ``outputs`` numbers per example, or more."""
+    """Runs each network on a batch, and tells what is wrong with it or with what it gives.
+
+    Of classes it must give as many numbers per example, or more; for regression (``classes`` 0)
+    one. None asks for no number.
+    """
     for size, network in models.items():
         if not trees.parameters_of(network):
             problems.append(
@@ -235,9 +267,17 @@ def _try(
                 f"but fails on it ({type(error).__name__}: {error}); change the model or x"
             )
             continue
-        given = output[0].numel() if output.ndim else 0
-        if outputs is not None and (given < outputs or len(output) != len(batch)):
+        if not isinstance(output, Tensor):
             problems.append(
-                f"model {size!r} must give {outputs} outputs per example, got shape "
+                f"model {size!r} must return a tensor, got {type(output).__name__}; return its "
+                "part that is the output (a recurrent layer returns its state beside it)"
+            )
+            continue
+        given = output[0].numel() if output.ndim else 0
+        fits = given >= classes if classes else given == 1
+        if classes is not None and not (fits and len(output) == len(batch)):
+            problems.append(
+                f"model {size!r} must give {classes or 1} outputs per example, got shape "
                 f"{tuple(output.shape)} for {len(batch)} examples; change its last layer"
+                + ("" if classes else ", or convert y to integers if these floats are labels")
             )

@@ -18,7 +18,7 @@ from hyperfed.data import tasks
 from hyperfed.data.own import Task
 from hyperfed.data.roster import Roster
 from hyperfed.engines import Exchange
-from hyperfed.errors import UserError
+from hyperfed.errors import LostEverybodyError, UserError
 from hyperfed.federation import AllLostError
 from hyperfed.runs import config as configuration
 from hyperfed.runs import records
@@ -74,6 +74,8 @@ class Run(Served):
         self._exchanges: list[Exchange] = []
         self._late: list[tuple[int, str]] = []
         self._failures = 0
+        self._answered = False  # whether some round had a client left
+        self._nobody = ""  # why the last round without had none
         self._stop = False
         self._commit = records.commit()  # of the code that runs, whatever is checked out later
 
@@ -167,14 +169,29 @@ class Run(Served):
         try:
             self.server.round(cohort)
             self.engine.commit(cohort)
-            self._failures = 0
+            self._failures, self._answered = 0, True
         except AllLostError as error:
+            self._nobody = self._why(cohort.state.lost)
             self._failures += error.__cause__ is not None
             if self._failures >= PATIENCE:
-                raise (error.__cause__ or error) from error
+                told = f"every client was lost in {self._failures} rounds in a row: {self._nobody}"
+                raise LostEverybodyError(told) from (error.__cause__ or error)
         self._count()
         self._note(cohort.state.lost.items())
         self.round += 1
+
+    def _why(self, lost: Mapping[int, str]) -> str:
+        """Returns why a client of this round was lost, and what can be done about it."""
+        client, reason = next(iter(lost.items()))
+        step = next(e.step for e in reversed(self._exchanges) if e.client == client)
+        faults, settings = self.config.faults, self.config.settings
+        advice = "mend what it raises"
+        if faults.drop or faults.nan:
+            advice = "lower faults.drop and faults.nan"
+        elif "not finite" in reason:
+            advice = f"lower method.local_lr={settings.local_lr:g}, or bound the local gradient"
+            advice += " by method.local_clip"
+        return f"client {client} in step {step}: {reason}; {advice}"
 
     def _count(self) -> None:
         """Counts what has travelled in training since the last time."""
@@ -236,6 +253,8 @@ class Run(Served):
 
     def _finish(self) -> None:
         """Evaluates novel clients with the best round's state and writes the summary."""
+        if not self._answered:
+            raise LostEverybodyError(f"every client was lost in every round: {self._nobody}")
         best = self.best.round
         test = next(e for e in self.evaluations if (e.round, e.split) == (best, "test"))
         novel = self._evaluate_novel(self.round) if self.task.novel else None
@@ -284,6 +303,8 @@ class Run(Served):
             "bytes": self._bytes,
             "seconds": self._seconds(),
             "failures": self._failures,
+            "answered": self._answered,
+            "nobody": self._nobody,
             "lost": [[lost.client, lost.reason] for lost in self._lost],
         }
         if self._best is not None:
@@ -310,6 +331,7 @@ class Run(Served):
         self.engine.memory = _numbered(tree["memory"])
         self.round, self._bytes = meta["round"], dict(meta["bytes"])
         self._earlier, self._failures = meta["seconds"], meta["failures"]
+        self._answered, self._nobody = meta.get("answered", True), meta.get("nobody", "")
         self._lost = [Lost(client, reason) for client, reason in meta["lost"]]
         if "best" in tree:
             best = tree["best"]
