@@ -1,11 +1,11 @@
 # Everything happens in .venv, made on first use and renewed when the dependencies change.
 #
-#   make run           train three methods on a bundled data set and compare them
+#   make run           train five methods on a bundled data set and compare them
 #   make test          what continuous integration runs: lint, types, tests
 #   make test-fast     the quick tests, without servers, for the inner loop
 #   make lint          ruff, mypy and which room imports which
 #   make check-method  all that a method must pass, and lint: make check-method M=fedavg
-#   make readme        write the table of methods in README.md
+#   make readme        write the tables of README.md
 #   make bench         speed and memory, written to $(BENCH_JSON)
 #   make gpu           what only a GPU can show, in ten minutes (benchmarks/README.md)
 #   make clean         remove .venv, caches and builds; runs/ and results/ stay

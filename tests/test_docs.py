@@ -215,7 +215,8 @@ def test_a_method_to_check_is_known_and_has_tests_and_a_row(
     assert "add it there" in str(check_method.problem("fedavgg"))
     assert "M must be a method" in str(check_method.problem(""))
     monkeypatch.setattr(readme, "README", tmp_path / "README.md")
-    readme.README.write_text(f"{readme.BEGIN}{readme.END}")
+    sections = [readme.BEGIN.format(name) + readme.END.format(name) for name in readme.SECTIONS]
+    readme.README.write_text("".join(sections))
     assert "make readme" in str(check_method.problem("fedavg"))
     monkeypatch.setattr(check_method, "TESTS", tmp_path)
     assert "write tests/methods/test_fedavg.py" in str(check_method.problem("fedavg"))

@@ -1,20 +1,27 @@
-"""Writes the table of methods in README.md from what the methods' docstrings say.
+"""Writes the tables of README.md: of methods, from their docstrings, and of the first run.
 
     make readme
+
+The first run's is the mean of the records in ``results/first_run``, of all their seeds.
 
 A docstring begins with ``Name (authors, venue year): what it is in a line.`` Several papers are
 parted by semicolons. Where a paper can be read, the next paragraph begins with ``Paper:`` and gives
 a link for each. ``hyperfed list methods`` shows the same line.
 """
 
+import json
 import re
+from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
+from statistics import fmean
 
 from hyperfed.methods import METHODS
 
 README = Path(__file__).parents[1] / "README.md"
-BEGIN, END = "<!-- methods: written by make readme -->\n", "<!-- methods: end -->\n"
+BEGIN, END = "<!-- {}: written by make readme -->\n", "<!-- {}: end -->\n"
+ACCURACIES = ("test_accuracy", "novel_accuracy")
+FIRST_RUN = README.parent / "results" / "first_run"
 FIRST_LINE = re.compile(
     r"(?P<name>[^:(]+?)(?: \((?P<papers>[^)]+ \d{4}(?:; [^)]+ \d{4})*)\))?: (?P<about>.+)\."
 )
@@ -51,17 +58,42 @@ def table() -> str:
     return "\n".join(["| method | paper | in a line |", "|---|---|---|", *map(row, METHODS)]) + "\n"
 
 
+def first_run_table() -> str:
+    """Returns mean and range over seeds of what ``make run`` shows of the first seed."""
+    lines = ["| method | clients that trained | clients that joined afterwards |", "|---|---|---|"]
+    for method in METHODS:
+        files = sorted((FIRST_RUN / method).glob("seed*/summary.json"))
+        if not files:
+            continue
+        summaries = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+        cells = [_mean_and_range([s[key] for s in summaries]) for key in ACCURACIES]
+        lines.append(" | ".join([f"| `{method}`", *cells]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _mean_and_range(values: Sequence[float]) -> str:
+    mean, low, high = (f"{100 * v:.1f}" for v in (fmean(values), min(values), max(values)))
+    return f"{mean} % ({low} to {high})"
+
+
+SECTIONS = {"first run": first_run_table, "methods": table}
+"""Name -> what makes what stands there."""
+
+
 def written(text: str) -> str:
-    """Returns the text of README.md with the table as it should be.
+    """Returns the text of README.md with the tables as they should be.
 
     Raises:
-        ValueError: a docstring begins otherwise, or the text has no place for the table.
+        ValueError: a docstring begins otherwise, or the text has no place for a table.
     """
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"README.md must have the lines {BEGIN!r} and {END!r}")
-    return before + begin + table() + end + after
+    for name, made in SECTIONS.items():
+        begin, end = BEGIN.format(name), END.format(name)
+        before, found, rest = text.partition(begin)
+        _, last, after = rest.partition(end)
+        if not (found and last):
+            raise ValueError(f"README.md must have the lines {begin!r} and {end!r}")
+        text = before + begin + made() + end + after
+    return text
 
 
 if __name__ == "__main__":

@@ -12,7 +12,15 @@ from rich.console import Console
 
 from hyperfed.errors import UserError
 from hyperfed.runs.records import Evaluation, summarise
-from hyperfed.runs.report import comparison, draw_accuracy, mean_and_std, megabytes, percent, table
+from hyperfed.runs.report import (
+    comparison,
+    draw_accuracy,
+    draw_against,
+    mean_and_std,
+    megabytes,
+    percent,
+    table,
+)
 
 
 @dataclass(frozen=True)
@@ -175,3 +183,34 @@ def test_figure_needs_test_examples(tmp_path):
     blank = replace(finished("pfedhn"), evaluations=(evaluation(10, "val", [5, 5]),))
     with pytest.raises(UserError, match="pfedhn has none"):
         draw_accuracy([blank], Path(tmp_path / "figure.png"))
+
+
+def test_two_methods_are_drawn_against_each_other_client_by_client(tmp_path, monkeypatch):
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    novel = [evaluation(20, "novel", [2, correct]) for correct in (3, 9)]
+    usual = finished("local", best_round=20)
+    better = finished("pefll")
+    usual, better = (
+        replace(run, evaluations=(*run.evaluations, joined))
+        for run, joined in zip((usual, better), novel, strict=True)
+    )
+    draw_against(usual, better, tmp_path / "figure.png")
+    (axes,) = drawn[0].axes
+    assert "local" in axes.get_xlabel()
+    assert "pefll" in axes.get_ylabel()
+    for points, expected in zip(
+        axes.collections, ([(40, 50), (80, 100)], [(20, 20), (30, 90)]), strict=True
+    ):
+        # Moved aside by less than what parts two neighbouring accuracies.
+        for (x, y), (across, up) in zip(points.get_offsets().tolist(), expected, strict=True):
+            assert (x, y) == pytest.approx((across, up), abs=1.2)
+    told = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert told == ["trained together (2 clients)", "joined afterwards (2 clients)"]
+
+
+def test_methods_that_saw_other_data_are_not_drawn_against_each_other(tmp_path):
+    with pytest.raises(UserError, match="must have seen the same data"):
+        draw_against(finished("a"), finished("b", data_fingerprint="d"), tmp_path / "figure.png")
+    with pytest.raises(UserError, match="must end in one of"):
+        draw_against(finished("a"), finished("b"), tmp_path / "figure.txt")

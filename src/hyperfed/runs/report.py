@@ -16,6 +16,7 @@ from hyperfed.system.files import atomic_write
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito's palette, which people with any colour vision can tell apart; yellow left out."""
@@ -140,17 +141,9 @@ def draw_accuracy(runs: Sequence[FinishedRun], path: Path) -> None:
     Raises:
         UserError: a run is not done or has no test accuracy, or the figure cannot be written.
     """
-    # Not pyplot, which would keep every figure in memory and ask for a display.
-    from matplotlib.figure import Figure
-
     rows = comparison(runs)
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    formats = figure.canvas.get_supported_filetypes()
-    ending = path.suffix.removeprefix(".")
-    if ending not in formats:
-        raise UserError(
-            f"the figure's file must end in one of {', '.join(sorted(formats))}, came {path}"
-        )
+    figure = _new_figure(10, 4)
+    _check_ending(figure, path)
     left, right = figure.subplots(1, 2, sharey=True)
     _draw_over_rounds(left, runs, rows)
     _draw_clients(right, runs, rows)
@@ -158,6 +151,89 @@ def draw_accuracy(runs: Sequence[FinishedRun], path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="0.9")
         axes.set_axisbelow(True)
+    _save(figure, path)
+
+
+def draw_against(usual: FinishedRun, better: FinishedRun, path: Path) -> None:
+    """Draws each client's test accuracy under one method against that under another.
+
+    Known and novel clients are told apart by colour and marker. Clients with few test examples
+    share a place; points are moved aside a little, by the same for a client in every figure.
+
+    Args:
+        usual: along the horizontal axis.
+        better: along the vertical one; clients above the diagonal are better served by it.
+        path: the figure; its ending says the format (.png, .pdf, .svg).
+
+    Raises:
+        UserError: a run is not done or saw other data, or the figure cannot be written.
+    """
+    across, up = comparison([usual, better])
+    if across.data_fingerprint != up.data_fingerprint:
+        raise UserError(
+            "two methods must have seen the same data to be set against each other, but these "
+            "have not; train both on one task with one seed"
+        )
+    figure = _new_figure(5.4, 5)
+    _check_ending(figure, path)
+    axes = figure.subplots()
+    axes.plot([0, 100], [0, 100], color="0.6", linewidth=1, zorder=1)
+    groups = ("test", "trained together"), ("novel", "joined afterwards")
+    for index, (split, label) in enumerate(groups):
+        there, here = (_of_clients(run, row, split) for run, row in ((usual, across), (better, up)))
+        both = [client for client in there if client in here]
+        if not both:
+            continue
+        aside = {c: np.random.default_rng(c).uniform(-1.2, 1.2, size=2) for c in both}
+        axes.scatter(
+            [there[client] + aside[client][0] for client in both],
+            [here[client] + aside[client][1] for client in both],
+            s=34,
+            color=COLOURS[index],
+            marker=MARKERS[2 * index],
+            alpha=0.75,
+            linewidths=0,
+            label=f"{label} ({len(both)} clients)",
+            zorder=2 + index,
+        )
+    axes.set(xlim=(-3, 103), ylim=(-3, 103), aspect="equal")
+    axes.set_xlabel(f"test accuracy under {across.label} (%)")
+    axes.set_ylabel(f"test accuracy under {up.label} (%)")
+    axes.set_title("Each client", fontsize="medium")
+    axes.legend(frameon=False, loc="lower right")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color="0.92")
+    axes.set_axisbelow(True)
+    _save(figure, path)
+
+
+def _of_clients(run: FinishedRun, row: Row, split: str) -> dict[int, float]:
+    """Returns {client: accuracy in per cent} at the best validation round; novel ones' at last."""
+    found: dict[int, float] = {}
+    for e in run.evaluations:
+        if e.split == split and (split == "novel" or e.round == row.best_round):
+            pairs = zip(e.clients, e.client_accuracy, strict=True)
+            found = {client: 100 * value for client, value in pairs if value is not None}
+    return found
+
+
+def _new_figure(width: float, height: float) -> "Figure":
+    # Not pyplot, which would keep every figure in memory and ask for a display.
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _check_ending(figure: "Figure", path: Path) -> None:
+    formats = figure.canvas.get_supported_filetypes()
+    if path.suffix.removeprefix(".") not in formats:
+        raise UserError(
+            f"the figure's file must end in one of {', '.join(sorted(formats))}, came {path}"
+        )
+
+
+def _save(figure: "Figure", path: Path) -> None:
+    ending = path.suffix.removeprefix(".")
     atomic_write(path, lambda file: figure.savefig(file, format=ending, dpi=200))
 
 
