@@ -14,7 +14,7 @@ from hyperfed import trees
 from hyperfed.engines import Faults
 from hyperfed.engines.calls import Call
 from hyperfed.errors import UserError
-from hyperfed.federation import AllLostError, Cohort
+from hyperfed.federation import AllLostError, Cohort, Task
 from hyperfed.methods import itpfl
 from hyperfed.methods.parts import hypernet_training
 from hyperfed.methods.parts.privacy import GaussianMechanism, PrivacyConfig, analytic_multiplier
@@ -62,6 +62,20 @@ SETTINGS: dict[str, Any] = (
     }
 )
 """And FedAvg of an encoder that tells embeddings as they are, drawn from N(0, 1)."""
+
+
+class NormedInputs(torch.nn.Module):
+    """Batch-norm where the encoder has it too: before the first linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(FEATURES)
+        self.body = torch.nn.Linear(FEATURES, 4)
+        self.head = torch.nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.head(torch.tanh(self.body(self.norm(x))))
+        return output
 
 
 def federation(**options: Any) -> Federation:
@@ -281,7 +295,7 @@ def test_embeddings_start_as_wide_as_is_said() -> None:
     torch.testing.assert_close(narrow.server.embeddings.weight, expected, **CLOSE)
 
 
-@pytest.mark.parametrize("net", [TwoLayers, Normed])
+@pytest.mark.parametrize("net", [TwoLayers, NormedInputs])
 def test_the_encoders_averaged_change_is_descended_by_adam(net: Any) -> None:
     """FedAdam by its formulas; statistics of batch-norm are no change, they are averaged."""
     learning = {"phase_one_rounds": 3}
@@ -367,12 +381,70 @@ def test_an_encoder_that_phase_two_cannot_use_is_reported(
     assert "% of the variance of the clients' embeddings" in caplog.text
 
 
+def test_a_standardised_descriptor_explains_embeddings_in_their_own_units(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ours = federation(settings={"batch_size": 100, "standardize": True})
+    cohort = ours.engine.cohort([0, 1, 2], 0, training=False)
+    said = torch.stack([encode(encoder_of(ours), inputs(ours, i)) for i in range(3)])
+    mean, deviation = said.mean(dim=0), said.std(dim=0, correction=0)
+    last = ours.server.encoder.layers[2]
+    with torch.no_grad():  # an encoder that tells standardised embeddings, of another size
+        last.weight /= deviation[:, None]
+        last.bias.copy_((last.bias - mean) / deviation)
+        ours.server.embeddings.weight[:] = 0.3 * (said - mean) / deviation + 2
+    ours.server.tuning = torch.tensor(True)
+    ours.server.rehearse(cohort)
+    assert caplog.text == ""
+
+
 def test_novel_clients_have_no_embedding_to_be_explained(caplog: pytest.LogCaptureFixture) -> None:
     ours = federation(novel=2)
     ours.server.tuning = torch.tensor(True)
     novel = ours.engine.cohort(list(ours.task.novel_ids), 0, training=False, fresh=True)
     assert len(ours.server.personalize(novel).tree["body.weight"]) == 2
     assert caplog.text == ""
+
+
+def two_classes_each(clients: int = 30, classes: int = 6, examples: int = 24) -> Task:
+    """Clients that differ in their two classes alone, which lie apart."""
+    draw = torch.Generator().manual_seed(3)
+    center = 2 * torch.randn(classes, 8, generator=draw, dtype=torch.float64)
+    own = torch.stack([torch.randperm(classes, generator=draw)[:2] for _ in range(clients)])
+    y = own.gather(1, torch.randint(2, (clients, examples), generator=draw)).flatten()
+    x = center[y] + torch.randn(len(y), 8, generator=draw, dtype=torch.float64)
+    rows = list(torch.arange(len(y)).split(examples))
+    with seeded(0, "two classes"):
+        models = {"base": torch.nn.Linear(8, classes).double()}
+    return Task("two classes", x, y, rows, rows, rows, models, classes)
+
+
+def explained(embedding: Tensor, proportions: Tensor) -> float:
+    """R2 of linear regression of class proportions on embeddings, each client left out once."""
+    error = torch.zeros((), dtype=torch.float64)
+    for client in range(len(embedding)):
+        others = torch.arange(len(embedding)) != client
+        padded = torch.nn.functional.pad(embedding, (0, 1), value=1.0)
+        fit = torch.linalg.lstsq(padded[others], proportions[others]).solution
+        error += (padded[client] @ fit - proportions[client]).square().sum()
+    return 1 - float(error / (proportions - proportions.mean(dim=0)).square().sum())
+
+
+def test_class_proportions_explain_embeddings_by_default_and_not_as_drawn() -> None:
+    task = two_classes_each()
+    counts = [torch.bincount(task.y[rows], minlength=6) for rows in task.train]
+    proportions = torch.stack(counts).double() / 24
+    few = {"local_steps": 1, "batch_size": 24, "local_lr": 0.2, "hidden": 20, "hidden_layers": 1}
+    paper = {key[7:]: value for key, value in itpfl.PRESETS["paper"].items() if "method" in key}
+    found = []
+    for settings in ({}, {key: paper[key] for key in paper if "embedding" in key or "lr" in key}):
+        ours = Federation("itpfl", task, **(settings | few), encoder_units=4)
+        for number in range(12):
+            ours.round(list(range(number % 3, 30, 3)), number)
+        found.append(explained(ours.server.embeddings.weight.detach(), proportions))
+    default, drawn = found
+    assert default > 0.3
+    assert drawn < 0
 
 
 # Phase 2
@@ -568,8 +640,10 @@ def test_end_to_end_a_round_that_all_miss_changes_nothing(monkeypatch: pytest.Mo
     torch.testing.assert_close(state(ours), before, rtol=0, atol=0)
 
 
-def test_end_to_end_known_clients_are_served_by_their_inputs_and_phase_one() -> None:
-    ours = federation(settings={"encoder": "end_to_end"}, unlabelled=True)
+def test_end_to_end_known_clients_are_served_by_their_inputs_and_phase_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ours = federation(settings={"encoder": "end_to_end", "standardize": None}, unlabelled=True)
     for number in range(2):
         ours.round([0, 1, 2], number)
     server, encoder = ours.server, encoder_of(ours)
@@ -578,12 +652,16 @@ def test_end_to_end_known_clients_are_served_by_their_inputs_and_phase_one() -> 
     novel = generated(server.novel_net, encode(encoder, inputs(ours, 3)))
     torch.testing.assert_close(ours.personal(3, fresh=True), novel, **CLOSE)
     assert not torch.allclose(server.novel_net.trunk[0].weight, server.hyper_net.trunk[0].weight)
+    rehearsed = server.rehearse(ours.engine.cohort([0, 1], 2, training=False)).tree
+    novel = generated(server.novel_net, encode(encoder, inputs(ours, 1)))
+    torch.testing.assert_close(trees.take(rehearsed, 1), novel, **CLOSE)
+    assert caplog.text == ""  # there is no embedding to be explained
 
 
 def test_end_to_end_serves_several_sizes_and_averages_batch_norm() -> None:
     """Each reply is the gradient of a client's own descriptor, whatever its size and place."""
     with seeded(0, "sizes"):
-        models = {"S": Normed().double(), "L": TwoLayers().double()}
+        models = {"S": NormedInputs().double(), "L": TwoLayers().double()}
     ours = federation(models=models, sizes=("S", "L", "S", "L"), settings={"encoder": "end_to_end"})
     server, config, before = ours.server, ours.config, encoder_of(ours)
     network = copy.deepcopy(server.encoder)
@@ -601,6 +679,7 @@ def test_end_to_end_serves_several_sizes_and_averages_batch_norm() -> None:
         pulled = torch.autograd.grad(loss, list(network.parameters()))
         mean = {name: mean[name] + g for name, g in zip(mean, pulled, strict=True)}
         buffers = {n: buffers[n] + v / 3 for n, v in network.named_buffers()}
+    assert buffers
     ours.round([0, 1, 2], 0)
     expected = {name: before[name] - config.encoder_lr * g for name, g in mean.items()}
     after = encoder_of(ours)
@@ -740,14 +819,12 @@ def test_the_best_round_is_chosen_by_known_clients_served_as_novel_ones() -> Non
 # Privacy
 
 
-@pytest.mark.parametrize("bounded", [{"private": True}, {"epsilon": 0.3}])
-def test_a_bounded_encoder_is_not_asked_for_standardised_embeddings(
-    bounded: dict[str, Any],
-) -> None:
+@pytest.mark.parametrize("other", [{"private": True}, {"epsilon": 0.3}, {"encoder": "end_to_end"}])
+def test_embeddings_that_cannot_be_told_standardised_are_not(other: dict[str, Any]) -> None:
     assert from_keys("itpfl", {}).settings.standardized
-    assert not from_keys("itpfl", {"method": bounded}).settings.standardized
-    with pytest.raises(UserError, match="vectors of length 1 at most"):
-        from_keys("itpfl", {"method": bounded | {"standardize": True}})
+    assert not from_keys("itpfl", {"method": other}).settings.standardized
+    with pytest.raises(UserError, match="must be told by an encoder that is not bounded"):
+        from_keys("itpfl", {"method": other | {"standardize": True}})
 
 
 def reply_of(ours: Federation, client: int, round: int = 7) -> Tensor:

@@ -32,8 +32,8 @@ N(0, 1) that it was drawn from, so g is asked to tell noise. By default therefor
 small and learn fast, without decay; g is asked for them standardised, by all known clients' mean
 and deviation, which the server takes back before the hypernetwork sees a descriptor; and Adam
 descends g's averaged change (FedAdam, Reddi et al., 2021), which a plain average makes too short a
-step. Losses are sums over clients, as in the paper, and means over entries, so that no rate depends
-on l.
+step. (On the unit sphere, where nothing is standardised, a small start makes directions turn fast.)
+Losses are sums over clients, as in the paper, and means over entries, so that no rate depends on l.
 """
 
 import copy
@@ -107,7 +107,7 @@ class Config(PrivacyConfig, HyperNetConfig, LocalConfig):
             it is (FedAvg), or lets Adam descend it (FedAdam: Reddi et al., 2021).
         encoder_server_lr: learning rate of that Adam.
         standardize: whether the encoder is to tell embeddings less their mean over known clients
-            and divided by their deviation, entry by entry; so unless it is bounded, where None.
+            and divided by their deviation, entry by entry. None: by regression, unless bounded.
         encoder_reduction: whether its loss is the mean or the sum over the entries of an embedding.
             At the mean a rate does as much as one of 1 / l times it at the sum.
         encoder_units: outputs of the encoder's layer before pooling.
@@ -131,11 +131,11 @@ class Config(PrivacyConfig, HyperNetConfig, LocalConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.standardize and self.bounded:
+        if self.standardize and (self.bounded or self.encoder == "end_to_end"):
             raise UserError(
-                "a bounded encoder must be asked for vectors of length 1 at most, but standardised "
-                "embeddings are about as long as the root of their size; leave standardize out, or "
-                "private and epsilon"
+                "standardised embeddings must be told by an encoder that is not bounded and learns "
+                "by regression: a bounded one tells vectors of length 1 at most, and end to end "
+                "there are no embeddings; leave standardize out"
             )
 
     @property
@@ -151,7 +151,9 @@ class Config(PrivacyConfig, HyperNetConfig, LocalConfig):
     @property
     def standardized(self) -> bool:
         """Whether the encoder is to tell standardised embeddings."""
-        return not self.bounded if self.standardize is None else self.standardize
+        if self.standardize is None:
+            return self.encoder == "regression" and not self.bounded
+        return self.standardize
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -350,7 +352,6 @@ class Server(federation.Server):
         """Descends the ``gradient`` of each parameter, and takes its buffers as they are there."""
         set_gradients(self.encoder, gradient)
         self.encoder_optimizer.step()
-        self.encoder_optimizer.zero_grad()
         buffers, _ = partition(gradient, buffers_of(self.encoder))
         fill(self.encoder, model_of(self.encoder) | buffers)
 
@@ -393,7 +394,7 @@ class Server(federation.Server):
         What is not standardised has mean 0 and deviation 1.
         """
         rows = self.embeddings.weight.detach()
-        if self.end_to_end or not self.config.standardized:
+        if not self.config.standardized:
             return rows.new_zeros(()), rows.new_ones(())
         deviation, mean = torch.std_mean(rows, dim=0, correction=0)
         return mean, deviation.where(deviation > 0, 1)
