@@ -26,8 +26,10 @@ from hyperfed.methods.parts.hypernet_training import descend
 from hyperfed.methods.parts.presets import DEFAULT
 from hyperfed.nets.descriptors import LabelledTarget, LabelMap, Standard
 from hyperfed.nets.hypernets import MultiHead, SingleOutput, shapes_of
-from hyperfed.training import Batch, Epochs, LocalConfig, Steps, apply, sgd
+from hyperfed.training import Batch, Batches, Epochs, LocalConfig, Steps, apply, sgd
 from hyperfed.trees import Model, Tree
+
+DescriptorSize = Annotated[int, Field(ge=2)] | Literal["n/4", "1+n/4"]
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -65,7 +67,7 @@ class Config(LocalConfig):
     weight_decay: NonNegativeFloat = 0.0
     clip: PositiveFloat | None = 50.0
     descriptor_net: Literal["target", "linear"] = "target"
-    descriptor_size: Annotated[int, Field(ge=2)] | Literal["n/4", "1+n/4"] = "1+n/4"
+    descriptor_size: DescriptorSize = "1+n/4"
     delayed_gradient: bool = False
     prediction: Literal["batch", "all"] = "all"
     standardize: bool = True
@@ -160,7 +162,8 @@ class Server(federation.Server):
         super().__init__(outline, config)
         self.descriptor_net = Client.networks(outline, config)["descriptor_net"]
         shapes = {size: shapes_of(net) for size, net in outline.models.items()}
-        build = {"single": SingleOutput, "heads": MultiHead}[config.hyper_net]
+        single = config.hyper_net == "single"
+        build: type[SingleOutput | MultiHead] = SingleOutput if single else MultiHead
         width, layers, length = config.hidden, config.hidden_layers, config.length(outline)
         self.hyper_net = build(shapes, length, hidden=width, hidden_layers=layers).to(outline.dtype)
         self.standard = Standard(fit=config.standardize).to(outline.dtype)
@@ -184,9 +187,8 @@ class Server(federation.Server):
         With a delayed gradient the third is posted: the step is by the hypernetwork's gradient of
         this round and the descriptor network's of the round before, zero in the first.
         """
-        config, groups, net = self.config, clients.sizes, trees.model_of(self.descriptor_net)
-        batch = Steps(1, config.batch_size)
-        descriptor = clients.ask(Client.describe, net, batches=batch)["descriptor"]  # (C, l)
+        config, groups = self.config, clients.sizes
+        descriptor = self.describe_batch(clients)  # (C, l)
         standard = self.standard.fitted(descriptor[clients.weight > 0])
         descriptor.requires_grad_()
         model, delta = {}, {}
@@ -213,7 +215,23 @@ class Server(federation.Server):
                 self.buffers[size] = trees.subtract(self.buffers[size], moved)
         if gradient:
             trees.set_gradients(self.descriptor_net, gradient)
-        descend(self.optimizer, model, delta, clients, config.clip)
+        self.descend(model, delta, clients)
+
+    def describe_batch(self, clients: Cohort) -> Tensor:
+        """Returns (C, l) descriptors to learn from, each of one batch."""
+        return self.describe(clients, Steps(1, self.config.batch_size))
+
+    def describe(self, clients: Cohort, batches: Batches) -> Tensor:
+        """Returns (C, l) descriptors, computed at the clients."""
+        net = trees.model_of(self.descriptor_net)
+        descriptor: Tensor = clients.ask(Client.describe, net, batches=batches)["descriptor"]
+        return descriptor
+
+    def descend(
+        self, model: Mapping[str, Model], delta: Mapping[str, Model], clients: Cohort
+    ) -> None:
+        """Makes a step of both networks: see :func:`hypernet_training.descend`."""
+        descend(self.optimizer, model, delta, clients, self.config.clip)
 
     def latest_gradient(self) -> Tree:
         """Returns the descriptor network's gradient that was posted, {} where there is none."""
@@ -229,10 +247,10 @@ class Server(federation.Server):
 
     def personalize(self, clients: Cohort) -> Each:
         """Algorithm 1, for known and novel clients alike."""
-        config, net = self.config, trees.model_of(self.descriptor_net)
-        everything = Epochs(1, EVALUATION_BATCH)
-        batches = Steps(1, config.batch_size) if config.prediction == "batch" else everything
-        descriptor = clients.ask(Client.describe, net, batches=batches)["descriptor"]  # (C, l)
+        if self.config.prediction == "batch":
+            descriptor = self.describe_batch(clients)  # (C, l)
+        else:
+            descriptor = self.describe(clients, Epochs(1, EVALUATION_BATCH))
         with torch.no_grad():
             model = self.hyper_net(self.standard.fitted(descriptor)(descriptor), clients.size)
         return Each(model | trees.repeat(self.buffers[clients.size], len(clients.ids)))

@@ -220,6 +220,31 @@ class Standard(nn.Module):
         return (descriptors - self.mean) / self.deviation
 
 
+class Centred(Standard):
+    """Standardises descriptors by the first cohort ever seen, so that clients differ by about one.
+
+    What its clients have in common is taken away, entry by entry, and what is left is divided by
+    its root mean square, one number for all entries.
+
+    Args:
+        descriptor_size: l.
+    """
+
+    def __init__(self, descriptor_size: int) -> None:
+        super().__init__()
+        self.mean = torch.zeros(descriptor_size)
+
+    def fitted(self, descriptors: Tensor) -> Standard:
+        """Returns itself where it is fitted, else a copy fitted to all of (C, l)."""
+        if self.deviation > 0:
+            return self
+        copied = copy.deepcopy(self)
+        copied.mean = descriptors.mean(dim=0)
+        spread = (descriptors - copied.mean).square().mean().sqrt()
+        copied.deviation = spread.where(spread > 0, 1)  # a client alone differs from nobody
+        return copied
+
+
 def _with_labels(layer: nn.Module, more: int) -> nn.Module | None:
     """Returns a new layer like ``layer`` that takes a label of ``more`` numbers, too.
 

@@ -107,6 +107,17 @@ class MultiHead(nn.Module):
             for name, shape in tensors.items()
         }
 
+    def common(self, size: str = "base") -> dict[str, Tensor]:
+        """Returns the heads' biases as one model: what every client's model is made from.
+
+        They are views, so writing to them moves the models of all clients alike.
+        """
+        biases = {
+            name: self.heads[_head_key(size, name)].get_parameter("bias").detach()
+            for name in _of_size(self.shapes, size)
+        }
+        return {name: bias.view(self.shapes[size][name]) for name, bias in biases.items()}
+
 
 class SingleOutput(nn.Module):
     """A trunk and one linear layer for all tensors of a target size (PeFLL, table 4).
@@ -145,6 +156,11 @@ class SingleOutput(nn.Module):
         tensors = _of_size(self.shapes, size)
         _check_descriptor(descriptor, self.descriptor_size)
         return _unflatten(self.outputs[size](self.trunk(descriptor)), tensors)  # from (C, D)
+
+    def common(self, size: str = "base") -> dict[str, Tensor]:
+        """Returns the output layer's bias as one model; as of ``MultiHead.common``."""
+        tensors = _of_size(self.shapes, size)
+        return _unflatten(self.outputs[size].get_parameter("bias").detach(), tensors)
 
 
 class Chunked(nn.Module):

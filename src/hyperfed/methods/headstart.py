@@ -1,0 +1,99 @@
+"""HeadStart (hyperfed, 2026): all start from one model, moved by a look at half of a batch.
+
+Our own: PeFLL (Scott et al., ICLR 2024), whose descriptor network and hypernetwork learn in three
+exchanges, with what other methods of the field do once each:
+
+- **The hypernetwork begins as the target.** The biases of its output are the target's initial
+  weights: clients start from one network, as in FedAvg, and the rest is what they differ by.
+- **The common model also learns by plain averaging.** Those biases move by the mean of the cohort's
+  deltas, as FedAvg's model does (McMahan et al., 2017), beside the hypernetwork's own step. So a
+  descriptor that says nothing costs nothing.
+- **Descriptors are centred.** The hypernetwork sees at once what clients differ by, since what the
+  first cohort has in common is taken away, entry by entry.
+- **In training a client is described by half of a batch**, and trains on all of it: who describes a
+  client of few examples by all of them, always the same, learns it by heart, and newcomers get what
+  they should not.
+
+Sent: the descriptor network down, the descriptor up; the model down, delta up; the descriptor's
+gradient down, that of the descriptor network up, as in PeFLL. Kept by the client: nothing.
+Evaluated: the model made from all training data; ``serve.finetune_steps`` goes on from it. A novel
+client does the same, which needs its labels.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ConfigDict, NonNegativeFloat, PositiveFloat
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from hyperfed.federation import Cohort, Outline, step
+from hyperfed.methods import pefll
+from hyperfed.methods.parts.presets import DEFAULT
+from hyperfed.nets.descriptors import Centred
+from hyperfed.training import Batch, Steps
+from hyperfed.trees import Model, Tree, model_of, weighted_mean
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class Config(pefll.Config):
+    """Settings of HeadStart: PeFLL's, and one more.
+
+    Attributes:
+        lr: learning rate of the server, for runs of hundreds of rounds.
+        descriptor_size: as of PeFLL; it does not grow with the number of clients here.
+        common_lr: by how much of a cohort's mean delta the common model moves; 1 as in FedAvg, 0
+            leaves it to the hypernetwork's own step.
+    """
+
+    local_lr: PositiveFloat = 5e-3
+    lr: PositiveFloat = 2e-3
+    descriptor_size: pefll.DescriptorSize = 16
+    common_lr: NonNegativeFloat = 1.0
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {"default": DEFAULT}
+
+
+class Client(pefll.Client):
+    """PeFLL's, described by half of a batch while the networks learn."""
+
+    @step
+    def describe_half(self, descriptor_net: Model) -> Tree:
+        """Returns {"descriptor": (l,)}, the mean over half of a batch, rounded up."""
+        (batch,) = self.batches
+        half = (len(batch.x) + 1) // 2  # of examples drawn in random order
+        seen = Batch(batch.x[:half], batch.y[:half])
+        self.scratch |= {"descriptor_net": descriptor_net, "x": seen.x, "y": seen.y}
+        return {"descriptor": self.embed(descriptor_net, seen).mean(dim=0)}
+
+
+class Server(pefll.Server):
+    """Holds the hypernetwork, with the common model in its biases, and the descriptor network."""
+
+    def __init__(self, outline: Outline, config: Config) -> None:
+        super().__init__(outline, config)
+        for size in outline.models:
+            start = outline.initial(size)
+            for name, value in self.hyper_net.common(size).items():
+                value.copy_(start[name])
+        if config.standardize:
+            self.standard = Centred(config.length(outline)).to(outline.dtype)
+
+    def describe_batch(self, clients: Cohort) -> Tensor:
+        """Returns (C, l) descriptors to learn from, each of half of a batch."""
+        net, one = model_of(self.descriptor_net), Steps(1, self.config.batch_size)
+        reply = clients.ask(Client.describe_half, net, batches=one)
+        descriptor: Tensor = reply["descriptor"]
+        return descriptor
+
+    def descend(
+        self, model: Mapping[str, Model], delta: Mapping[str, Model], clients: Cohort
+    ) -> None:
+        """Makes PeFLL's step, and moves the common model of each size by its clients' mean."""
+        super().descend(model, delta, clients)
+        for size, group in clients.sizes.items():
+            if group.weight.any():
+                mean = weighted_mean(delta[size], group.weight.sign())
+                for name, value in self.hyper_net.common(size).items():
+                    value.sub_(mean[name], alpha=self.config.common_lr)

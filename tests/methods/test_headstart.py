@@ -1,0 +1,183 @@
+"""HeadStart: its update against one-piece autograd, where it begins, and what is averaged."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hyperfed import trees
+from hyperfed.engines import Faults
+from hyperfed.engines.calls import Call
+from hyperfed.federation import Task
+from hyperfed.methods import headstart
+from hyperfed.nets.descriptors import Centred
+from hyperfed.system.randomness import generator, seeded
+from toys import PLAIN, Federation, TwoLayers, logits, make_task
+
+CLOSE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-12}
+SETTINGS: dict[str, Any] = PLAIN | {
+    "local_steps": 1,
+    "batch_size": 5,
+    "local_lr": 0.1,
+    "optimizer": "sgd",
+    "lr": 0.5,
+    "momentum": 0.0,
+    "clip": None,
+    "descriptor_size": 3,
+    "common_lr": 0.7,
+    "hidden": 7,
+    "hidden_layers": 1,
+}
+
+
+def drawn(task: Task, client: int, number: int, step: str) -> tuple[Tensor, Tensor]:
+    """The batch of 5 that a client is given in a step: a function of these keys."""
+    rows = task.train[client]
+    source = generator(0, "batches", client, number, step, 0)
+    rows = rows[torch.randperm(len(rows), generator=source)[:5]]
+    return task.x[rows], task.y[rows]
+
+
+def expected_after(
+    federation: Federation, clients: list[int], number: int, standard: list[Tensor]
+) -> dict[str, Tensor]:
+    """Both networks after a round, the objective being one piece for autograd.
+
+    With one plain local step of rate 0.1, delta is 0.1 times the gradient of a client's loss by its
+    model: the server descends the mean loss at rate 0.5 * 0.1, and biases, whose gradient is that
+    mean, by 0.7 * 0.1 more.
+    """
+    server, task = federation.server, federation.task
+    looks = [drawn(task, client, number, "describe_half") for client in clients]
+    descriptor = torch.stack([server.descriptor_net(x[:3], y[:3]).mean(0) for x, y in looks])
+    if not standard:
+        own = descriptor.detach()
+        mean = own.sum(0) / len(own)
+        square = ((own - mean) ** 2).sum() / own.numel()
+        standard += [mean, torch.sqrt(square)]
+    made = server.hyper_net((descriptor - standard[0]) / standard[1])
+    objective = torch.zeros((), dtype=torch.float64)
+    for row, client in enumerate(clients):
+        x, y = drawn(task, client, number, "train_model")
+        model = {name: value[row] for name, value in made.items()}
+        objective = objective + task.loss(logits(task.models["base"], model, x), y) / len(clients)
+    named = parameters(federation)
+    found = torch.autograd.grad(objective, list(named.values()))
+    return {
+        name: value.detach() - 0.1 * (0.5 + 0.7 * is_common(name)) * by
+        for (name, value), by in zip(named.items(), found, strict=True)
+    }
+
+
+def is_common(name: str) -> bool:
+    """Whether a parameter is a bias of what the hypernetwork ends with."""
+    return name.startswith(("h.heads", "h.outputs")) and name.endswith("bias")
+
+
+def parameters(federation: Federation) -> dict[str, Tensor]:
+    server = federation.server
+    hyper = {f"h.{name}": value for name, value in server.hyper_net.named_parameters()}
+    return hyper | {f"v.{name}": value for name, value in server.descriptor_net.named_parameters()}
+
+
+@pytest.mark.parametrize("hyper_net", ["heads", "single"])
+@pytest.mark.parametrize("clients", [[0, 2], [0, 1, 3]])
+def test_the_update_is_that_of_the_one_piece_objective_and_the_mean_delta(
+    clients: list[int], hyper_net: str
+) -> None:
+    federation = Federation("headstart", make_task(), **SETTINGS, hyper_net=hyper_net)
+    standard: list[Tensor] = []
+    for number in range(2):
+        expected = expected_after(federation, clients, number, standard)
+        federation.round(clients, number)
+        ours = {name: value.detach() for name, value in parameters(federation).items()}
+        torch.testing.assert_close(ours, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("hyper_net", ["heads", "single"])
+def test_without_what_tells_clients_apart_it_begins_as_the_target(hyper_net: str) -> None:
+    with seeded(0, "sizes"):
+        models = {"S": TwoLayers().double(), "L": TwoLayers().double()}
+    task = make_task(models=models, sizes=("S", "L", "S", "L"))
+    federation = Federation("headstart", task, **SETTINGS, hyper_net=hyper_net)
+    net = federation.server.hyper_net
+    outputs = net.heads if hyper_net == "heads" else net.outputs
+    with torch.no_grad():
+        for layer in outputs.values():
+            layer.weight.zero_()
+    for size, target in federation.task.models.items():
+        made = net(torch.randn(2, 3, dtype=torch.float64), size)
+        for row in range(2):
+            own = {name: value[row] for name, value in made.items()}
+            torch.testing.assert_close(own, trees.detach(dict(target.named_parameters())))
+
+
+def test_where_descriptors_say_nothing_it_is_fedavg_of_equal_clients() -> None:
+    """No weight of the outputs, no step of the server: what is left is averaging."""
+    task = make_task()
+    federation = Federation(
+        "headstart", task, **SETTINGS | {"lr": 1e-300, "common_lr": 1.0, "local_steps": 3}
+    )
+    with torch.no_grad():
+        for head in federation.server.hyper_net.heads.values():
+            head.weight.zero_()
+    for number in range(2):
+        start = {
+            name: value.clone() for name, value in federation.server.hyper_net.common().items()
+        }
+        sent = federation.personal(0)
+        cohort = federation.engine.cohort([0, 1, 3], number, training=True)
+        model = {name: value.expand(3, *value.shape) for name, value in start.items()}
+        delta = cohort.ask(
+            headstart.Client.train_model,
+            headstart.pefll.Each(model),
+            batches=federation.config.batches,
+        )
+        federation.round([0, 1, 3], number)
+        for name, value in federation.server.hyper_net.common().items():
+            torch.testing.assert_close(sent[name], start[name], **CLOSE)
+            torch.testing.assert_close(value, start[name] - delta[name].mean(0), **CLOSE)
+
+
+@pytest.mark.parametrize("step", ["describe_half", "train_model"])
+def test_a_lost_client_moves_nothing(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, lossy = (Federation("headstart", make_task(), **SETTINGS) for _ in range(2))
+    if step == "train_model":  # by then the first cohort has been centred
+        whole.round([0, 1, 3])
+        lossy.round([0, 1, 3])
+    whole.round([0, 3], 1)
+
+    def spoilt(faults: Faults, seed: int, call: Call) -> bool:
+        return call.client == 1 and call.step == step
+
+    monkeypatch.setattr(Faults, "spoils", spoilt)
+    assert list(lossy.round([0, 1, 3], 1).state.lost) == [1]
+    torch.testing.assert_close(lossy.server.state(), whole.server.state(), **CLOSE)
+
+
+def test_half_of_a_batch_describes_in_training_and_everything_when_served() -> None:
+    federation = Federation("headstart", make_task(novel=1), **SETTINGS)
+    federation.round([0, 1, 3])
+    server, task = federation.server, federation.task
+    for client in (0, task.novel_ids[0]):
+        rows = task.train[client]
+        with torch.no_grad():
+            look = server.descriptor_net(task.x[rows], task.y[rows]).mean(0)
+            centred = (look - server.standard.mean) / server.standard.deviation
+            made = server.hyper_net(centred[None])
+        ours = federation.personal(client)
+        torch.testing.assert_close(ours, {name: value[0] for name, value in made.items()}, **CLOSE)
+
+
+def test_centring_is_fitted_once_and_a_client_alone_differs_from_nobody() -> None:
+    rows = torch.tensor([[1.0, 5.0], [3.0, 5.0]])
+    standard = Centred(2).fitted(rows)
+    torch.testing.assert_close(standard(rows), torch.tensor([[-1.0, 0.0], [1.0, 0.0]]) * 2**0.5)
+    assert standard.fitted(rows * 7) is standard
+    alone = Centred(2).fitted(rows[:1])
+    torch.testing.assert_close(alone(rows[:1]), torch.zeros(1, 2))
+    torch.testing.assert_close(alone(rows[1:]), torch.tensor([[2.0, 0.0]]))
+    again = Centred(2)
+    again.load_state_dict(standard.state_dict())
+    assert again.fitted(rows * 7) is again
