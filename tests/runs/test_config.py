@@ -263,7 +263,7 @@ def test_to_dict_holds_every_key(tmp_path):
         "hidden": [100, 100],
         "label": "",
     }
-    assert found["faults"] == {"drop": 0.5, "nan": 0.0}
+    assert found["faults"] == {"drop": 0.5, "nan": 0.0, "hostile": [], "attack": "reverse"}
     assert found["engine"] == dataclasses.asdict(EngineConfig())
     assert found["engine"]["name"] == "auto"
     assert found["rounds"] == 70

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hyperfed import trees
+from hyperfed.engines.bounds import too_large
 from hyperfed.engines.calls import Call, find_step
 from hyperfed.engines.faults import Faults
 from hyperfed.engines.replies import (
@@ -28,6 +29,7 @@ from hyperfed.errors import UserError
 from hyperfed.federation import AllLostError, Client, Each, StepInfo, Task
 from hyperfed.training import Batches
 from hyperfed.trees import Tree
+from hyperfed.trees.aggregation import MEAN
 
 
 class Engine(Protocol):
@@ -138,6 +140,7 @@ class CohortState:
         round: the round's number.
         training: whether clients may be lost.
         fresh: clients start with an empty memory.
+        reply_bound: what a reply may be times as large as the others'; None for any size.
         turns: how often each (client, step) was asked.
         lost: {client: why}.
         causes: what lost clients raised.
@@ -151,6 +154,7 @@ class CohortState:
     round: int
     training: bool
     fresh: bool
+    reply_bound: float | None = None
     turns: Counter[tuple[int, str]] = field(default_factory=Counter)
     lost: dict[int, str] = field(default_factory=dict)
     causes: list[Exception] = field(default_factory=list)
@@ -245,6 +249,7 @@ class EngineCohort:
                 )
             known = home.cohort(home.task.known, self.state.round, training=False)
             known.state.exchanges = self.state.exchanges
+            known.state.reply_bound = self.state.reply_bound
             self.state.known = known
         return self.state.known
 
@@ -305,7 +310,8 @@ class EngineCohort:
         waiting = self._engine.waiting
         asked = [*waiting, *questions]
         calls = [call for question in asked for call in question.reached.values()]
-        answers = iter(self._engine.answer(calls) if calls else [])
+        with trees.aggregating(MEAN):  # what clients compute is theirs
+            answers = iter(self._engine.answer(calls) if calls else [])
         waiting.clear()
         for question in asked:
             came = {position: next(answers) for position in question.reached}
@@ -322,10 +328,14 @@ class EngineCohort:
         came = {p: reply for p, reply in replies.items() if isinstance(reply, Reply)}
         expected = expected_structure(list(came.values()))
         finite = dict(zip(came, trees.finite([r.tree for r in came.values()]), strict=True))
+        reasons = {
+            position: refusal(reply, expected, finite=finite.get(position, True))
+            for position, reply in replies.items()
+        }
+        reasons |= self._too_large(question, {p: r for p, r in came.items() if reasons[p] is None})
         accepted: dict[int, Tree] = {}
         for position, reply in replies.items():
-            call = question.calls[position]
-            reason = refusal(reply, expected, finite=finite.get(position, True))
+            call, reason = question.calls[position], reasons[position]
             if reason is None and isinstance(reply, Reply):
                 accepted[position] = reply.tree
             elif reason is not None and question.posted:
@@ -336,6 +346,18 @@ class EngineCohort:
             up = trees.count_bytes(reply.tree) if isinstance(reply, Reply) else 0
             self.state.exchanges.append(Exchange(question.info.name, call.client, down, up))
         question.accepted = accepted
+
+    def _too_large(self, question: Question, replies: Mapping[int, Reply]) -> dict[int, str]:
+        factor = self.state.reply_bound
+        if factor is None or not replies:
+            return {}
+        device = self._engine.device
+        likes = {
+            position: None if like is None else trees.to(like, device)
+            for position in replies
+            for like in [_promised(question.step, question.info, question.calls[position])]
+        }
+        return too_large({p: reply.tree for p, reply in replies.items()}, likes, factor)
 
     def _question(
         self,
@@ -407,13 +429,12 @@ class EngineCohort:
                 replies[position] = NoAnswerError("did not answer (injected by faults.drop)")
                 continue
             answer = answers[position]
-            reply = (
-                answer
-                if isinstance(answer, Exception)
-                else checked(answer, _promised(question.step, question.info, call), device)
-            )
+            like = _promised(question.step, question.info, call)
+            reply = answer if isinstance(answer, Exception) else checked(answer, like, device)
             if training and isinstance(reply, Reply) and faults.spoils(seed, call):
                 reply = Reply(trees.tree_map(_spoil, reply.tree), reply.structure)
+            if training and isinstance(reply, Reply) and call.client in faults.hostile:
+                reply = Reply(faults.lie(reply.tree, like, seed, call), reply.structure)
             replies[position] = reply
         return replies
 

@@ -185,7 +185,7 @@ class Server(federation.Server):
             for size, group in groups.items()
         }
         for size, group in groups.items():
-            trace = replies[size]["trace"]
+            trace = replies[size]["trace"].clamp(min=0)  # of squares: nobody's is below
             # Where no gradient is left, all that answered count alike.
             weight = torch.where(trace.sum() > 0, trace, (group.weight > 0).to(trace))
             self.body |= {size: weighted_mean(replies[size]["body"], weight)}

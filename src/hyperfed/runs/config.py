@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 from pydantic import (
     AfterValidator,
     ConfigDict,
+    Field,
     NonNegativeInt,
     PositiveInt,
     TypeAdapter,
@@ -37,10 +38,18 @@ from hyperfed.methods import METHODS
 from hyperfed.system import toml
 from hyperfed.system.files import atomic_write
 from hyperfed.training import Precision
+from hyperfed.trees.aggregation import Aggregation
 
 _STRICT = ConfigDict(extra="forbid", strict=True)
 _PATHS = ("task.partition_file",)
 _SHORT = {"method": "method.name", "task": "task.name", "engine": "engine.name"}
+
+NO_MEAN = ("fedfomo", "fedproto", "heurpfedla", "local", "pfedla")
+"""Methods for which ``robust.aggregation`` has nothing to stand for.
+
+Their servers keep each client's model by itself, or none; FedProto's averages prototypes class by
+class, over those who have the class.
+"""
 
 
 def _number_or_fraction(cohort: int | float) -> int | float:
@@ -71,6 +80,24 @@ class ServeConfig:
 
 
 @dataclass(frozen=True, config=_STRICT)
+class RobustConfig:
+    """What a server does against clients whose replies are wrong, by mischance or on purpose.
+
+    Attributes:
+        reply_bound: how many times as large as the others' a client's reply to a message of
+            training may be (:mod:`hyperfed.engines.bounds`); one that is larger loses its client
+            for the message. None for any size.
+        aggregation: what stands for the mean over clients wherever a server takes it
+            (:mod:`hyperfed.trees.aggregation`).
+        hostile: the share of clients that ``trimmed_mean`` and ``krum`` are to bear.
+    """
+
+    reply_bound: Annotated[float, Field(gt=1)] | None = 100.0
+    aggregation: Aggregation = "mean"
+    hostile: Annotated[float, Field(ge=0, lt=0.5)] = 0.25
+
+
+@dataclass(frozen=True, config=_STRICT)
 class RunConfig:
     """Everything that decides what a run computes.
 
@@ -91,6 +118,7 @@ class RunConfig:
             steps and evaluations in bfloat16; weights and messages stay float32.
         task: data, split and target model.
         serve: how clients are served.
+        robust: against clients whose replies are wrong.
         engine: who computes.
         faults: faults made on purpose.
     """
@@ -108,6 +136,7 @@ class RunConfig:
     precision: Precision = "float32"
     task: TaskConfig = TaskConfig()
     serve: ServeConfig = ServeConfig()
+    robust: RobustConfig = RobustConfig()
     engine: EngineConfig = EngineConfig()
     faults: Faults = Faults()
 
@@ -284,7 +313,13 @@ def _build(
     table = _nested(keys)
     method = table.pop("method", {})
     own = {key: value for key, value in method.items() if key != "name"}
-    sections = {"task": TaskConfig, "serve": ServeConfig, "engine": EngineConfig, "faults": Faults}
+    sections = {
+        "task": TaskConfig,
+        "serve": ServeConfig,
+        "robust": RobustConfig,
+        "engine": EngineConfig,
+        "faults": Faults,
+    }
     parts = {
         section: _section(kind, section, table.pop(section, {}), known, problems) or kind()
         for section, kind in sections.items()
@@ -296,6 +331,11 @@ def _build(
         problems.append(
             "serve.finetune_steps: must be 0 where a novel client uses several models "
             f"(method.novel_models); came {steps}"
+        )
+    if (rule := parts["robust"].aggregation) != "mean" and name in NO_MEAN:
+        problems.append(
+            f"robust.aggregation: must be mean for {name}, whose server averages nothing that a "
+            f"rule could stand for; came {toml.literal(rule)}"
         )
     try:
         config = RunConfig(method=str(name), settings=settings, **table, **parts)

@@ -14,6 +14,7 @@ from torch import Tensor
 from hyperfed import trees
 from hyperfed.data.own import Task
 from hyperfed.engines import Engine
+from hyperfed.engines.replies import NoAnswerError
 from hyperfed.errors import UserError
 from hyperfed.federation import AllLostError, Client, Cohort, Each, Server
 from hyperfed.system.devices import CPU
@@ -68,10 +69,11 @@ def evaluate(
         serve: what makes the models; the server's ``personalize`` where not given.
 
     Returns:
-        {"val": counts, "test": counts} in the order of ``ids``. Who did not answer counts nothing.
+        {"val": counts, "test": counts} in the order of ``ids``. Who did not answer, or whose
+        counts are not finite, counts nothing.
 
     Raises:
-        AllLostError: nobody answered.
+        AllLostError: nobody counts anything, and not because the models are of no use.
     """
     serve = serve or server.personalize
     found: dict[str, list[tuple[Tensor, Counts]]] = {"val": [], "test": []}
@@ -87,7 +89,11 @@ def evaluate(
                 replies = dict.fromkeys(found, _nothing(len(group.ids)))
             for split, counts in replies.items():
                 found[split].append((group.ids, Counts(**counts)))
-    if nobody is not None and not any(counts.count.any() for _, counts in found["test"]):
+    if (
+        nobody is not None
+        and isinstance(nobody.__cause__, NoAnswerError)
+        and not any(counts.count.any() for _, counts in found["test"])
+    ):
         raise nobody
     return {split: _in_order(parts, ids) for split, parts in found.items()}
 

@@ -111,6 +111,10 @@ def _line(progress: "Progress") -> str:
     )
     if any_split.lost:
         parts.append(f"lost {', '.join(map(_reason, any_split.lost))}")
+    parts += (
+        f"round {void.round} void, with replies of {', '.join(map(str, void.clients))} in it"
+        for void in any_split.void
+    )
     return f"round {progress.round} of {progress.rounds}: {'; '.join(parts)}"
 
 

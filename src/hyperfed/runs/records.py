@@ -25,7 +25,7 @@ from hyperfed.errors import UserError
 from hyperfed.system.files import atomic_write, refused
 from hyperfed.system.provenance import commit, versions
 from hyperfed.trees import Tree, tree_map
-from hyperfed.trees.checkpoints import load_state, save_state
+from hyperfed.trees.checkpoints import load_latest, load_state, previous, save_latest
 
 __all__ = [
     "Evaluation",
@@ -33,15 +33,17 @@ __all__ = [
     "Number",
     "RunFolder",
     "RunRecord",
+    "Void",
     "atomic_write",
     "client_mean",
     "client_std",
     "commit",
     "find_runs",
+    "load_latest",
     "load_state",
     "plain",
     "read_run",
-    "save_state",
+    "save_latest",
     "summarise",
     "versions",
     "weighted_mean",
@@ -89,6 +91,19 @@ class Lost:
 
 
 @dataclass(frozen=True)
+class Void:
+    """A round that was taken back, since the server's state was not finite after it.
+
+    Attributes:
+        round: its number, from 0.
+        clients: whose replies were in it.
+    """
+
+    round: int
+    clients: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Evaluation:
     """One line of ``metrics.jsonl``: the models of some clients on one split.
 
@@ -115,6 +130,7 @@ class Evaluation:
         bytes_up: sent by clients since the start.
         seconds: since the start, time before a resume included.
         lost: clients lost since the evaluation before.
+        void: rounds that were taken back since the evaluation before.
     """
 
     round: int
@@ -136,6 +152,7 @@ class Evaluation:
     lost: tuple[Lost, ...] = ()
     zeroed_accuracy: Number = None
     diagnostics: dict[str, Any] = field(default_factory=dict, hash=False)
+    void: tuple[Void, ...] = ()
 
 
 _EVALUATION = TypeAdapter(Evaluation)
@@ -155,6 +172,7 @@ def summarise(
     bytes_up: int,
     seconds: float,
     lost: Sequence[Lost] = (),
+    void: Sequence[Void] = (),
 ) -> Evaluation:
     """Turns what clients report, sums over their examples, into an :class:`Evaluation`.
 
@@ -171,6 +189,7 @@ def summarise(
         bytes_up: sent by clients since the start.
         seconds: since the start.
         lost: clients lost since the evaluation before.
+        void: rounds that were taken back since the evaluation before.
     """
     held = [index for index, examples in enumerate(count) if examples]
     shares = [count[index] for index in held]
@@ -202,6 +221,7 @@ def summarise(
         bytes_up=bytes_up,
         seconds=seconds,
         lost=tuple(lost),
+        void=tuple(void),
     )
 
 
@@ -283,8 +303,13 @@ class RunFolder:
 
     @property
     def state(self) -> Path:
-        """The latest checkpoint."""
+        """The latest checkpoint, with the one before it beside it."""
         return self.path / "checkpoint" / "state.safetensors"
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether there is something to go on from."""
+        return self.state.exists() or previous(self.state).exists()
 
     @property
     def sites(self) -> Path:

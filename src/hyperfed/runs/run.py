@@ -4,6 +4,7 @@ The loop is the same on every engine. What a run is when it has been killed and 
 differ from what it would have been: all its state is in one file, written whole or not at all.
 """
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -17,18 +18,22 @@ from hyperfed import trees
 from hyperfed.data import tasks
 from hyperfed.data.own import Task
 from hyperfed.data.roster import Roster
-from hyperfed.engines import Exchange
+from hyperfed.engines import EngineCohort, Exchange
 from hyperfed.errors import LostEverybodyError, UserError
 from hyperfed.federation import AllLostError
 from hyperfed.runs import config as configuration
 from hyperfed.runs import records
 from hyperfed.runs.config import RunConfig
 from hyperfed.runs.evaluation import evaluate
-from hyperfed.runs.records import Evaluation, Lost, Number, RunFolder
+from hyperfed.runs.records import Evaluation, Lost, Number, RunFolder, Void
+from hyperfed.runs.rollback import Snapshot, is_finite
 from hyperfed.runs.serving import Best, Served
 from hyperfed.system.devices import CPU
 from hyperfed.system.randomness import generator
 from hyperfed.trees import Tree
+from hyperfed.trees.aggregation import Rule
+
+log = logging.getLogger(__name__)
 
 PATIENCE = 10
 """Rounds in a row whose clients all failed by their own errors before the run gives up."""
@@ -65,11 +70,19 @@ class Run(Served):
         self, config: RunConfig, task: Task | None = None, folder: RunFolder | None = None
     ) -> None:
         super().__init__(config, task)
+        self._rule = Rule(config.robust.aggregation, config.robust.hostile)
+        if self._rule.name != "mean" and (size := self._cohort_size()) < 3:
+            raise UserError(
+                "a round must have at least 3 clients where robust.aggregation is not mean, as no "
+                f"two can outvote a third, came {size}; set cohort"
+            )
         self.folder = folder
         self.evaluations: list[Evaluation] = []
         self.summary: dict[str, Any] = {}
         self._lost: list[Lost] = []
         self._news: list[Lost] = []  # of those, what no progress has said yet
+        self._void: list[Void] = []  # since the latest evaluation
+        self._voided = 0
         # Not counted yet: what is posted may travel, and lose clients, after its round.
         self._exchanges: list[Exchange] = []
         self._late: list[tuple[int, str]] = []
@@ -96,6 +109,9 @@ class Run(Served):
     def open(cls, path: Path, task: Task | None = None) -> "Run":
         """Reads a run from its folder, done or not, as of its latest checkpoint.
 
+        Where the latest cannot be gone on from, a run that is not done is opened as of the one
+        before, which the log says.
+
         Raises:
             UserError: not a run's folder, a damaged or foreign checkpoint, or other data.
         """
@@ -106,8 +122,10 @@ class Run(Served):
         if task is None and config.engine.name == "flower":  # whose data are not here
             task = tasks.remote(config.task, Roster.read(folder.sites), config.seed)
         run = cls(config, task, folder)
-        if folder.state.exists():
+        if folder.summary.exists():  # its numbers are those of the latest, and of no other
             run._restore(*records.load_state(folder.state))
+        elif folder.has_checkpoint:
+            run._restore(*records.load_latest(folder.state))
         run.evaluations = [e for e in folder.evaluations() if e.round <= run.round]
         if folder.summary.exists():
             run.summary = dict(records.read_run(path).summary or {})
@@ -166,10 +184,17 @@ class Run(Served):
     def _one_round(self) -> None:
         cohort = self.engine.cohort(self._sample(), self.round, training=True)
         cohort.state.exchanges, cohort.state.late = self._exchanges, self._late
+        cohort.state.reply_bound = self.config.robust.reply_bound
+        before = Snapshot(self.server, self.engine)
         try:
-            self.server.round(cohort)
-            self.engine.commit(cohort)
+            with trees.aggregating(self._rule):
+                self.server.round(cohort)
             self._failures, self._answered = 0, True
+            if is_finite(self.server):
+                self.engine.commit(cohort)
+            else:
+                before.restore(self.server, self.engine, cohort)
+                self._record_void(cohort)
         except AllLostError as error:
             self._nobody = self._why(cohort.state.lost)
             self._failures += error.__cause__ is not None
@@ -192,6 +217,18 @@ class Run(Served):
             advice = f"lower method.local_lr={settings.local_lr:g}, or bound the local gradient"
             advice += " by method.local_clip"
         return f"client {client} in step {step}: {reason}; {advice}"
+
+    def _record_void(self, cohort: EngineCohort) -> None:
+        """Says of a round that was taken back whose replies were in it."""
+        void = Void(self.round, tuple(cohort.there))
+        self._void.append(void)
+        self._voided += 1
+        log.warning(
+            "round %d is void: a number of the server was not finite after it, so that it goes on "
+            "from its state before; replies of clients %s were in it",
+            void.round,
+            ", ".join(map(str, void.clients)),
+        )
 
     def _count(self) -> None:
         """Counts what has travelled in training since the last time."""
@@ -226,8 +263,10 @@ class Run(Served):
         counts = evaluate(self.server, self.engine, ids, self.round, serve=serve)
         self._count()
         lost, self._lost = tuple(self._lost), []
+        void, self._void = tuple(self._void), []
         found = {
-            split: self._summarise(split, ids, counts[split], self.round, lost) for split in counts
+            split: self._summarise(split, ids, counts[split], self.round, lost=lost, void=void)
+            for split in counts
         }
         told = records.plain(self.server.diagnostics())
         found["val"] = replace(found["val"], diagnostics=told)
@@ -241,8 +280,9 @@ class Run(Served):
             val = self._summarise("val", ids, as_novel["val"], self.round)
         accuracy: Number = getattr(val, self.config.best)
         best = None if self._best is None else self._best.accuracy
-        if accuracy is None or best is None or accuracy > best:
-            server = trees.to(trees.clone(self.server.state(optimizers=False)), CPU)
+        served = self._best is None or bool(counts["test"].count.any())
+        if served and (accuracy is None or best is None or accuracy > best):
+            server = trees.to(trees.clone(self._state(optimizers=False)), CPU)
             self._best = Best(self.round, accuracy, server, dict(self.engine.memory))
         return found
 
@@ -280,6 +320,7 @@ class Run(Served):
             "novel_zeroed_accuracy": novel.zeroed_accuracy if novel else None,
             "bytes_down": self._bytes["down"],
             "bytes_up": self._bytes["up"],
+            "void_rounds": self._voided,
             "seconds": self._seconds(),
             "versions": records.versions(),
             "commit": self._commit,
@@ -294,7 +335,7 @@ class Run(Served):
     def _checkpoint(self) -> None:
         if self.folder is None:
             return
-        tree: Tree = {"server": self.server.state(), "memory": _keyed(self.engine.memory)}
+        tree: Tree = {"server": self._state(), "memory": _keyed(self.engine.memory)}
         self._count()  # what was posted: a server's state waits for it
         meta: dict[str, Any] = {
             "method": self.config.method,
@@ -306,12 +347,19 @@ class Run(Served):
             "answered": self._answered,
             "nobody": self._nobody,
             "lost": [[lost.client, lost.reason] for lost in self._lost],
+            "void": [[void.round, list(void.clients)] for void in self._void],
+            "void_rounds": self._voided,
         }
         if self._best is not None:
             tree["best"] = {"server": self._best.server, "memory": _keyed(self._best.memory)}
             meta |= {"best_round": self._best.round, "best_accuracy": self._best.accuracy}
-        records.save_state(self.folder.state, tree, meta)
+        records.save_latest(self.folder.state, tree, meta)
         self._tell_of_checkpoint()
+
+    def _state(self, *, optimizers: bool = True) -> Tree:
+        """Returns the server's tensors; replies that it has to read for that are aggregated."""
+        with trees.aggregating(self._rule):
+            return self.server.state(optimizers=optimizers)
 
     def _tell_of_checkpoint(self) -> None:
         best = {} if self._best is None else self._best.memory
@@ -333,6 +381,8 @@ class Run(Served):
         self._earlier, self._failures = meta["seconds"], meta["failures"]
         self._answered, self._nobody = meta.get("answered", True), meta.get("nobody", "")
         self._lost = [Lost(client, reason) for client, reason in meta["lost"]]
+        self._void = [Void(number, tuple(clients)) for number, clients in meta.get("void", [])]
+        self._voided = meta.get("void_rounds", 0)
         if "best" in tree:
             best = tree["best"]
             memory = _numbered(best["memory"])

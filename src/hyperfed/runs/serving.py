@@ -21,7 +21,7 @@ from hyperfed.runs import config as configuration
 from hyperfed.runs import records
 from hyperfed.runs.config import RunConfig
 from hyperfed.runs.evaluation import Counts, Serve, evaluate, finetuned, with_samples
-from hyperfed.runs.records import Evaluation, Lost
+from hyperfed.runs.records import Evaluation, Lost, Void
 from hyperfed.system.devices import CPU
 from hyperfed.system.randomness import derive, seeded
 from hyperfed.training import Steps, UnlabelledError
@@ -310,7 +310,14 @@ class Served:
         return finetuned(serve, self.method.Client, Steps(steps, self.config.settings.batch_size))
 
     def _summarise(
-        self, split: str, ids: list[int], counts: Counts, round: int, lost: tuple[Lost, ...] = ()
+        self,
+        split: str,
+        ids: list[int],
+        counts: Counts,
+        round: int,
+        *,
+        lost: tuple[Lost, ...] = (),
+        void: tuple[Void, ...] = (),
     ) -> Evaluation:
         return records.summarise(
             round=round,
@@ -325,6 +332,7 @@ class Served:
             bytes_up=self._bytes["up"],
             seconds=self._seconds(),
             lost=lost,
+            void=void,
         )
 
     def _seconds(self) -> float:

@@ -3,6 +3,7 @@
 The arithmetic is at hand here, as ``trees.subtract(sent, trained)``.
 """
 
+from hyperfed.trees.aggregation import aggregating, weighted_mean
 from hyperfed.trees.arithmetic import (
     Model,
     Structure,
@@ -25,7 +26,6 @@ from hyperfed.trees.arithmetic import (
     take,
     to,
     tree_map,
-    weighted_mean,
 )
 from hyperfed.trees.modules import (
     buffers_of,
@@ -42,6 +42,7 @@ __all__ = [
     "Model",
     "Structure",
     "Tree",
+    "aggregating",
     "buffers_of",
     "clone",
     "count_bytes",

@@ -87,27 +87,6 @@ def partition(model: Mapping[str, T], names: Collection[str]) -> tuple[dict[str,
     return chosen, rest
 
 
-def weighted_mean(tree: Tree, weight: Tensor) -> Tree:
-    """Averages a stacked tree over clients.
-
-    Args:
-        tree: leaves of shape (C, ...). Integer leaves (batch-norm's step counters) are rounded
-        back.
-        weight: (C,) non-negative and not all zero; need not sum to one.
-
-    Returns:
-        leaves of shape (...), of the dtype they had.
-    """
-    share = weight.double() / weight.double().sum()
-
-    def mean(leaf: Tensor) -> Tensor:
-        if leaf.is_floating_point():
-            return torch.einsum("c,c...->...", share.to(leaf.dtype), leaf)
-        return torch.einsum("c,c...->...", share, leaf.double()).round().to(leaf.dtype)
-
-    return tree_map(mean, tree)
-
-
 def interpolate(start: Tree, end: Tree, share: float) -> Tree:
     """Returns (1 - share) start + share end, leaf by leaf; integer leaves are rounded back."""
 

@@ -7,6 +7,7 @@ not keep), the caller's values, and a digest of it all.
 
 import hashlib
 import json
+import logging
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,9 +18,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from hyperfed import trees
 from hyperfed.errors import UserError
-from hyperfed.system.files import atomic_write
+from hyperfed.system.files import atomic_write, refused
 from hyperfed.trees import Tree
+
+log = logging.getLogger(__name__)
 
 _KEY = "hyperfed"
 _FORMAT = "hyperfed-checkpoint-1"
@@ -39,6 +43,57 @@ def save_state(path: Path, tree: Tree, meta: Mapping[str, Any]) -> None:
         ValueError: ``meta`` holds a number that is not finite.
     """
     atomic_write(path, dumps(tree, meta))
+
+
+def previous(path: Path) -> Path:
+    """Returns where :func:`save_latest` keeps the checkpoint before the one at ``path``."""
+    return path.with_stem(f"{path.stem}-before")
+
+
+def save_latest(path: Path, tree: Tree, meta: Mapping[str, Any]) -> None:
+    """Writes a checkpoint as :func:`save_state` does, and keeps the one before beside it.
+
+    Raises:
+        UserError: the disk refuses; then both are still there.
+        ValueError: a number of the tree or of ``meta`` is not finite; nothing is written.
+    """
+    if not all(trees.finite([tree])):
+        raise ValueError("a checkpoint must hold finite numbers alone; go back to a state that is")
+    following = path.with_stem(f"{path.stem}-next")
+    save_state(following, tree, meta)
+    try:
+        if path.exists():
+            path.replace(previous(path))
+        following.replace(path)
+    except OSError as error:
+        raise refused(path, error) from error
+
+
+def load_latest(path: Path) -> tuple[Tree, dict[str, Any]]:
+    """Reads the newest of the checkpoints of :func:`save_latest` that can be gone on from.
+
+    One that is torn, missing or holds a number that is not finite is told of in the log.
+
+    Raises:
+        UserError: as :func:`load_state`, of the newest; there is none that can be gone on from.
+    """
+    try:
+        return _load_finite(path)
+    except UserError as error:
+        if not previous(path).exists():
+            raise
+        log.warning("%s; going on from the checkpoint before, %s", error, previous(path))
+        try:
+            return _load_finite(previous(path))
+        except UserError as older:
+            raise UserError(f"{error}; and {older}") from older
+
+
+def _load_finite(path: Path) -> tuple[Tree, dict[str, Any]]:
+    tree, meta = load_state(path)
+    if not all(trees.finite([tree])):
+        raise UserError(f"{path} must hold finite numbers alone, but does not{_REMEDY}")
+    return tree, meta
 
 
 def dumps(tree: Tree, meta: Mapping[str, Any]) -> bytes:

@@ -9,7 +9,8 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from hyperfed.federation import Cohort
-from hyperfed.trees import Model, fill_gradients, pull_back
+from hyperfed.trees import Model, fill_gradients, pull_back, weighted_mean
+from hyperfed.trees.aggregation import is_plain
 
 Reduction = Literal["mean", "sum"]
 """What the clients of a cohort, or the entries of a vector, come to together."""
@@ -68,7 +69,7 @@ class HyperNetConfig:
         if decay is None:
             decay = self.weight_decay
         groups: list[dict[str, Any]] = [
-            {"params": [*embeddings], "lr": lr, "weight_decay": decay},
+            {"params": [*embeddings], "lr": lr, "weight_decay": decay, "own": True},
             {"params": [*hyper_net]},
         ]
         return torch.optim.SGD(
@@ -104,13 +105,62 @@ def descend(
     """
     together = clients.weight.sign().sum() if reduction == "mean" else 1
     for size, group in clients.sizes.items():
-        pull_back(model[size], delta[size], group.weight.sign() / together)
+        if is_plain():
+            pull_back(model[size], delta[size], group.weight.sign() / together)
+        else:
+            pull_back_apart(optimizer, model[size], delta[size], group.weight.sign(), together)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     fill_gradients(parameters)
     if clip is not None:
         nn.utils.clip_grad_norm_(parameters, clip)
     optimizer.step()
     optimizer.zero_grad()
+
+
+def pull_back_apart(
+    optimizer: torch.optim.Optimizer,
+    model: Model,
+    delta: Model,
+    there: Tensor,
+    together: Tensor | int,
+) -> None:
+    """Pulls each client's delta back by itself, so that a rule can stand for their mean.
+
+    The deltas are of different models, which no rule can compare; what they are pulled back to are
+    gradients of the same parameters, and their mean is what the server descends. A learned
+    embedding (a parameter group that is ``own``) takes part in its client's model alone, so that
+    its gradient is that client's, as ever.
+
+    Args:
+        optimizer: of whatever made the models; adds to the gradients of its parameters.
+        model: what was sent to the clients of one size, (C, ...), part of an autograd graph.
+        delta: sent minus trained, likewise.
+        there: (C,) 1, or 0 for a lost client.
+        together: by how much the clients' sum is divided.
+    """
+    groups = optimizer.param_groups
+    parameters = [(p, group.get("own", False)) for group in groups for p in group["params"]]
+    pulled: list[list[Tensor | None]] = []
+    for position in there.nonzero().flatten().tolist():
+        alone = torch.zeros_like(there)
+        alone[position] = 1
+        before = [parameter.grad for parameter, _ in parameters]
+        for parameter, _ in parameters:
+            parameter.grad = None
+        pull_back(model, delta, alone, retain=True)
+        pulled.append([parameter.grad for parameter, _ in parameters])
+        for (parameter, _), gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
+    if not pulled:
+        return
+    by_parameter = [torch.stack(rows) for rows in zip(*pulled, strict=True) if rows[0] is not None]
+    reached = [p for p, gradient in zip(parameters, pulled[0], strict=True) if gradient is not None]
+    shared = {str(i): by_parameter[i] for i, (_, own) in enumerate(reached) if not own}
+    mean = weighted_mean(shared, there[there > 0])
+    for i, (parameter, own) in enumerate(reached):
+        total = by_parameter[i].sum(dim=0) if own else mean[str(i)] * len(pulled)
+        gradient = total / together
+        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
 def clip_rows(rows: Tensor, clip: float | None) -> None:

@@ -1,0 +1,104 @@
+"""How large a reply may be: one that is far larger than those beside it is not used.
+
+A reply is judged by its length, which is that of all its floating-point leaves together, and apart
+from it that of its integer leaves (counts; a single one is an index or a counter, and of any size).
+Where a step's reply is like one of its arguments, the length is that of the change to it or, of a
+step that returns a difference, that of the reply: whichever is the smaller for the median client,
+since a step does the same at all of them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median, median_low
+
+import torch
+from torch import Tensor
+
+from hyperfed import trees
+from hyperfed.trees import Tree
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Lengths of the same leaves of C replies.
+
+    Attributes:
+        own: (C,) of the replies.
+        change: (C,) of what they changed; that of the reply where there is nothing to compare.
+        sent: (C,) of what they are like; 0 where there is nothing.
+    """
+
+    own: Sequence[float]
+    change: Sequence[float]
+    sent: Sequence[float]
+
+    def judged(self) -> Sequence[float]:
+        """Returns the lengths by which the replies are judged."""
+        return self.change if median_low(self.change) < median_low(self.own) else self.own
+
+
+def too_large(
+    replies: Mapping[int, Tree], likes: Mapping[int, Tree | None], factor: float
+) -> dict[int, str]:
+    """Returns which replies to one question are too large to be used, {position: why}.
+
+    The bound is ``factor`` times the median of the others' lengths, of those that are not zero. A
+    change no longer than what was sent is not refused: where most clients have nothing left to
+    learn, one that has is not an attacker. Who is alone, or among zeros, is measured by what was
+    sent, and passes where that tells nothing.
+
+    Args:
+        replies: {position: reply}, all of one structure and finite.
+        likes: {position: the argument that the reply is like}.
+        factor: of the median.
+    """
+    found: dict[int, str] = {}
+    positions = list(replies)
+    for lengths in _measured([replies[p] for p in positions], [likes[p] for p in positions]):
+        judged = lengths.judged()
+        for place, position in enumerate(positions):
+            others = [length for at, length in enumerate(judged) if at != place and length]
+            usual = median(others) if others else lengths.sent[place]
+            bound = max(factor * usual, lengths.sent[place]) or torch.inf
+            if not judged[place] <= min(bound, torch.finfo(torch.float32).max):
+                found[position] = (
+                    f"the reply is too large: its length is {judged[place]:.3g}, but {bound:.3g} "
+                    f"is the most beside the others' (robust.reply_bound = {factor:g})"
+                )
+    return found
+
+
+def _measured(replies: Sequence[Tree], likes: Sequence[Tree | None]) -> list[Lengths]:
+    """Returns the lengths of floating-point leaves and, where there are any, of integer ones."""
+    kinds = ([_floating(tree) for tree in replies], [_integer(tree) for tree in replies])
+    sent = ([_floating(tree or {}) for tree in likes], [_integer(tree or {}) for tree in likes])
+    return [_lengths(*both) for both in zip(kinds, sent, strict=True) if both[0] and both[0][0]]
+
+
+def _lengths(replies: Sequence[Sequence[Tensor]], sent: Sequence[Sequence[Tensor]]) -> Lengths:
+    pairs = zip(replies, sent, strict=True)
+    changes = [torch._foreach_sub([*own], [*base]) if base else own for own, base in pairs]
+    everything = [*replies, *changes, *sent]
+    lengths = iter(_norms([leaves for leaves in everything if leaves]))
+    told = [next(lengths) if leaves else 0.0 for leaves in everything]
+    c = len(replies)
+    return Lengths(told[:c], told[c : 2 * c], told[2 * c :])
+
+
+def _norms(vectors: Sequence[Sequence[Tensor]]) -> list[float]:
+    """Returns the Euclidean norm of each list of tensors; an accelerator is waited for once."""
+    norms = [
+        torch.linalg.vector_norm(torch.stack([n.double() for n in torch._foreach_norm([*leaves])]))
+        for leaves in vectors
+    ]
+    told: list[float] = torch.stack(norms).tolist()
+    return told
+
+
+def _floating(tree: Tree) -> list[Tensor]:
+    return [leaf for _, leaf in sorted(trees.leaves(tree)) if leaf.is_floating_point()]
+
+
+def _integer(tree: Tree) -> list[Tensor]:
+    whole = [leaf for _, leaf in sorted(trees.leaves(tree)) if not leaf.is_floating_point()]
+    return [leaf.double() for leaf in whole if leaf.ndim and leaf.dtype != torch.bool]

@@ -1,0 +1,180 @@
+"""What many clients' trees come to together: their weighted mean, or what bears hostile ones.
+
+A method says :func:`weighted_mean` wherever its algorithm takes one. Which rule stands for it is
+the run's to say, around all that the server computes (:func:`aggregating`), so that no method knows
+of it. What follows is of C trees, those of weight 0 left out; f is the number of hostile ones that
+are to be borne, the ceiling of a given share of C, but always less than half:
+
+- ``median``, in each coordinate, halfway between the two in the middle where C is even
+  (Yin et al., ICML 2018, https://arxiv.org/abs/1803.01498, definition 1);
+- ``trimmed_mean``, in each coordinate the mean without the f least and the f greatest
+  (definition 2);
+- ``krum``, the one tree whose C - f - 2 nearest are the nearest by their summed squared distances
+  (Blanchard et al., NeurIPS 2017, section 4); of two trees, the mean;
+- ``norm_clip``, the weighted mean after every tree's difference from the coordinate-wise median is
+  scaled down to at most the median length of such differences (the centred clipping of
+  Karimireddy et al., ICML 2021, https://arxiv.org/abs/2012.10333, about what needs no history).
+
+``median``, ``trimmed_mean`` and ``krum`` count each client once: a number of examples is what a
+client says of itself. All four commute with a shift, so that the rule of models is that of changes.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from hyperfed.trees.arithmetic import Tree, leaves, take, tree_map
+
+Aggregation: TypeAlias = Literal["mean", "median", "trimmed_mean", "krum", "norm_clip"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What stands for a mean over clients.
+
+    Attributes:
+        name: of the rule.
+        hostile: the share of clients that ``trimmed_mean`` and ``krum`` are to bear.
+    """
+
+    name: Aggregation = "mean"
+    hostile: float = 0.25
+
+    def borne(self, clients: int) -> int:
+        """Returns f, how many hostile ones are borne among so many clients."""
+        exact = math.ceil(round(self.hostile * clients, 9))
+        return min(exact, (clients - 1) // 2)
+
+
+MEAN = Rule()
+_RULE: ContextVar[Rule] = ContextVar("rule", default=MEAN)
+
+
+@contextmanager
+def aggregating(rule: Rule) -> Iterator[None]:
+    """Has a rule stand for the mean inside a block, in this thread alone."""
+    token = _RULE.set(rule)
+    try:
+        yield
+    finally:
+        _RULE.reset(token)
+
+
+def is_plain() -> bool:
+    """Returns whether a mean is a mean here."""
+    return _RULE.get().name == "mean"
+
+
+def weighted_mean(tree: Tree, weight: Tensor) -> Tree:
+    """Averages a stacked tree over clients, or does what stands for that here.
+
+    Args:
+        tree: leaves of shape (C, ...). Integer leaves (batch-norm's step counters) are rounded
+        back.
+        weight: (C,) non-negative and not all zero; need not sum to one.
+
+    Returns:
+        leaves of shape (...), of the dtype they had.
+    """
+    rule = _RULE.get()
+    there = weight > 0
+    if rule.name == "mean" or not tree or not there.any():
+        return _mean(tree, weight)
+    return _ROBUST[rule.name](take(tree, there), weight[there], rule.borne(int(there.sum())))
+
+
+def _mean(tree: Tree, weight: Tensor) -> Tree:
+    share = weight.double() / weight.double().sum()
+
+    def mean(leaf: Tensor) -> Tensor:
+        if leaf.is_floating_point():
+            return torch.einsum("c,c...->...", share.to(leaf.dtype), leaf)
+        return torch.einsum("c,c...->...", share, leaf.double()).round().to(leaf.dtype)
+
+    return tree_map(mean, tree)
+
+
+def _median(tree: Tree, weight: Tensor, hostile: int) -> Tree:
+    def middle(ordered: Tensor) -> Tensor:
+        c = len(ordered)
+        return ordered[(c - 1) // 2] / 2 + ordered[c // 2] / 2  # their sum may overflow
+
+    return _by_coordinate(middle, tree)
+
+
+def _trimmed_mean(tree: Tree, weight: Tensor, hostile: int) -> Tree:
+    return _by_coordinate(lambda leaf: leaf[hostile : len(leaf) - hostile].mean(dim=0), tree)
+
+
+def _krum(tree: Tree, weight: Tensor, hostile: int) -> Tree:
+    c = len(weight)
+    if c <= 2:
+        return _mean(tree, weight.sign())
+    square = weight.new_zeros(c, c, dtype=torch.float64)
+    for _, leaf in leaves(tree):
+        if leaf.is_floating_point():
+            square += _square_distances(leaf)
+    nearest = square.sort(dim=1).values[:, 1 : 1 + max(1, c - hostile - 2)]  # the first is itself
+    return take(tree, int(nearest.sum(dim=1).argmin()))
+
+
+def _norm_clip(tree: Tree, weight: Tensor, hostile: int) -> Tree:
+    centre = _median(tree, weight, hostile)
+    length = _square_lengths(_from(tree, centre)).sqrt()
+    radius = _median({"length": length}, weight, hostile)["length"]
+    scale = (radius / length).clamp(max=1.0).nan_to_num(1.0)  # of who is at the centre
+    share = scale * (weight.double() / weight.double().sum())
+
+    def clipped(leaf: Tensor, middle: Tensor) -> Tensor:
+        if not leaf.is_floating_point():
+            return middle
+        return middle + torch.einsum("c,c...->...", share.to(leaf.dtype), leaf - middle)
+
+    return tree_map(clipped, tree, centre)
+
+
+_ROBUST: dict[str, Callable[[Tree, Tensor, int], Tree]] = {
+    "median": _median,
+    "trimmed_mean": _trimmed_mean,
+    "krum": _krum,
+    "norm_clip": _norm_clip,
+}
+"""Name -> the rule of a stacked tree, its clients' positive weights and f."""
+
+
+def _by_coordinate(rule: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
+    """Applies a rule to leaves (C, ...) whose coordinates are in order; integers round back."""
+
+    def applied(leaf: Tensor) -> Tensor:
+        if leaf.is_floating_point():
+            return rule(leaf.sort(dim=0).values)
+        return rule(leaf.double().sort(dim=0).values).round().to(leaf.dtype)
+
+    return tree_map(applied, tree)
+
+
+def _square_distances(leaf: Tensor) -> Tensor:
+    """Returns (C, C) squared distances between the slices of a leaf (C, ...), none by a product."""
+    rows = leaf.double().unsqueeze(-1).flatten(1)
+    return torch.cdist(rows, rows, compute_mode="donot_use_mm_for_euclid_dist").square()
+
+
+def _from(tree: Tree, centre: Tree) -> Tree:
+    """Returns the differences of leaves (C, ...) from one tree, in float64; none of integers."""
+
+    def difference(leaf: Tensor, one: Tensor) -> Tensor:
+        return (leaf.double() - one.double()) * leaf.is_floating_point()
+
+    return tree_map(difference, tree, centre)
+
+
+def _square_lengths(differences: Tree) -> Tensor:
+    """Returns (C,) squared lengths over all leaves (C, ...)."""
+    parts = [leaf.unsqueeze(-1).flatten(1).square().sum(dim=1) for _, leaf in leaves(differences)]
+    return torch.stack(parts).sum(dim=0)

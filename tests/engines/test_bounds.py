@@ -1,0 +1,152 @@
+"""How large a reply may be, against lengths by NumPy."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hyperfed import trees
+from hyperfed.engines import Faults
+from hyperfed.engines.bounds import too_large
+from hyperfed.engines.local.loop import LoopEngine
+from hyperfed.federation import Client, Each, step
+from hyperfed.trees import Tree
+from toys import TwoLayers, make_task
+
+
+def judged(replies: list[Tree], like: Tree | None = None, factor: float = 10.0) -> set[int]:
+    found = too_large(dict(enumerate(replies)), dict.fromkeys(range(len(replies)), like), factor)
+    assert all("too large" in why for why in found.values())
+    return set(found)
+
+
+def of(*values: float) -> Tree:
+    whole = torch.tensor(values, dtype=torch.float64)
+    return {"a": whole[:1], "b": {"c": whole[1:]}}
+
+
+def test_the_length_is_over_all_leaves_and_the_bound_a_multiple_of_the_others_median() -> None:
+    rng = np.random.default_rng(0)
+    values = rng.normal(size=(6, 3))
+    others = [np.linalg.norm(row) for row in values[1:]]
+    bound = 10 * np.median(others)
+    direction = np.array([0.6, 0.0, 0.8])
+    for length, refused in ((bound * 0.9999, set()), (bound * 1.0001, {0})):
+        rows = [length * direction, *values[1:]]
+        assert judged([of(*row) for row in rows]) == refused
+
+
+def test_a_client_is_not_among_those_that_it_is_measured_by() -> None:
+    assert judged([of(1, 0), of(1e30, 0)]) == {1}
+    assert judged([of(1, 0), of(1, 0), of(1e30, 0)]) == {2}
+
+
+def test_where_most_send_models_what_counts_is_the_change() -> None:
+    sent = of(100, 100)
+    models = [of(100.1, 100), of(100, 100.1), of(100, 99.9)]
+    assert judged([*models, of(99, 100)], sent, factor=5) == set()  # below what was sent
+    assert judged([*models, of(99, 300)], sent, factor=5) == {3}
+    assert judged([*models, of(0, 0)], sent, factor=5) == set()
+    assert judged([*models, of(-1, -1)], sent, factor=5) == {3}
+
+
+def test_where_most_send_differences_what_counts_is_the_reply() -> None:
+    sent = of(100, 100)
+    differences = [of(0.1, 0), of(0, 0.1), of(0, -0.1)]
+    assert judged([*differences, of(100, 100)], sent, factor=5) == set()
+    assert judged([*differences, of(110, 100)], sent, factor=5) == {3}
+    assert judged([*differences, of(200, 200)], sent, factor=5) == {3}
+
+
+def test_who_still_learns_among_those_that_do_not_is_used() -> None:
+    sent = of(3, 4)
+    still = [of(3, 4)] * 4
+    assert judged([*still, of(3, 5)], sent) == set()
+    assert judged([*still, of(3, 60)], sent) == {4}
+    almost = [of(3, 4 + 1e-6 * place) for place in range(1, 5)]
+    assert judged([*almost, of(3, 8.9)], sent) == set()
+    assert judged([*almost, of(3, 9.1)], sent) == {4}
+
+
+def test_almost_nothing_from_one_does_not_refuse_the_other() -> None:
+    assert judged([of(3, 4 + 1e-6), of(3, 5)], of(3, 4)) == set()
+
+
+def test_who_is_alone_is_measured_by_what_was_sent() -> None:
+    assert judged([of(3, 53)], of(3, 4)) == set()
+    assert judged([of(3, 55)], of(3, 4)) == {0}
+    assert judged([of(1e15, 0)]) == set()  # of which nothing is known
+    assert judged([of(1e39, 0)]) == {0}  # its length is beyond a float32
+
+
+def test_counts_are_judged_by_themselves_and_single_numbers_are_not() -> None:
+    def reply(count: int, cluster: int = 1) -> Tree:
+        return {
+            "mean": torch.ones(2) * 1e6,
+            "count": torch.tensor([count, 1]),
+            "cluster": torch.tensor(cluster),
+            "there": torch.tensor([True, False]),
+        }
+
+    few = [reply(3), reply(5), reply(4, cluster=1000)]
+    assert judged([*few, reply(30)]) == set()
+    assert judged([*few, reply(2**62)]) == {3}
+    assert judged([*few, reply(-(2**62))]) == {3}
+
+
+class Sender(Client):
+    @step(like="model")
+    def train(self, model: Tree) -> Tree:
+        return model
+
+    @step
+    def counts(self) -> Tree:
+        return {"count": torch.tensor([3, 4])}
+
+    @step(deferrable=True)
+    def late(self) -> Tree:
+        return {"value": torch.ones(2)}
+
+
+class Liar(Faults):
+    def lie(self, reply: Tree, like: Tree | None, seed: int, call: Any) -> Tree:
+        return trees.tree_map(lambda leaf: torch.full_like(leaf, 10**9), reply)
+
+
+@pytest.fixture
+def engine() -> LoopEngine:
+    models = {"S": TwoLayers().double(), "L": TwoLayers().double()}
+    task = make_task(models=models, sizes=("S", "L", "S", "L"))
+    return LoopEngine(task, Sender, None, seed=0, faults=Liar(hostile=(1,)))
+
+
+def test_a_cohort_loses_who_lies_by_size_and_only_with_a_bound(engine: LoopEngine) -> None:
+    def lost(bound: float | None, training: bool = True) -> set[int]:
+        cohort = engine.cohort([0, 1, 2, 3], 0, training=training)
+        cohort.state.reply_bound = bound
+        for scale, group in zip((1e5, 1.0), cohort.sizes.values(), strict=True):
+            sent = {"w": torch.tensor([3.0, 4.0]) * scale}
+            group.ask(Sender.train, Each(trees.repeat(sent, len(group.ids))))
+        assert (cohort.weight == 0).tolist() == [client in cohort.state.lost for client in range(4)]
+        return set(cohort.state.lost)
+
+    assert lost(10.0) == {1}
+    assert lost(None) == set()
+
+
+def test_who_lies_in_what_was_posted_stays_in_its_round(engine: LoopEngine) -> None:
+    cohort = engine.cohort([0, 1, 2], 0, training=True)
+    cohort.ask(Sender.counts)
+    cohort.state.reply_bound = 10.0
+    pending = cohort.post(Sender.late)
+    assert (pending.weight == 0).tolist() == [False, True, False]
+    assert pending.reply()["value"][1].tolist() == [0, 0]
+    assert [client for client, _ in cohort.state.late] == [1]
+    assert cohort.state.lost == {}
+
+
+def test_known_clients_asked_in_a_round_are_bound_as_well(engine: LoopEngine) -> None:
+    cohort = engine.cohort([0, 2], 0, training=True)
+    cohort.state.reply_bound = 10.0
+    assert cohort.known.state.reply_bound == 10.0
