@@ -23,7 +23,7 @@ from hyperfed.runs.run import Run
 from hyperfed.system.randomness import generator
 from hyperfed.trees import Tree
 from hyperfed.trees.checkpoints import load_state, previous, save_state
-from toys import Normed, make_task
+from toys import Normed, make_task, short
 
 HOSTILE = 1
 SETTINGS: dict[str, Any] = {
@@ -153,7 +153,8 @@ def test_no_lie_ends_a_run_or_leaves_it_a_state_that_is_not_finite(
 @pytest.mark.parametrize("method", ["fedavg", "fedbn", "itpfl", "pefll", "pfedhn"])
 def test_who_sends_1e30_is_as_if_it_had_not_answered(method: str) -> None:
     """Those that one such reply ended, on a task in which nobody else is odd."""
-    keys = SETTINGS | {"rounds": 3}
+    own = short(method, local_steps=1, phase_one_rounds=2)
+    keys = SETTINGS | {"rounds": 3, "method": own}
 
     def drops(self: Faults, seed: int, call: Call) -> bool:
         return call.client == HOSTILE
@@ -183,7 +184,7 @@ def lie_in_round_two(value: float) -> Lie:
 
 @pytest.mark.parametrize(
     ("method", "own"),
-    [("pfedhn", FRAIL), ("pefll", {"delayed_gradient": True}), ("itpfl", {})],
+    [("pfedhn", FRAIL), ("pefll", {"delayed_gradient": True}), ("itpfl", {"phase_one_rounds": 4})],
 )
 def test_a_round_after_which_the_server_is_not_finite_is_taken_back_and_told(
     method: str,

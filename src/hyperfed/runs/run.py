@@ -207,8 +207,10 @@ class Run(Served):
 
     def _why(self, lost: Mapping[int, str]) -> str:
         """Returns why a client of this round was lost, and what can be done about it."""
+        if not lost:
+            return "the method says so, of a round in which none was"
         client, reason = next(iter(lost.items()))
-        step = next(e.step for e in reversed(self._exchanges) if e.client == client)
+        step = next((e.step for e in reversed(self._exchanges) if e.client == client), "any")
         faults, settings = self.config.faults, self.config.settings
         advice = "mend what it raises"
         if faults.drop or faults.nan:
