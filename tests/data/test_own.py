@@ -275,7 +275,7 @@ def fails():
         ({"model": lambda: None}, "got one that makes None"),
         ({"model": {}}, "model must be a network, or one for each size"),
         ({"model": Recurrent}, "must return a tensor, got tuple"),
-        ({"model": nn.Identity}, "must have parameters to train"),
+        ({"model": nn.Identity, "x": torch.ones(12, 3)}, "must have parameters to train"),
         ({"x": [[1.0], [1.0, 2.0]] * 6}, "x must be one array, with rows of one shape"),
         ({"x": [["a"]] * 12}, "x must hold numbers, got dtype <U1"),
         ({"novel": 0.5}, "novel must be a whole number of clients"),

@@ -19,6 +19,7 @@ from hyperfed.runs.report import (
     mean_and_std,
     megabytes,
     percent,
+    remark,
     table,
 )
 
@@ -214,3 +215,19 @@ def test_methods_that_saw_other_data_are_not_drawn_against_each_other(tmp_path):
         draw_against(finished("a"), finished("b", data_fingerprint="d"), tmp_path / "figure.png")
     with pytest.raises(UserError, match="must end in one of"):
         draw_against(finished("a"), finished("b"), tmp_path / "figure.txt")
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "said"),
+    [(0.956, 0.956, True), (0.5, 0.496, True), (0.9, 0.8, False), (-0.1, -0.9, False)],
+)
+def test_models_that_are_not_personal_are_remarked_upon(own, others, said):
+    told = remark({"test_accuracy": own, "others_accuracy": others})
+    assert (told is not None) == said
+    if told:
+        assert f"is {percent(own)} % right and that of another client {percent(others)} %" in told
+
+
+def test_where_nothing_was_measured_nothing_is_remarked():
+    assert remark({"test_accuracy": None, "others_accuracy": None}) is None
+    assert remark({"test_accuracy": 0.9, "others_accuracy": None}) is None

@@ -106,3 +106,34 @@ def lacking() -> Task:
     task.y[task.train[0]] %= 2
     task.y[task.test[0]] = torch.tensor([0, 2, 0, 2, 0, 0])
     return task
+
+
+def test_a_summary_says_how_good_other_clients_models_are() -> None:
+    method = short("pfedhn", local_steps=5, lr=0.5, embedding_size=3)
+    keys = {"rounds": 20, "cohort": 3, "evaluate_every": 20, "seed": 3, "method": method}
+    run = hyperfed.train("pfedhn", make_task(novel=1), **keys)
+
+    def accuracy(of: dict[int, int]) -> float:
+        """Of clients with each other's models, {client: whose}."""
+        right = 0.0
+        for client, other in of.items():
+            rows = run.task.test[client]
+            output = run.model(other)(run.task.x[rows])
+            right += float((output.argmax(dim=1) == run.task.y[rows]).sum())
+        return right / sum(len(run.task.test[client]) for client in of)
+
+    before, behind, own = ({c: (c + by) % 3 for c in range(3)} for by in (2, 1, 0))
+    assert run.summary["others_accuracy"] == accuracy(before)
+    assert accuracy(before) not in (accuracy(behind), accuracy(own)), "choose another seed"
+
+
+@pytest.mark.parametrize(
+    ("method", "keys"),
+    [("fedavg", {}), ("fedper", {}), ("pfedhn", {"serve": {"finetune_steps": 1}})],
+    ids=["one for all", "a head of its own", "fine-tuned"],
+)
+def test_where_others_models_say_nothing_there_is_no_number(
+    method: str, keys: dict[str, Any]
+) -> None:
+    run = hyperfed.train(method, make_task(), rounds=1, method=short(method), **keys)
+    assert run.summary["others_accuracy"] is None

@@ -291,6 +291,8 @@ def _train(run: Run, *, as_json: bool, quiet: bool) -> None:
     else:
         if run.summary and not quiet:
             print_table(report.table(report.comparison([run])))
+            if (remark := report.remark(run.summary)) is not None:
+                say(remark)
         print(_folder(run), flush=True)
     if why is not None:
         _stop(run, why)

@@ -114,6 +114,25 @@ def finetuned(serve: Serve, client: type[Client], batches: Batches) -> Serve:
     return tuned
 
 
+class NotOfOneClientError(Exception):
+    """What a client is sent is not a model of its own: the same for all, or only a part of it."""
+
+
+def exchanged(serve: Serve) -> Serve:
+    """Returns what serves each client with the model of the client before it, of its size.
+
+    It raises ``NotOfOneClientError`` where what clients are sent is not a model of each.
+    """
+
+    def others(clients: Cohort) -> Each:
+        sent = serve(clients)
+        if not isinstance(sent, Each) or sent.entries is not None:
+            raise NotOfOneClientError
+        return Each(trees.tree_map(lambda leaf: leaf.roll(1, dims=0), sent.tree))
+
+    return others
+
+
 def _nothing(clients: int) -> Tree:
     return {field.name: torch.zeros(clients, dtype=torch.float64) for field in fields(Counts)}
 

@@ -19,7 +19,7 @@ from rich.progress import Progress as RichProgress
 
 from hyperfed.errors import UserError
 from hyperfed.runs.records import Evaluation, Lost, Number, RunFolder
-from hyperfed.runs.report import megabytes, percent
+from hyperfed.runs.report import megabytes, percent, remark
 from hyperfed.runs.tensorboard import scalars
 from hyperfed.system.files import refused
 
@@ -53,6 +53,8 @@ def watch(run: "Run", show: bool = True) -> None:
     except Exception:
         log.write_if_possible(f"failed after round {run.round}\n{traceback.format_exc()}")
         raise
+    if run.summary and (said := remark(run.summary)) is not None:
+        log.write(said)
     log.write(f"{'done' if run.done else 'stopped'} after round {run.round}")
 
 

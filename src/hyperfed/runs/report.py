@@ -30,6 +30,9 @@ MOST_NAMED = 3
 CHANGE_NO_NUMBER = ("engine.", "device", "checkpoint_every", "preset", "task.data_dir")
 """How the keys begin that a run is not told from others by."""
 
+PERSONAL = 0.01
+"""By which part of the accuracy a client's own model must be better than another client's."""
+
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
@@ -345,6 +348,22 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value
+
+
+def remark(summary: Mapping[str, Any]) -> str | None:
+    """Returns a sentence where clients' models are not personal, None where they are.
+
+    They are not where the model that is made for another client does as well on a client's data
+    (``others_accuracy``, None where a method makes no such models).
+    """
+    own, others = summary["test_accuracy"], summary["others_accuracy"]
+    if own is None or others is None or own - others >= PERSONAL * max(abs(own), abs(others)):
+        return None
+    return (
+        f"nothing is personal: on a client's own test data its model is {percent(own)} % right and "
+        f"that of another client {percent(others)} %; clients may not differ, or more rounds or a "
+        "larger method.lr are needed"
+    )
 
 
 def percent(fraction: Number) -> str:

@@ -317,6 +317,7 @@ class Run(Served):
             "test_accuracy_client_mean": test.accuracy_client_mean,
             "test_accuracy_client_std": test.accuracy_client_std,
             "worst_decile_accuracy": test.worst_decile_accuracy,
+            "others_accuracy": self._others_accuracy(),
             "novel_accuracy": novel.accuracy if novel else None,
             "novel_masked_accuracy": novel.masked_accuracy if novel else None,
             "novel_zeroed_accuracy": novel.zeroed_accuracy if novel else None,

@@ -13,6 +13,7 @@ from torch import nn
 from hyperfed import engines, trees
 from hyperfed.data import tasks
 from hyperfed.data.own import Task
+from hyperfed.data.roster import RemoteTask
 from hyperfed.engines import Engine, EngineCohort
 from hyperfed.errors import UserError
 from hyperfed.federation import Server
@@ -20,7 +21,15 @@ from hyperfed.methods import METHODS
 from hyperfed.runs import config as configuration
 from hyperfed.runs import records
 from hyperfed.runs.config import RunConfig
-from hyperfed.runs.evaluation import Counts, Serve, evaluate, finetuned, with_samples
+from hyperfed.runs.evaluation import (
+    Counts,
+    NotOfOneClientError,
+    Serve,
+    evaluate,
+    exchanged,
+    finetuned,
+    with_samples,
+)
 from hyperfed.runs.records import Evaluation, Lost, Void
 from hyperfed.system.devices import CPU
 from hyperfed.system.randomness import derive, seeded
@@ -276,6 +285,27 @@ class Served:
             ]
         counts = Counts(*(sum(parts) for parts in zip(*map(astuple, drawn), strict=True)))
         return self._summarise("novel", ids, counts, round)
+
+    def _others_accuracy(self) -> float | None:
+        """Returns how right known clients are on their own test data with each other's models.
+
+        Each is sent the model of the client before it. None where that says nothing: clients keep
+        part of their models or fine-tune them, there is one model for all, or one client; and where
+        clients are at sites, whose models are nobody else's business.
+        """
+        best, ids = self.best, list(self.task.known)
+        kept = any(leaf.numel() for tree in best.memory.values() for _, leaf in trees.leaves(tree))
+        at_sites = isinstance(self.task, RemoteTask)
+        if kept or at_sites or self.config.serve.finetune_steps or len(ids) == 1:
+            return None
+        with self._at_best() as server:
+            try:
+                serve = exchanged(server.personalize)
+                counts = evaluate(server, self.engine, ids, best.round, serve=serve)["test"]
+            except NotOfOneClientError:
+                return None
+        examples = float(counts.count.sum())
+        return float(counts.correct.sum()) / examples if examples else None
 
     @contextmanager
     def _at_best(self) -> Iterator[Server]:
