@@ -356,7 +356,7 @@ def remark(summary: Mapping[str, Any]) -> str | None:
     They are not where the model that is made for another client does as well on a client's data
     (``others_accuracy``, None where a method makes no such models).
     """
-    own, others = summary["test_accuracy"], summary["others_accuracy"]
+    own, others = summary.get("test_accuracy"), summary.get("others_accuracy")
     if own is None or others is None or own - others >= PERSONAL * max(abs(own), abs(others)):
         return None
     return (
