@@ -16,10 +16,11 @@ from hyperfed.data.tasks import TaskConfig
 from hyperfed.engines import cohort as cohorts
 from hyperfed.runs import run as runs
 from hyperfed.runs.config import from_keys
+from hyperfed.runs.rollback import Snapshot
 from hyperfed.runs.run import Run
 from random_images import make_task
 
-PARTS = ((runs, "Snapshot"), (runs, "is_finite"), (cohorts, "too_large"))
+PARTS = ((Snapshot, "take"), (runs, "is_finite"), (cohorts, "too_large"))
 
 
 @pytest.mark.parametrize("method", ["fedavg", "pfedhn", "pefll"])

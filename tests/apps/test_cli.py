@@ -28,6 +28,7 @@ from hyperfed.methods import METHODS, pfedhn
 from hyperfed.runs import catalogue
 from hyperfed.runs.records import RunFolder, read_run
 from hyperfed.runs.run import Run
+from hyperfed.trees.checkpoints import previous
 
 SMALL = (
     "rounds=4",
@@ -412,6 +413,7 @@ class TestResume:
     def test_refuses_a_damaged_or_foreign_checkpoint(self, cli, copy, command):
         folder = RunFolder(copy)
         folder.summary.unlink()
+        previous(folder.state).unlink()  # which it would go on from
         whole = folder.state.read_bytes()
         middle = len(whole) // 2
         flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
@@ -484,6 +486,7 @@ class TestEvaluate:
     def test_refuses_a_run_without_an_evaluation(self, cli, copy):
         for name in ("checkpoint/state.safetensors", "metrics.jsonl", "summary.json"):
             (copy / name).unlink()
+        previous(copy / "checkpoint" / "state.safetensors").unlink()
         assert "first evaluation" in failure(cli("evaluate", copy))
 
 

@@ -69,6 +69,12 @@ def test_who_still_learns_among_those_that_do_not_is_used() -> None:
     assert judged([*almost, of(3, 9.1)], sent) == {4}
 
 
+def test_who_says_nothing_is_no_measure_for_the_others() -> None:
+    nothing = [of(0, 0)] * 3
+    assert judged([*nothing, of(1, 0), of(2, 0)]) == set()
+    assert judged([*nothing, of(1, 0), of(1e30, 0)]) == {4}
+
+
 def test_almost_nothing_from_one_does_not_refuse_the_other() -> None:
     assert judged([of(3, 4 + 1e-6), of(3, 5)], of(3, 4)) == set()
 

@@ -57,6 +57,10 @@ def test_krum_takes_the_one_whose_nearest_are_nearest(hostile: float, f: int) ->
     np.testing.assert_array_equal(found, rows[int(np.argmin(scores))])
 
 
+def test_a_share_is_rounded_up_as_it_is_written() -> None:
+    assert [Rule("krum", 0.07).borne(count) for count in (100, 101)] == [7, 8]  # not 7.000...01
+
+
 def test_krum_of_two_is_their_mean() -> None:
     tree, weight, rows = clients(2)
     np.testing.assert_allclose(by_rule("krum", tree, weight), rows.mean(axis=0), rtol=1e-14)

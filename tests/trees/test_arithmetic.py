@@ -68,6 +68,9 @@ def test_finite_structure_and_bytes() -> None:
     good, bad = tree(1.0, 2.0), tree(1.0, torch.nan)
     early, whole = tree(torch.inf, 2.0), {"n": torch.zeros(3, dtype=torch.uint8)}
     assert trees.finite([good, early, whole, bad, good]) == [True, False, True, False, True]
+    opposite = {"w": torch.tensor([torch.inf, -torch.inf])}
+    large = {"w": torch.full((4,), torch.finfo(torch.float32).max)}  # whose sum is not finite
+    assert trees.finite([opposite, large, {}]) == [False, True, True]
     assert trees.finite([]) == trees.finite([whole])[:0] == []
     assert trees.structure(good) == (("a", (2,), torch.float32), ("b/c", (1, 1), torch.float32))
     assert trees.count_bytes(good) == 3 * 4

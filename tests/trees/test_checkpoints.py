@@ -8,7 +8,7 @@ import safetensors.torch
 import torch
 
 from hyperfed.errors import UserError
-from hyperfed.trees.checkpoints import load_state, save_state
+from hyperfed.trees.checkpoints import load_latest, load_state, previous, save_latest, save_state
 
 
 @pytest.fixture
@@ -81,6 +81,17 @@ def test_a_number_that_json_cannot_hold_is_refused(tmp_path):
     with pytest.raises(ValueError, match="not JSON compliant"):
         save_state(tmp_path / "state", {}, {"loss": math.nan})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_latest_two_are_kept_and_neither_is_poisoned(tmp_path):
+    path = tmp_path / "state.safetensors"
+    for value in (1.0, 2.0, 3.0):
+        save_latest(path, {"w": torch.tensor([value])}, {"value": value})
+    assert sorted(tmp_path.iterdir()) == sorted([path, previous(path)])
+    assert [load_state(each)[1]["value"] for each in (previous(path), path)] == [2.0, 3.0]
+    with pytest.raises(ValueError, match="finite numbers alone"):
+        save_latest(path, {"a": {"w": torch.tensor([1.0, torch.inf])}}, {"value": 4.0})
+    assert load_latest(path)[1]["value"] == 3.0
 
 
 def test_no_checkpoint_at_all(tmp_path):

@@ -202,8 +202,7 @@ def draw_against(usual: FinishedRun, better: FinishedRun, path: Path) -> None:
     axes.set(xlim=(-3, 103), ylim=(-3, 103), aspect="equal")
     axes.set_xlabel(f"test accuracy under {across.label} (%)")
     axes.set_ylabel(f"test accuracy under {up.label} (%)")
-    axes.set_title("Each client", fontsize="medium")
-    axes.legend(frameon=False, loc="lower right")
+    figure.legend(frameon=False, loc="outside upper center", ncols=2)  # points may be anywhere
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color="0.92")
     axes.set_axisbelow(True)

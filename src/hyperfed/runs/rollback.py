@@ -1,22 +1,37 @@
 """Going back to before a round, where what clients replied has ruined the server."""
 
+from typing import Any
+
+from torch import Tensor
+
 from hyperfed import trees
 from hyperfed.engines import Engine, EngineCohort
 from hyperfed.federation import Server
-from hyperfed.trees import state
+from hyperfed.trees import Tree, state
 
 
 class Snapshot:
-    """A server and what its clients remember, as they are now.
+    """A server as it was when this was taken, before each round anew.
 
     Optimisers and modules move in place, so that all tensors are copied; what else a server holds
-    is kept as it is, a message that waits for its reply among it.
+    is kept as it is, a message that waits for its reply among it. What clients remember is not in
+    it: that changes only where their round is committed.
     """
 
-    def __init__(self, server: Server, engine: Engine) -> None:
+    def __init__(self) -> None:
+        self._attributes: dict[str, Any] = {}
+        self._tensors: Tree = {}
+
+    def take(self, server: Server) -> None:
+        """Copies a server, to where the copy before was: to ask for memory takes the longest."""
         self._attributes = dict(vars(server))
-        self._tensors = trees.clone(state.of(vars(server)))
-        self._memory = dict(engine.memory)
+        tensors = state.of(vars(server))
+        copies, now = (dict(trees.leaves(tree)) for tree in (self._tensors, tensors))
+        if copies.keys() == now.keys() and all(_alike(copies[path], now[path]) for path in now):
+            for path, leaf in now.items():
+                copies[path].copy_(leaf)
+        else:
+            self._tensors = trees.clone(tensors)
 
     def restore(self, server: Server, engine: Engine, cohort: EngineCohort) -> None:
         """Puts all back, and takes back what the cohort of the round was posted."""
@@ -24,7 +39,7 @@ class Snapshot:
         vars(server).update(self._attributes)
         for name, tensors in self._tensors.items():
             setattr(server, name, state.loaded(self._attributes[name], tensors))
-        engine.memory = self._memory
+        self._tensors = {}  # they are the server's now
         engine.waiting[:] = [q for q in engine.waiting if q.cohort.state is not cohort.state]
 
 
@@ -32,3 +47,12 @@ def is_finite(server: Server) -> bool:
     """Returns whether all numbers of a server's state are finite; nothing waits to be read."""
     (told,) = trees.finite([state.of(vars(server))])
     return told
+
+
+def _alike(first: Tensor, second: Tensor) -> bool:
+    return (
+        first.shape == second.shape
+        and first.dtype == second.dtype
+        and first.stride() == second.stride()
+        and first.device == second.device
+    )

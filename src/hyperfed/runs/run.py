@@ -81,6 +81,7 @@ class Run(Served):
         self.summary: dict[str, Any] = {}
         self._lost: list[Lost] = []
         self._news: list[Lost] = []  # of those, what no progress has said yet
+        self._before = Snapshot()
         self._void: list[Void] = []  # since the latest evaluation
         self._voided = 0
         # Not counted yet: what is posted may travel, and lose clients, after its round.
@@ -185,7 +186,7 @@ class Run(Served):
         cohort = self.engine.cohort(self._sample(), self.round, training=True)
         cohort.state.exchanges, cohort.state.late = self._exchanges, self._late
         cohort.state.reply_bound = self.config.robust.reply_bound
-        before = Snapshot(self.server, self.engine)
+        self._before.take(self.server)
         try:
             with trees.aggregating(self._rule):
                 self.server.round(cohort)
@@ -193,7 +194,7 @@ class Run(Served):
             if is_finite(self.server):
                 self.engine.commit(cohort)
             else:
-                before.restore(self.server, self.engine, cohort)
+                self._before.restore(self.server, self.engine, cohort)
                 self._record_void(cohort)
         except AllLostError as error:
             self._nobody = self._why(cohort.state.lost)

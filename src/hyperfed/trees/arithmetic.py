@@ -159,11 +159,19 @@ def finite(trees: Sequence[Tree]) -> list[bool]:
     floating = [[leaf for _, leaf in leaves(tree) if leaf.is_floating_point()] for tree in trees]
     alike = len({tuple(leaf.shape for leaf in own) for own in floating}) == 1 and floating[0]
     if not alike or alike[0].device == CPU:
-        return [all(bool(leaf.isfinite().all()) for leaf in own) for own in floating]
+        return [_all_finite(own) for own in floating]
     # Leaf by leaf, of all trees at once.
     stacked = [torch.stack(leaf).unsqueeze(-1).flatten(1) for leaf in zip(*floating, strict=True)]
     told: list[bool] = torch.stack([leaf.isfinite().all(1) for leaf in stacked]).all(0).tolist()
     return told
+
+
+def _all_finite(floating: Sequence[Tensor]) -> bool:
+    if not floating:
+        return True
+    # A sum takes a tenth of the time. It is not finite where a summand is not, and seldom else.
+    sums = torch.stack([leaf.sum().double() for leaf in floating])
+    return bool(sums.isfinite().all()) or all(bool(leaf.isfinite().all()) for leaf in floating)
 
 
 def count_bytes(tree: Tree) -> int:

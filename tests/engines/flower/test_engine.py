@@ -145,6 +145,7 @@ class Remote:
 
     def round(self, clients: Iterable[int], number: int = 0) -> Any:
         cohort = self.engine.cohort(list(clients), number, training=True)
+        cohort.state.reply_bound = 100.0
         self.server.round(cohort)
         self.engine.commit(cohort)
         return cohort
@@ -432,6 +433,8 @@ FAULTS = {
     "record": (another_record, "one array of bytes"),
     "stale": (stale, "another message"),
     "nan": (spoilt(lambda leaf: leaf * torch.nan), "not finite"),
+    "huge": (spoilt(lambda leaf: torch.full_like(leaf, 1e30)), "too large"),
+    "backwards": (spoilt(lambda leaf: leaf * -1e6), "too large"),
     "shape": (spoilt(lambda leaf: leaf.unsqueeze(0)), "names, shapes or dtypes"),
     "dtype": (spoilt(lambda leaf: leaf.half()), "names, shapes or dtypes"),
 }
