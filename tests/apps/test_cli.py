@@ -210,8 +210,8 @@ class TestRun:
             monkeypatch.setattr(sys, "stderr", terminal)
             monkeypatch.setenv("COLUMNS", "120")
             options = ["--quiet"] if quiet else []
-            faults = ["faults.drop=1"]
-            with pytest.raises(SystemExit, match="0"):
+            faults = ["faults.drop=1"]  # so that all are lost, which is exit code 1
+            with pytest.raises(SystemExit, match="1"):
                 main(["run", "pfedhn", *SMALL, *faults, "--out", str(tmp_path), *options])
             shown = terminal.getvalue()
             assert ("4/4" in shown) is not quiet
