@@ -153,7 +153,7 @@ def test_a_run_is_evaluated_fine_tuned_and_trains_as_if_it_were_not() -> None:
 def test_a_method_made_for_newcomers_is_judged_by_fine_tuned_ones() -> None:
     """Its best round is by known clients served as if they were novel."""
     task = make_task(Normed, novel=1)
-    plain, ours = (trained("itpfl", steps=steps, task=task, local_lr=0.5) for steps in (0, 40))
+    plain, ours = (trained("itpfl", steps=steps, task=task, local_lr=0.2) for steps in (0, 40))
     with ours._at_best() as server:
         serve = finetuned(server.rehearse, ours.engine.client, Steps(40, BATCH))
         val = evaluate(server, ours.engine, [0, 1, 2], ours.best.round, serve=serve)["val"]

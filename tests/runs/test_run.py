@@ -25,7 +25,7 @@ def keys_of(name: str, **keys: Any) -> dict[str, Any]:
     """Settings of a short run: a newcomer's training is short too."""
     known = METHODS[name].Config.__dataclass_fields__
     lengths = ("novel_steps", "novel_rounds", "absorb_steps", "phase_one_rounds")
-    short = {key: 3 for key in lengths if key in known}
+    short = {key: 2 for key in lengths if key in known}
     own = {"local_steps": 3, "batch_size": 4} | short | keys.pop("method", {})
     return {"rounds": 6, "evaluate_every": 2, "checkpoint_every": 2, "method": own} | keys
 
@@ -133,7 +133,10 @@ def test_faults_are_recorded_and_the_run_goes_on() -> None:
 
 
 def test_rounds_without_any_client_change_nothing_and_are_reported() -> None:
-    run = trained("fedavg", cohort=2, faults={"drop": 1.0})
+    keys = keys_of("fedavg", cohort=2, faults={"drop": 1.0})
+    run = Run(config.from_keys("fedavg", keys), make_task(Normed, novel=1))
+    with pytest.raises(LostEverybodyError):
+        list(run.train())
     assert len(run.evaluations[0].lost) == 4  # two rounds of two clients
     initial = run.task.outline().initial()
     torch.testing.assert_close(run.server.state()["model"]["base"], initial, rtol=0, atol=0)

@@ -225,8 +225,8 @@ class Server(federation.Server):
         A row is a client's, its columns are whom it takes from; of a size that it has not, no row
         is used.
         """
-        n, table = self.outline.clients, self.hyper_nets.embeddings.weight
-        everyone = torch.arange(n, device=table.device)
+        device = self.hyper_nets.embeddings.weight.device
+        everyone = torch.arange(self.outline.clients).to(device)
         return {"weights": {size: self.weights(everyone, size) for size in self.layers}}
 
     def weights(self, ids: Tensor, size: str = BASE) -> dict[str, Tensor]:

@@ -271,7 +271,7 @@ class Run(Served):
             split: self._summarise(split, ids, counts[split], self.round, lost=lost, void=void)
             for split in counts
         }
-        told = records.plain(self.server.diagnostics())
+        told = records.plain(trees.to(self.server.diagnostics(), CPU))
         found["val"] = replace(found["val"], diagnostics=told)
         for evaluation in found.values():
             self._record(evaluation)

@@ -162,7 +162,9 @@ def finite(trees: Sequence[Tree]) -> list[bool]:
         return [_all_finite(own) for own in floating]
     # Leaf by leaf, of all trees at once.
     stacked = [torch.stack(leaf).unsqueeze(-1).flatten(1) for leaf in zip(*floating, strict=True)]
-    told: list[bool] = torch.stack([leaf.isfinite().all(1) for leaf in stacked]).all(0).tolist()
+    home = alike[0].device  # of most: Adam counts its steps on the CPU
+    finite = torch.stack([leaf.isfinite().all(1).to(home) for leaf in stacked])
+    told: list[bool] = finite.all(0).tolist()
     return told
 
 
@@ -170,7 +172,8 @@ def _all_finite(floating: Sequence[Tensor]) -> bool:
     if not floating:
         return True
     # A sum takes a tenth of the time. It is not finite where a summand is not, and seldom else.
-    sums = torch.stack([leaf.sum().double() for leaf in floating])
+    home = floating[0].device
+    sums = torch.stack([leaf.sum().double().to(home) for leaf in floating])
     return bool(sums.isfinite().all()) or all(bool(leaf.isfinite().all()) for leaf in floating)
 
 
