@@ -206,7 +206,7 @@ def test_two_methods_are_drawn_against_each_other_client_by_client(tmp_path, mon
         # Moved aside by less than what parts two neighbouring accuracies.
         for (x, y), (across, up) in zip(points.get_offsets().tolist(), expected, strict=True):
             assert (x, y) == pytest.approx((across, up), abs=1.2)
-    told = [text.get_text() for text in axes.get_legend().get_texts()]
+    told = [text.get_text() for text in drawn[0].legends[0].get_texts()]
     assert told == ["trained together (2 clients)", "joined afterwards (2 clients)"]
 
 
