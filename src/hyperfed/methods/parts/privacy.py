@@ -19,7 +19,7 @@ from pydantic import ConfigDict, Field, FiniteFloat
 from pydantic.dataclasses import dataclass as validated
 from torch import Tensor
 
-from hyperfed.errors import UserError
+from hyperfed.errors import UserError, check_positive
 from hyperfed.trees import Tree
 
 Calibration = Literal["analytic", "classical"]
@@ -39,7 +39,7 @@ def sensitivity(bound: float, lipschitz: float, samples: int) -> float:
         lipschitz: L, the Lipschitz constant of the linear map psi.
         samples: n.
     """
-    _check_positive(bound=bound, lipschitz=lipschitz, samples=samples)
+    check_positive(bound=bound, lipschitz=lipschitz, samples=samples)
     return 2 * lipschitz * bound / samples
 
 
@@ -147,7 +147,7 @@ class Ledger:
         Raises:
             UserError: the query would exceed the budget. Nothing may be sent then.
         """
-        _check_positive(multiplier=multiplier)
+        check_positive(multiplier=multiplier)
         ledger = Ledger(self.epsilon, self.delta, (*self.multipliers, multiplier))
         if ledger.spent > self.epsilon * (1 + ROUNDING):
             raise UserError(
@@ -233,15 +233,8 @@ class PrivacyConfig:
 
 def _check_budget(epsilon: float, delta: float) -> None:
     """Raises ``UserError`` unless epsilon > 0 (and finite) and 0 < delta < 1."""
-    _check_positive(epsilon=epsilon)
+    check_positive(epsilon=epsilon)
     if not 0 < delta < 1:
         raise UserError(
             f"delta must be between 0 and 1, came {delta}; choose one well below 1 / samples"
         )
-
-
-def _check_positive(**numbers: float) -> None:
-    """Raises ``UserError`` for a number that is not positive and finite, naming it."""
-    for name, number in numbers.items():
-        if not 0 < number < math.inf:
-            raise UserError(f"{name} must be positive and finite, came {number}; choose another")

@@ -1,0 +1,179 @@
+"""Both sides of PeFLL's theorem 4.2 on a trained run, and by how much they are apart.
+
+The theorem is about models that are drawn, and so is what is measured here: hypernetwork and
+descriptor network from Gaussians around what was trained, and each client's model from one around
+what they make of all the client's training examples. The loss is the error rate, which is bounded.
+"""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import sqrt
+
+import torch
+from torch import Tensor, nn
+
+from hyperfed import trees
+from hyperfed.errors import UserError, check_positive
+from hyperfed.federation import Split, Task
+from hyperfed.runs.config import RunConfig
+from hyperfed.runs.serving import Served
+from hyperfed.system.randomness import generator
+from hyperfed.theory.pefll import gaussian_kl, generalization_bound
+from hyperfed.training import apply
+
+
+@dataclass(frozen=True)
+class Variances:
+    """Of the Gaussians around what was trained and, the same, of the priors around zero.
+
+    Attributes:
+        networks: alpha_h = alpha_v.
+        model: alpha_theta.
+    """
+
+    networks: float
+    model: float
+
+    def __post_init__(self) -> None:
+        check_positive(networks=self.networks, model=self.model)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Both sides of theorem 4.2; its left side is an expectation, of which this is a sample.
+
+    Attributes:
+        variances: of the Gaussians.
+        clients: n, that were trained on.
+        samples: m, training examples of the client that has the fewest.
+        terms: of the right side (:func:`hyperfed.theory.pefll.generalization_bound`).
+        unseen_error: the error rate of drawn models on novel clients' test examples.
+        networks_norm: |eta|^2, of both networks.
+        model_norm: the mean over known clients and draws of |theta_i|^2.
+    """
+
+    variances: Variances
+    clients: int
+    samples: int
+    terms: dict[str, float]
+    unseen_error: float
+    networks_norm: float
+    model_norm: float
+
+    @property
+    def bound(self) -> float:
+        """The right side."""
+        return sum(self.terms.values())
+
+    @property
+    def vacuous(self) -> bool:
+        """Whether it says no more than that an error rate is at most 1."""
+        return self.bound >= 1
+
+
+def measure(run: Served, variances: Variances, *, delta: float = 0.05, draws: int = 20) -> Measured:
+    """Measures both sides of theorem 4.2 with the networks of a run's best round.
+
+    Args:
+        run: of ``pefll``, which has come to an evaluation.
+        variances: chosen without a look at the data.
+        delta: probability that the bound does not hold; divide it by the number of ``variances``
+            among which the least bound is to be taken.
+        draws: of the networks and models, by the run's seed.
+
+    Raises:
+        UserError: the theorem is not about this run.
+    """
+    check_positive(draws=draws)
+    check(run.config, run.task)
+    task, known = run.task, run.task.known
+    server = run.method.Server(task.outline(), run.config.settings)
+    server.load(trees.clone(run.best.server))
+    seen: list[float] = []
+    unseen: list[float] = []
+    norms: list[float] = []  # of each draw the sum over clients of |theta_i|^2
+    for draw in range(draws):
+        with torch.no_grad():
+            noise = generator(run.config.seed, "bound", "networks", draw)
+            descriptor_net, hyper_net = (
+                _drawn(net, variances.networks, noise)
+                for net in (server.descriptor_net, server.hyper_net)
+            )
+            norms.append(0.0)
+            for client in range(task.clients):
+                looked_at = Split(task, task.train[client]).batch()
+                descriptor = descriptor_net(looked_at.x, looked_at.y).mean(dim=0)
+                size = task.size_of(client)
+                model = trees.take(hyper_net(descriptor[None], size), 0)
+                novel = client in task.novel_ids
+                if not novel:
+                    norms[-1] += square_norm(model)
+                noise = generator(run.config.seed, "bound", "model", draw, client)
+                around = {k: _around(value, variances.model, noise) for k, value in model.items()}
+                judged = Split(task, task.test[client]).batch() if novel else looked_at
+                output = apply(task.models[size], around, judged.x)
+                if len(judged.y):
+                    error = 1 - float(task.score(output, judged.y).mean())
+                    (unseen if novel else seen).append(error)
+    networks_norm = sum(
+        square_norm(trees.parameters_of(net)) for net in (server.descriptor_net, server.hyper_net)
+    )
+    samples = min(len(task.train[client]) for client in known)
+    terms = generalization_bound(
+        sum(seen) / len(seen),
+        meta_kl=gaussian_kl(networks_norm, variances.networks),
+        client_kls=[gaussian_kl(norm, variances.model) for norm in norms],
+        clients=len(known),
+        samples=samples,
+        delta=delta,
+    )
+    return Measured(
+        variances=variances,
+        clients=len(known),
+        samples=samples,
+        terms=terms,
+        unseen_error=sum(unseen) / len(unseen),
+        networks_norm=networks_norm,
+        model_norm=sum(norms) / (draws * len(known)),
+    )
+
+
+def check(config: RunConfig, task: Task) -> None:
+    """Raises ``UserError`` unless theorem 4.2 is about a run with such settings and data."""
+    wrong = ""
+    if config.method != "pefll":
+        wrong = f"be of pefll, came {config.method}; train that"
+    elif config.settings.standardize:
+        wrong = (
+            "have method.standardize=false, as in the paper: the first client's descriptor would "
+            "decide what all others are; train such a run"
+        )
+    elif not task.classes:
+        wrong = "be of classification, whose error rate is bounded; choose such a task"
+    elif any(trees.buffers_of(net) for net in task.models.values()):
+        wrong = "have a target without buffers (batch-norm), which h does not make; choose another"
+    elif not task.novel or not any(len(task.test[client]) for client in task.novel_ids):
+        wrong = "have novel clients with test examples; train with task.novel above 0"
+    elif any(not len(task.train[client]) for client in range(task.clients)):
+        wrong = "give every client a training example; choose fewer clients or another partition"
+    if wrong:
+        raise UserError(f"a run for theorem 4.2 must {wrong}")
+
+
+def square_norm(model: Mapping[str, Tensor]) -> float:
+    """Returns the sum of all squared entries."""
+    return sum(float(value.detach().double().square().sum()) for value in model.values())
+
+
+def _drawn(net: nn.Module, variance: float, noise: torch.Generator) -> nn.Module:
+    """Returns a copy of a network with noise on what is trained of it."""
+    drawn = copy.deepcopy(net).eval()
+    for parameter in trees.parameters_of(drawn).values():
+        parameter.copy_(_around(parameter, variance, noise))
+    return drawn
+
+
+def _around(value: Tensor, variance: float, noise: torch.Generator) -> Tensor:
+    """Returns a draw from N(value, variance I)."""
+    return value + sqrt(variance) * torch.randn(value.shape, generator=noise, dtype=value.dtype)
