@@ -1,12 +1,15 @@
 """Theorem 4.2 on a run: terms from the run's own tensors, and at no noise what the run measured."""
 
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 import hyperfed
+import pefll_bound
 from hyperfed import trees
 from hyperfed.errors import UserError
 from hyperfed.runs.run import Run
@@ -23,8 +26,8 @@ ALMOST_NONE = Variances(1e-16, 1e-16)
 
 
 @pytest.fixture(scope="module")
-def run() -> Run:
-    return hyperfed.train("pefll", progress=False, **KEYS)
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return hyperfed.train("pefll", progress=False, out=tmp_path_factory.mktemp("runs"), **KEYS)
 
 
 def test_without_noise_the_errors_are_those_of_the_trained_models(run: Run) -> None:
@@ -110,3 +113,26 @@ def test_a_run_that_the_theorem_is_not_about_is_refused(run: Run) -> None:
         Variances(1, 0)
     with pytest.raises(UserError, match="draws must be positive"):
         measure(run, ALMOST_NONE, draws=0)
+
+
+def test_the_command_prints_both_sides_and_keeps_them(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pefll_bound.main(run.folder.path, tmp_path, draws=1, rounds=None)
+    kept = json.loads((tmp_path / "bound.json").read_text())
+    share = 0.05 / 16  # of delta, for each of the grid's lines
+    first = measure(run, Variances(1e-6, 1e-4), draws=1, delta=share)
+    assert kept["lines"][0]["terms"] == pytest.approx(first.terms)
+    assert kept["least_bound"] == min(line["bound"] for line in kept["lines"])
+    assert kept["trained_models"] == {
+        "known_test_error": 1 - run.summary["test_accuracy"],
+        "unseen_test_error": 1 - run.summary["novel_accuracy"],
+    }
+    nm = 9 * first.samples  # nine known clients; every divergence is 0
+    nothing = math.sqrt(math.log(4 * 3 / share) / 18)
+    nothing += math.sqrt((math.log(8 * nm / share) + 1) / (2 * nm))
+    assert kept["without_divergence"] == pytest.approx(nothing)
+    assert (tmp_path / "summary.json").read_bytes() == run.folder.summary.read_bytes()
+    printed = capsys.readouterr().out
+    assert f"{first.unseen_error:.3g}" in printed.splitlines()[4]
+    assert "says less than that no error exceeds 1" in printed
