@@ -52,7 +52,8 @@ def train(
 
     Args:
         method: its name, such as "pfedhn".
-        task: the data; built from ``task={...}`` keys where not given (``digits`` by default).
+        task: the data, with or without ``task=`` before it; built from ``task={...}`` keys where
+            not given (``digits`` by default).
         out: a folder below which the run leaves its records; none by default.
         progress: shows a progress bar where there is a terminal.
         keys: every key of the command line; dotted ones as dicts: ``method={"local_steps": 20}``.
@@ -60,10 +61,26 @@ def train(
     Raises:
         UserError: settings or data are wrong; lists all errors at once.
     """
+    from hyperfed import federation
     from hyperfed.runs import config as configuration
     from hyperfed.runs.progress import watch
     from hyperfed.runs.run import Run
 
+    if isinstance(keys.get("task"), federation.Task):
+        if task is not None:
+            raise UserError("there must be one task, but two were given; leave one out")
+        task = keys.pop("task")
+    settings = [key for key in keys if key == "task" or key.startswith("task.")]
+    if task is not None and settings:
+        raise UserError(
+            f"a task that was made must come without settings of one, got {', '.join(settings)} "
+            "beside it; make the task as you want it, or leave it out"
+        )
+    if not isinstance(task, federation.Task | None):
+        raise UserError(
+            f"the task must be a hyperfed.Task, got {task!r}; make one with "
+            "hyperfed.Task.from_arrays, or name data by the keyword task"
+        )
     config = configuration.from_keys(method, keys)
     run = Run(config, task) if out is None else Run.start(config, Path(out), task)
     watch(run, show=progress)

@@ -9,6 +9,7 @@ engine's business: methods know no engine, engines know no method.
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import Any, Protocol, Self, TypeVar, overload
 
 import torch
@@ -56,6 +57,9 @@ class Task:
         loss: (output, y) -> scalar, a mean over the batch.
         score: (output, y) -> (B,) what is averaged into an "accuracy".
         fingerprint: a hash of the data and of who holds what.
+        names: of the clients; each is called by its number where empty.
+        labels: names of the labels; a label is its number where empty.
+        source: the settings that made it and can make it again; None for one from Python.
     """
 
     name: str
@@ -73,6 +77,9 @@ class Task:
     loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy
     score: Callable[[Tensor, Tensor], Tensor] = accuracy
     fingerprint: str = ""
+    names: Sequence[str] = ()
+    labels: Sequence[str] = ()
+    source: Any = None
 
     @property
     def clients(self) -> int:
@@ -88,6 +95,29 @@ class Task:
     def novel_ids(self) -> range:
         """Ids of the clients that join after training."""
         return range(self.clients - self.novel, self.clients)
+
+    def name_of(self, client: int) -> str:
+        """Returns how a client is called."""
+        return self.names[client] if self.names else str(client)
+
+    def number_of(self, client: int | str) -> int:
+        """Returns the number of a client, which is called by its number or by its name.
+
+        Raises:
+            UserError: there is no such client.
+        """
+        if isinstance(client, str):
+            numbers = {self.name_of(number): number for number in range(self.clients)}
+            if client in numbers:
+                return numbers[client]
+            near = get_close_matches(client, numbers, n=1)
+            raise UserError(
+                f"a client's name must be that of one of {self.clients} clients, came {client!r}"
+                + (f"; did you mean {near[0]!r}?" if near else "; see run.task.names")
+            )
+        if not 0 <= client < self.clients:
+            raise UserError(f"a client's number must be below {self.clients}, came {client}")
+        return int(client)
 
     def size_of(self, client: int) -> str:
         """Returns the name of the target size that ``client`` runs."""

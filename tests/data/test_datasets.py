@@ -9,7 +9,7 @@ from PIL import Image
 from safetensors import safe_open
 
 from hyperfed.data import cache, datasets, readers
-from hyperfed.data.datasets import Normalize, from_npz, load
+from hyperfed.data.datasets import Normalize, load
 from hyperfed.errors import UserError
 
 
@@ -321,19 +321,21 @@ def test_from_npz(tmp_path):
 
 def test_from_npz_says_what_is_missing(tmp_path):
     np.savez(tmp_path / "mine.npz", data=np.zeros(3))
-    with pytest.raises(UserError, match=r"must hold x and y, came data"):
-        from_npz(tmp_path / "mine.npz")
+    with pytest.raises(
+        UserError, match=r"mine.npz are data:\n- one of y, target, label must be among them"
+    ):
+        load(str(tmp_path / "mine.npz"))
     (tmp_path / "text.npz").write_text("x,y")
     with pytest.raises(UserError, match=r"text.npz must be an .npz archive"):
-        from_npz(tmp_path / "text.npz")
+        load(str(tmp_path / "text.npz"))
     with pytest.raises(UserError, match=r"none.npz must be an .npz archive"):
-        from_npz(tmp_path / "none.npz")
+        load(str(tmp_path / "none.npz"))
     np.savez(tmp_path / "objects.npz", x=np.array([{}, {}]), y=np.zeros(2))
     with pytest.raises(UserError, match="archive of plain arrays"):
-        from_npz(tmp_path / "objects.npz")
+        load(str(tmp_path / "objects.npz"))
     np.savez(tmp_path / "short.npz", x=np.zeros((3, 2)), y=np.zeros(4, int))
     with pytest.raises(UserError, match="x and y must have the same number of rows"):
-        from_npz(tmp_path / "short.npz")
+        load(str(tmp_path / "short.npz"))
 
 
 def test_an_unknown_name_is_answered_with_the_nearest():
@@ -360,7 +362,7 @@ def test_what_the_hub_does_not_have_must_be_local(cached):
 
 def test_columns_that_cannot_be_told_are_listed(cached, tmp_path):
     write_split(tmp_path / "numbers", "train", a=[1, 2], b=[3, 4])
-    with pytest.raises(UserError, match=r"must have one image column, got none .columns: a, b."):
+    with pytest.raises(UserError, match=r"the columns of .*numbers are a, b:\n- one of y, target"):
         load(str(tmp_path / "numbers"))
 
 

@@ -201,9 +201,63 @@ def test_all_problems_are_told_at_once():
         assert part in told
 
 
-def test_words_are_no_numbers():
-    with pytest.raises(UserError, match="y must hold numbers, got dtype <U"):
-        from_arrays(X, CLIENT, client=CLIENT, model=linear())
+def test_words_are_labels_but_no_features():
+    words = np.array(["walk", "sit", "run"])[Y]
+    task = from_arrays(X, words, client=CLIENT, model=linear())
+    assert task.labels == ("run", "sit", "walk")
+    assert task.y.tolist() == [task.labels.index(word) for word in words]
+    given = from_arrays(
+        X, words, client=CLIENT, model=linear(4), labels=["walk", "lie", "sit", "run"]
+    )
+    assert (given.classes, given.y[:3].tolist()) == (4, [0, 2, 3])
+    with pytest.raises(UserError, match="labels that are known, walk, sit, got 'run' at"):
+        from_arrays(X, words, client=CLIENT, model=linear(), labels=["walk", "sit"])
+    with pytest.raises(UserError, match="x must hold numbers, got dtype <U"):
+        from_arrays(words[:, None], Y, client=CLIENT, model=linear())
+
+
+def test_truth_values_are_labels_by_name():
+    task = from_arrays(X, Y == 0, client=CLIENT, model=linear(2))
+    assert (task.labels, task.y[:3].tolist()) == (("False", "True"), [1, 0, 0])
+    assert newcomer(task, X[:3], [True, True, False]).y.tolist() == [1, 1, 0]
+
+
+def test_a_newcomer_names_its_labels_or_numbers_them():
+    task = from_arrays(X, np.array(["walk", "sit", "run"])[Y], client=CLIENT, model=linear())
+    assert newcomer(task, X[:2], ["walk", "walk"]).y.tolist() == [2, 2]
+    assert newcomer(task, X[:2], [1, 2]).y.tolist() == [1, 2]
+    assert newcomer(task, X[:2], ["run", "sit"]).names == ()
+    with pytest.raises(UserError, match=r"run, sit, walk, got 'swim' at index 1 .1 such.; rename"):
+        newcomer(task, X[:2], ["walk", "swim"])
+
+
+def test_clients_are_called_by_their_ids():
+    task = from_arrays(X, Y, client=CLIENT, model=linear())
+    assert task.names == ("zoe", "ann", "bob")
+    assert [task.number_of(name) for name in ("bob", "zoe", 1)] == [2, 0, 1]
+    assert task.name_of(1) == "ann"
+    numbered = from_arrays(X, Y, client=np.arange(100) % 3, model=linear())
+    assert (numbered.names, numbered.name_of(2), numbered.number_of("2")) == ((), "2", 2)
+    other = from_arrays(X, Y, client=(np.arange(100) + 1) % 3, model=linear())
+    assert (other.names, other.number_of("0"), other.number_of(0)) == (("1", "2", "0"), 2, 0)
+    with pytest.raises(UserError, match=r"one of 3 clients, came 'an'; did you mean 'ann'\?"):
+        task.number_of("an")
+    for number in (3, -1):
+        with pytest.raises(UserError, match=f"number must be below 3, came {number}"):
+            task.number_of(number)
+
+
+def test_what_a_split_says_an_example_is_for_it_is():
+    split = np.array(["train", "test", "val", "train", "train"])[np.arange(100) % 5]
+    task = from_arrays(X, Y, client=CLIENT, model=linear(), split=split)
+    for own, word in ((task.train, "train"), (task.val, "val"), (task.test, "test")):
+        assert torch.cat(list(own)).sort().values.tolist() == np.flatnonzero(split == word).tolist()
+
+
+def test_novel_is_a_number_or_a_fraction_below_1():
+    for novel, number in ((0.5, 5), (0.06, 1), (3, 3), (np.int64(2), 2), (0, 0)):
+        task = from_arrays(X, Y, client=np.arange(100) % 10, model=linear(), novel=novel)
+        assert task.novel == number
 
 
 def test_a_newcomer_brings_its_own_data_to_the_task():
@@ -278,7 +332,17 @@ def fails():
         ({"model": nn.Identity, "x": torch.ones(12, 3)}, "must have parameters to train"),
         ({"x": [[1.0], [1.0, 2.0]] * 6}, "x must be one array, with rows of one shape"),
         ({"x": [["a"]] * 12}, "x must hold numbers, got dtype <U1"),
-        ({"novel": 0.5}, "novel must be a whole number of clients"),
+        ({"novel": 2.0}, "novel must be a whole number of clients, or a fraction below 1"),
+        ({"novel": -0.1}, "got novel=-0.1 of 3 clients"),
+        ({"split": ["train"] * 11 + ["tset"]}, "split must be .*got tset at index 11; rename it"),
+        ({"split": ["train"] * 11}, "split must say it of each example, got 11 for 12"),
+        (
+            {"split": ["train", "val"] + ["test"] * 10, "client": ["a", "b"] * 6},
+            "must have a training example, got none for 1 of 2 clients .b.",
+        ),
+        ({"split": ["train"] * 12, "val": 0.2}, "val and test must be left out where split says"),
+        ({"client": [1, "1"] * 6}, "two different ids read '1'; convert all ids to one type"),
+        ({"y": [2.0, [1.0]] * 6}, "y must be one array, with rows of one shape"),
     ],
 )
 def test_odd_arguments_are_told_with_what_to_do(odd, told):

@@ -479,7 +479,7 @@ def test_an_npz_file_is_a_task(tmp_path):
     [
         (
             {"novel_alpha": 0.5},
-            "novel_alpha needs partition=dirichlet or dirichlet_equal, got class_shares",
+            "novel_alpha needs partition=dirichlet or dirichlet_equal, got none",
         ),
         ({"novel_corruption": "fog"}, "blur"),
         ({"novel_corruption": "blur", "novel": 0}, "novel_corruption needs novel clients, got nov"),
@@ -488,7 +488,7 @@ def test_an_npz_file_is_a_task(tmp_path):
             "novel_alpha needs novel clients, got nov",
         ),
         ({"partition": "file"}, "partition=file and partition_file go together, .*=None; give"),
-        ({"partition_file": "dealt.npz"}, "go together, got partition=class_shares and .*npz"),
+        ({"partition_file": "dealt.npz"}, "go together, got partition=none and .*npz"),
         (
             {"partition": "file", "partition_file": "dealt.txt"},
             r"must end in \.npz or \.csv, got .*dealt\.txt",
@@ -512,7 +512,9 @@ def test_an_npz_file_is_a_task(tmp_path):
         ({"alpha": 0.0}, "greater than 0"),
         ({"fraction": 0.0}, "greater than 0"),
         ({"fraction": 1.1}, "less than or equal to 1"),
-        ({"novel": 1.0}, "less than 1"),
+        ({"novel": 1.0}, "must be a number of clients, such as 3, or a fraction below 1"),
+        ({"novel": -1}, "must be a number of clients"),
+        ({"clients": 3, "novel": 3}, "got 3 clients of which 3 are novel"),
         ({"colour": "blue"}, "colour"),
     ],
 )
@@ -550,8 +552,8 @@ def test_partitions_that_do_not_fit_are_refused():
     crossed = replace(made(), coarse=torch.arange(2000) % 3)
     with pytest.raises(UserError, match=r"one coarse class for each class, .* has several"):
         divide(TaskConfig(partition="coarse"), crossed, seed=0)
-    with pytest.raises(UserError, match="must have integer labels"):
-        divide(TaskConfig(), replace(made(), classes=0), seed=0)
+    with pytest.raises(UserError, match="must have labels for partition=dirichlet, b"):
+        divide(TaskConfig(partition="dirichlet"), replace(made(), classes=0), seed=0)
 
 
 def test_every_setting_is_documented():

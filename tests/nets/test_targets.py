@@ -312,12 +312,13 @@ class TestBuildTarget:
         ("pfedkt_cnn", (3, 32, 32), {}),
         ("pfllib_cnn", (1, 28, 28), {}),
         ("char_lstm", (12,), {"embedding": 3, "hidden": 4, "layers": 1}),
+        ("text_lstm", (12,), {"embedding": 3, "hidden": 4, "layers": 2}),
     )
 
     @pytest.mark.parametrize(("name", "input_shape", "options"), OPTIONS)
     def test_builds_every_target(self, name, input_shape, options):
         model = build_target(name, input_shape=input_shape, classes=13, **options)
-        dtype = torch.int64 if name == "char_lstm" else torch.float32
+        dtype = torch.int64 if name.endswith("lstm") else torch.float32
         assert model(torch.zeros(2, *input_shape, dtype=dtype)).shape == (2, 13)
 
     def test_the_list_above_is_complete(self):
@@ -329,6 +330,8 @@ class TestBuildTarget:
         text = build_target("char_lstm", input_shape=(7,), classes=5, embedding=3, hidden=4)
         assert text.state_dict()["lstm.weight_ih_l0"].shape == (4 * 4, 3)
         assert text.state_dict()["embedding.weight"].shape == (5, 3)
+        text = build_target("text_lstm", input_shape=(7,), classes=5, embedding=3, hidden=4)
+        assert text.state_dict()["embedding.weight"].shape == (257, 3)
 
     @pytest.mark.parametrize(("name", "input_shape", "options"), OPTIONS)
     def test_seeds_reproduce(self, name, input_shape, options):

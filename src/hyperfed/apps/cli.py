@@ -4,6 +4,7 @@ Results go to standard output, everything else to standard error. Exit codes: 0 
 wrong, 3 stopped and resumable, 1 our fault, or all clients were lost all the time.
 """
 
+import json
 import os
 import shlex
 import signal
@@ -24,11 +25,11 @@ import hyperfed
 from hyperfed.apps.flower import submit
 from hyperfed.apps.flower.commands import node, superexec
 from hyperfed.apps.printing import Json, print_json, print_table, say, table
-from hyperfed.data import datasets, partition_files, tasks
-from hyperfed.data.arrays import read_npz
+from hyperfed.data import datasets, partition_files, tables, tasks
+from hyperfed.data.own import rows_like
 from hyperfed.errors import LostEverybodyError, UserError
 from hyperfed.methods import METHODS
-from hyperfed.runs import catalogue, config, records, report
+from hyperfed.runs import catalogue, clients, config, records, report
 from hyperfed.runs.catalogue import Kind
 from hyperfed.runs.progress import watch
 from hyperfed.runs.run import Run
@@ -142,6 +143,7 @@ def evaluate(
         int,
         Option(help="Times that novel clients are served, each with noise and batches of its own."),
     ] = 1,
+    each: Annotated[bool, Option("--clients", help="Show each client by its name.")] = False,
     as_json: Json = False,
 ) -> None:
     """Evaluate the models of a run's best round on every client's data."""
@@ -151,9 +153,18 @@ def evaluate(
             otherwise = served.served_otherwise(settings or (), samples=samples)
             served = opened.enter_context(closing(otherwise))
         found = {"novel": served.evaluate_novel(draws)} if novel else served.evaluate_best(draws)
+        names = served.task.names
     if as_json:
-        print_json({split: asdict(evaluation) for split, evaluation in found.items()})
+        said = {split: asdict(evaluation) for split, evaluation in found.items()}
+        print_json({"names": list(names) or None, **said} if each else said)
         return
+    if each:
+        of_each = table("client", "split", "examples", "accuracy %", "loss")
+        for row in clients.rows(found.values(), names):
+            loss = "–" if row["loss"] is None else f"{row['loss']:.3f}"
+            accuracy = report.percent(row["accuracy"])
+            of_each.add_row(row["client"], row["split"], str(row["examples"]), accuracy, loss)
+        print_table(of_each)
     shown = table("split", "clients", "accuracy %", "per client %", "worst decile %", "loss")
     for split, e in found.items():
         shown.add_row(
@@ -170,20 +181,29 @@ def evaluate(
 @app.command()
 def personalize(
     run_dir: RunDir,
-    data: Annotated[Path, Option(help="An .npz file: x (m, ...) and, where labelled, y (m,).")],
+    data: Annotated[
+        Path,
+        Option(
+            help="An .npz file: x (m, ...) and, where labelled, y (m,); or a parquet or CSV file "
+            "with the columns of the run's."
+        ),
+    ],
     out: Annotated[Path, Option(help="The .safetensors file to write.")],
     size: Annotated[str | None, Option(help="Which target, where the task has several.")] = None,
     as_json: Json = False,
 ) -> None:
     """Make the model of a client that was never seen, from its own data."""
-    arrays = read_npz(data, needed=("x",))
+    table = tables.read(data)
     with closing(Run.open(run_dir)) as run:
-        model = run.personalize(arrays["x"], arrays.get("y"), size=size)
+        rows = rows_like(run.task, table, str(data))
+        model = run.personalize(rows.x, rows.y, size=size)
+        labels = list(run.task.labels)
     # Copies, because safetensors refuses tensors that share memory.
     tensors = {name: entry.clone().contiguous() for name, entry in model.state_dict().items()}
-    atomic_write(out, safetensors.torch.save(tensors))
+    about = {"labels": json.dumps(labels)} if labels else None
+    atomic_write(out, safetensors.torch.save(tensors, about))
     if as_json:
-        print_json({"model": str(out), "examples": len(arrays["x"]), "labelled": "y" in arrays})
+        print_json({"model": str(out), "examples": len(rows.x), "labelled": rows.y is not None})
     else:
         print(out)
 

@@ -1,6 +1,7 @@
 """Your own arrays as examples: every problem found, then all reported together."""
 
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -12,6 +13,9 @@ from torch import Tensor
 
 from hyperfed.data.examples import Examples, channel_statistics, fingerprint_of
 from hyperfed.errors import UserError
+
+PARTS = ("train", "val", "test")
+"""What an example is for, as a split says it; the position is its number."""
 
 
 def features(x: Any, problems: list[str]) -> Tensor:
@@ -85,28 +89,98 @@ def targets(y: Any, classes: int | None, problems: list[str]) -> tuple[Tensor, i
     return y, limit
 
 
+def is_text(values: npt.NDArray[Any]) -> bool:
+    """Whether an array holds words."""
+    if values.dtype.kind == "U":
+        return True
+    return values.dtype == object and len(values) > 0 and all(isinstance(v, str) for v in values)
+
+
+def label_numbers(
+    y: Any, labels: Sequence[str], problems: list[str], *, integers: bool = True
+) -> Any:
+    """Returns (N,) numbers of labels that are told by their names; numbers as they are.
+
+    Args:
+        y: words or truth values; or integers where ``labels`` are the names of integers.
+        labels: names of the labels 0, 1, ...
+        problems: what must hold and does not is appended here.
+        integers: whether integers may be names; where not, they are numbers.
+    """
+    values = np.asarray(y)
+    integers = integers and all(label.lstrip("-").isdecimal() for label in labels)
+    written = values.dtype == bool or (integers and values.dtype.kind in "iu")
+    if not labels or values.ndim != 1 or not (written or is_text(values)):
+        return y
+    number = {label: place for place, label in enumerate(labels)}
+    words = [str(value) for value in values]
+    if strange := [row for row, word in enumerate(words) if word not in number]:
+        problems.append(
+            f"y must hold labels that are known, {', '.join(labels)}, got {words[strange[0]]!r} at "
+            f"index {strange[0]} ({len(strange)} such); rename or drop them"
+        )
+    return np.array([number.get(word, 0) for word in words], np.int64)
+
+
+def parts(split: Any, length: int, problems: list[str]) -> npt.NDArray[np.int64]:
+    """Returns for each example the number in :data:`PARTS` of what it is for, (N,).
+
+    Args:
+        split: (N,) words of :data:`PARTS`.
+        length: N.
+        problems: what must hold and does not is appended here.
+    """
+    words = [str(word) for word in np.asarray(split).ravel()]
+    strange = [row for row, word in enumerate(words) if word not in PARTS]
+    if strange:
+        problems.append(
+            f"split must be one of {', '.join(PARTS)}, got {words[strange[0]]} at index "
+            f"{strange[0]}; rename it"
+        )
+    if len(words) != length:
+        problems.append(f"split must say it of each example, got {len(words)} for {length}")
+    return np.array([PARTS.index(word) if word in PARTS else 0 for word in words], np.int64)
+
+
 def numbered(client: Iterable[Hashable] | Any, problems: list[str]) -> Tensor:
     """Numbers client ids of any hashable type by first appearance, from 0: (N,) int64."""
+    return named(client, problems)[0]
+
+
+def named(client: Iterable[Hashable] | Any, problems: list[str]) -> tuple[Tensor, tuple[str, ...]]:
+    """Numbers client ids of any hashable type by first appearance, from 0.
+
+    Returns:
+        (N,) int64 numbers, and the name of each: its id as text.
+    """
+    nobody: tuple[str, ...] = ()
     if isinstance(client, str | bytes) or not isinstance(client, Iterable):
         problems.append(
             f"client must be one hashable id per example, (N,), got {client!r}; pass an array"
         )
-        return torch.zeros(0, dtype=torch.int64)
+        return torch.zeros(0, dtype=torch.int64), nobody
     ids = client.tolist() if hasattr(client, "tolist") else list(client)
-    if nobody := [row for row, identity in enumerate(ids) if _is_missing(identity)]:
+    if missing := [row for row, identity in enumerate(ids) if is_missing(identity)]:
         problems.append(
-            f"client must name who holds each example, got {ids[nobody[0]]} in {len(nobody)} rows, "
-            f"the first at index {nobody[0]}; fill or drop them"
+            f"client must name who holds each example, got {ids[missing[0]]} in {len(missing)} "
+            f"rows, the first at index {missing[0]}; fill or drop them"
         )
     try:
         number = {identity: index for index, identity in enumerate(dict.fromkeys(ids))}
     except TypeError:
         problems.append("client must be one hashable id per example, (N,), got rows; flatten it")
-        return torch.zeros(len(ids), dtype=torch.int64)
-    return torch.tensor([number[identity] for identity in ids], dtype=torch.int64)
+        return torch.zeros(len(ids), dtype=torch.int64), nobody
+    names = tuple(str(identity) for identity in number)
+    if not missing and len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        problems.append(
+            f"clients must have names of their own, but two different ids read {twice!r}; convert "
+            "all ids to one type"
+        )
+    return torch.tensor([number[identity] for identity in ids], dtype=torch.int64), names
 
 
-def _is_missing(identity: Any) -> bool:
+def is_missing(identity: Any) -> bool:
     """Whether an id is what tables have for none: None, NaN, or pandas' NA and NaT."""
     if identity is None or type(identity).__name__ in ("NAType", "NaTType"):
         return True
@@ -152,34 +226,14 @@ def raise_all(problems: list[str], what: str) -> None:
         raise UserError(f"{what}:\n" + "\n".join(f"- {problem}" for problem in problems))
 
 
-def examples_of(name: str, x: Tensor, y: Tensor, classes: int, client: Tensor | None) -> Examples:
-    """Puts checked tensors together; no example is held out."""
+def examples_of(
+    name: str, x: Tensor, y: Tensor, classes: int, client: Tensor | None, **others: Any
+) -> Examples:
+    """Puts checked tensors together; no example is held out, unless ``part`` says so."""
     mean, std = channel_statistics(x)
     held_out = torch.zeros(len(y), dtype=torch.bool)
-    examples = Examples(name, x, y, held_out, classes, client, mean=mean, std=std)
-    fingerprint = fingerprint_of(examples.tensors())
-    return Examples(**{**vars(examples), "fingerprint": fingerprint})
-
-
-def from_npz(path: str | Path) -> Examples:
-    """Reads ``x``, ``y`` and, where present, ``client`` from a NumPy archive (``np.savez``).
-
-    Args:
-        path: the .npz file. ``x`` as in :func:`features`, ``y`` as in :func:`targets`, ``client``
-            (N,) integers or strings.
-
-    Raises:
-        UserError: no such file, not an archive, missing arrays, or arrays that do not fit.
-    """
-    path = Path(path)
-    arrays = read_npz(path, needed=("x", "y"))
-    problems: list[str] = []
-    x = features(arrays["x"], problems)
-    y, classes = targets(arrays["y"], None, problems)
-    client = numbered(arrays["client"], problems) if "client" in arrays else None
-    same_length(problems, x=x, y=y, **({} if client is None else {"client": client}))
-    raise_all(problems, f"{path} does not hold usable arrays")
-    return examples_of(path.stem, x, y, classes, client)
+    examples = Examples(name, x, y, held_out, classes, client, mean=mean, std=std, **others)
+    return replace(examples, fingerprint=fingerprint_of(examples.tensors()))
 
 
 def read_npz(path: Path, *, needed: Sequence[str]) -> dict[str, npt.NDArray[Any]]:

@@ -69,26 +69,22 @@ def _read(path: Path) -> Examples | None:
         if fingerprint_of(tensors) != header["fingerprint"]:
             return None
         tensors["x"] = channels_moved_first(tensors["x"])
-        header |= {"mean": tuple(header["mean"]), "std": tuple(header["std"])}
-        return Examples(**header, **tensors)
+        plain: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in header.items()
+        }
+        return Examples(**plain, **tensors)
     except (OSError, SafetensorError, KeyError, TypeError, ValueError):
         return None
 
 
 def _write(path: Path, examples: Examples) -> None:
-    header = {
-        "name": examples.name,
-        "classes": examples.classes,
-        "shared_labels": examples.shared_labels,
-        "mean": examples.mean,
-        "std": examples.std,
-        "fingerprint": examples.fingerprint,
-    }
+    tensors = examples.tensors()
+    plain = {key: v for key, v in vars(examples).items() if key not in tensors and v is not None}
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".partial")
     os.close(handle)
     try:
-        save_file(examples.tensors(), temporary, {"examples": json.dumps(header)})
+        save_file(tensors, temporary, {"examples": json.dumps(plain)})
         Path(temporary).replace(path)
     except SafetensorError as error:  # a full disk, in safetensors' own words
         raise OSError(f"could not write {temporary}") from error

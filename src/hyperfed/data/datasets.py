@@ -11,16 +11,17 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from hyperfed.data import cache, readers
-from hyperfed.data.arrays import from_npz
+from hyperfed.data import cache, own_files, readers, tables
 from hyperfed.data.examples import Examples, Normalize, fingerprint_of, hash_of
+from hyperfed.data.tables import Columns
 from hyperfed.errors import UserError
 
-__all__ = ["KNOWN", "Examples", "Known", "Normalize", "from_npz", "load"]
+__all__ = ["KNOWN", "NAMES", "Examples", "Known", "Normalize", "load"]
 
 
 @dataclass(frozen=True)
@@ -50,27 +51,38 @@ KNOWN: Mapping[str, Known] = MappingProxyType(
 )
 """Data sets by name, besides the bundled ``digits`` and ``cifar100_coarse`` (20 superclasses)."""
 
+NAMES = ("digits", "cifar100_coarse", *KNOWN)
+"""Every data set with a name; anything else is a user's own."""
+
 VALIDATION: Mapping[str, int] = MappingProxyType({"mnist": 10_000})
 """Training examples for validation in the place of a fifth: as many as of CIFAR (pFedHN, C.1)."""
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def load(name: str, data_dir: str | Path | None = None) -> Examples:
+def load(name: str, data_dir: str | Path | None = None, columns: Columns | None = None) -> Examples:
     """Loads a data set into memory.
 
     Args:
-        name: ``digits``, ``cifar100_coarse`` or a key of ``KNOWN``; else an .npz file (see
-            :func:`from_npz`), a local folder or a hub id with one image and one label column.
+        name: one of ``NAMES``; else your own: a parquet, CSV or .npz file, a local folder or a hub
+            id (:mod:`hyperfed.data.own_files`).
         data_dir: folder of data sets, each in a folder of its name; ``$HYPERFED_DATA`` where None.
+        columns: which column of your own data is what.
 
     Returns:
         All examples, decoded. The second load maps the cache into memory; delete the folder
         ``datasets`` of the cache to have a hub data set read afresh.
 
     Raises:
-        UserError: unknown name, a folder without data, or nothing to be had from the hub.
+        UserError: unknown name, a folder without data, nothing to be had from the hub, or columns
+            of a data set with a name.
     """
+    columns = columns or Columns()
+    if name in NAMES and columns != Columns():
+        raise UserError(
+            f"{name} must come without client, target, features and split, which are for your own "
+            f"data, got {columns}; leave them out"
+        )
     if name == "digits":
         return _finished(readers.digits())
     if name == "cifar100_coarse":
@@ -81,14 +93,14 @@ def load(name: str, data_dir: str | Path | None = None) -> Examples:
         return replace(
             fine, name=name, y=fine.coarse, coarse=None, classes=20, fingerprint=fingerprint
         )
-    if name.endswith(".npz"):
-        return from_npz(name)
-    return _load_rows(name, _data_dir(data_dir))
+    if Path(name).suffix in tables.SUFFIXES:
+        return own_files.from_file(Path(name), columns)
+    return _load_rows(name, _data_dir(data_dir), columns)
 
 
-def _load_rows(name: str, data_dir: Path | None) -> Examples:
+def _load_rows(name: str, data_dir: Path | None, columns: Columns) -> Examples:
     known = KNOWN.get(name)
-    read = known.read if known else readers.images
+    read = known.read if known else partial(own_files.read_rows, columns=columns)
     folder = _folder(name, data_dir)
     source = str(folder) if folder else known.hub if known else name
     if source is None:
@@ -97,7 +109,8 @@ def _load_rows(name: str, data_dir: Path | None) -> Examples:
             f" data_dir (or HYPERFED_DATA) to a folder that holds {name}/"
         )
     files = _files(folder) if folder else source
-    key = cache.key(name, read.__name__, readers.constants(), files)
+    reader = known.read.__name__ if known else str(columns)
+    key = cache.key(name, reader, readers.constants(), files)
 
     def build() -> Examples:
         # The rows of a local folder are decoded once: no second copy of them stays on disk.
@@ -127,11 +140,11 @@ def _folder(name: str, data_dir: Path | None) -> Path | None:
         return Path(name)
     if HUB_ID.fullmatch(name):
         return None
-    names = ["digits", "cifar100_coarse", *KNOWN]
-    nearest = get_close_matches(name, names, n=1, cutoff=0.0)[0]
+    nearest = get_close_matches(name, NAMES, n=1, cutoff=0.0)[0]
     raise UserError(
-        f"a data set must be one of {', '.join(names)}, a folder, an .npz file or a hub id "
-        f"(owner/name), got {name!r}; did you mean {nearest!r}?"
+        f"a data set must be one of {', '.join(NAMES)}, a folder, a file that ends in "
+        f"{', '.join(tables.SUFFIXES)} or a hub id (owner/name), got {name!r}; did you mean "
+        f"{nearest!r}?"
     )
 
 

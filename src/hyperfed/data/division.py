@@ -6,12 +6,40 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
+from pydantic import ValidationError
+from torch import Tensor
 
 from hyperfed.data import datasets, partition_files, partitions, pfllib, shares
 from hyperfed.data.examples import Examples
 from hyperfed.data.partitions import Partition, random_source
-from hyperfed.data.settings import TaskConfig
+from hyperfed.data.settings import PartitionName, TaskConfig
 from hyperfed.errors import UserError
+
+WITHOUT_LABELS = ("natural", "shuffled", "iid", "file")
+"""Partitions that need no labels."""
+
+
+def fitted(config: TaskConfig, examples: Examples) -> TaskConfig:
+    """Returns the settings with those filled in that follow from the data.
+
+    Your own data that know their clients are divided by them, and all of them take part.
+
+    Raises:
+        UserError: the settings do not fit the number of clients.
+    """
+    own = config.name not in datasets.NAMES and examples.client is not None
+    default: PartitionName = (
+        "natural" if own else "class_shares" if examples.classes else "shuffled"
+    )
+    partition = config.partition or default
+    clients = config.client_count
+    if config.clients is None and own and partition == "natural":
+        clients = len(torch.unique(_clients(examples)))
+    try:
+        return replace(config, partition=partition, clients=clients)
+    except ValidationError as error:
+        told = "; ".join(detail["msg"].removeprefix("Value error, ") for detail in error.errors())
+        raise UserError(f"the settings of the task do not fit {examples.name}: {told}") from error
 
 
 def divide(config: TaskConfig, examples: Examples, seed: int) -> Partition:
@@ -20,12 +48,41 @@ def divide(config: TaskConfig, examples: Examples, seed: int) -> Partition:
     Raises:
         UserError: the settings do not fit the data.
     """
+    config = fitted(config, examples)
     if not examples.classes:
-        raise UserError(f"{examples.name} must have integer labels; use from_arrays for regression")
+        if config.partition not in WITHOUT_LABELS:
+            raise UserError(
+                f"{examples.name} must have labels for partition={config.partition}, but its "
+                f"target holds floats; choose one of {', '.join(WITHOUT_LABELS)}, or make "
+                "integers or words of the target"
+            )
+        examples = replace(examples, y=torch.zeros(len(examples), dtype=torch.int64), classes=1)
     dealt = _deal(config, examples, seed)
     if config.examples_per_client is None:
         return dealt
     return partitions.keep_few(dealt, config.examples_per_client, examples.y, seed)
+
+
+def names_of(config: TaskConfig, examples: Examples, partition: Partition) -> tuple[str, ...]:
+    """Returns the names of a division's clients; () where they are not those of the data."""
+    if config.partition != "natural" or not examples.names:
+        return ()
+    client = _clients(examples)
+    return tuple(examples.names[int(client[rows[0]])] for rows in partition.train)
+
+
+def _clients(examples: Examples) -> Tensor:
+    """Returns the natural client of each example, (N,).
+
+    Raises:
+        UserError: there are none.
+    """
+    if examples.client is None:
+        raise UserError(
+            f"partition=natural needs natural clients, and {examples.name} has none; "
+            "choose another partition, or data with a client column"
+        )
+    return examples.client
 
 
 def _deal(config: TaskConfig, examples: Examples, seed: int) -> Partition:
@@ -46,7 +103,7 @@ def _deal(config: TaskConfig, examples: Examples, seed: int) -> Partition:
     if config.partition == "shuffled":
         rng = random_source(seed, "shuffle")
         return partitions.shuffled(
-            labels, part, rng, clients=config.clients, classes=examples.classes
+            labels, part, rng, clients=config.client_count, classes=examples.classes
         )
     rng = random_source(seed, "shares")
     drawn = _draw_shares(config, examples, labels[part == partitions.TRAIN], rng)
@@ -57,7 +114,7 @@ def novel_dealt_anew(
     partition: Partition, config: TaskConfig, examples: Examples, seed: int
 ) -> Partition:
     """Deals what novel clients hold out to them by ``novel_alpha``, as if there were no others."""
-    known = config.clients - config.novel_clients
+    known = config.client_count - config.novel_clients
     part = np.full(len(examples), partitions.UNUSED)
     splits = (partition.train, partition.val, partition.test)
     for purpose, own in zip(
@@ -90,7 +147,7 @@ def _draw_shares(
     training_labels: shares.Integers,
     rng: np.random.Generator,
 ) -> shares.Shares:
-    clients, per_client, classes = config.clients, config.classes_per_client, examples.classes
+    clients, per_client, classes = config.client_count, config.classes_per_client, examples.classes
     sizes = np.bincount(training_labels, minlength=classes)
     match config.partition:
         case "class_shares":
@@ -143,9 +200,9 @@ def _coarse_of_class(examples: Examples) -> shares.Integers:
 
 def _alphas(config: TaskConfig) -> npt.NDArray[np.float64]:
     """Returns the Dirichlet concentration of each client."""
-    alphas = np.full(config.clients, config.alpha)
+    alphas = np.full(config.client_count, config.alpha)
     if config.novel_alpha is not None:
-        alphas[config.clients - config.novel_clients :] = config.novel_alpha
+        alphas[config.client_count - config.novel_clients :] = config.novel_alpha
     return alphas
 
 
@@ -155,32 +212,37 @@ def _divide_naturally(config: TaskConfig, examples: Examples, seed: int) -> Part
     Its own test split is kept where every client has examples on both sides of it; where not (a
     writer of MNIST is in one or the other), a client's examples are pooled and split.
     """
-    if examples.client is None:
-        raise UserError(
-            f"partition=natural needs natural clients, and {examples.name} has none; "
-            "choose another partition, or data with a client column"
-        )
-    client, held_out = examples.client.numpy(), examples.held_out.numpy()
+    client, held_out = _clients(examples).numpy(), examples.held_out.numpy()
     natural = int(client.max()) + 1
-    if config.clients > natural:
+    if config.client_count > natural:
         raise UserError(
-            f"{examples.name} has {natural} natural clients, got clients={config.clients}; "
+            f"{examples.name} has {natural} natural clients, got clients={config.client_count}; "
             f"set clients to at most {natural}"
         )
     on_both_sides = all(len(np.unique(client[side])) == natural for side in (held_out, ~held_out))
     own_split = held_out if on_both_sides else np.zeros_like(held_out)
     part = _hold_out(config, examples, client, own_split, seed)
-    chosen = random_source(seed, "clients").permutation(natural)[: config.clients]
+    if examples.names and len(idle := np.setdiff1d(client, client[part == partitions.TRAIN])):
+        told = ", ".join(examples.names[number] for number in idle[:3])
+        raise UserError(
+            f"each client of {examples.name} must have an example to train on, but {told} has none "
+            f"({len(idle)} such); give it some, or leave it out"
+        )
+    chosen = random_source(seed, "clients").permutation(natural)[: config.client_count]
     number = np.full(natural, -1)
-    number[chosen] = np.arange(config.clients)
+    number[chosen] = np.arange(config.client_count)
     return partitions.by_client(
-        number[client], examples.y.numpy(), part, clients=config.clients, classes=examples.classes
+        number[client],
+        examples.y.numpy(),
+        part,
+        clients=config.client_count,
+        classes=examples.classes,
     )
 
 
 def _divide_by_file(config: TaskConfig, path: Path, examples: Examples, seed: int) -> Partition:
     """Takes what a file says."""
-    owner, part = partition_files.read(path, examples.y.numpy(), config.clients)
+    owner, part = partition_files.read(path, examples.y.numpy(), config.client_count)
     if not examples.shared_labels and examples.client is not None:
         _check_labels_agree(owner, examples.client.numpy(), path)
     return _by_owner(config, examples, owner, part, seed)
@@ -204,7 +266,7 @@ def _divide_as_pfllib(config: TaskConfig, examples: Examples, seed: int) -> Part
     """Deals as PFLlib does; takes from each client's training examples those for validation."""
     owner, part = pfllib.deal(
         examples.y.numpy(),
-        config.clients,
+        config.client_count,
         config.pfllib,
         classes_per_client=config.classes_per_client,
         alpha=config.alpha,
@@ -228,7 +290,7 @@ def _by_owner(
         rng = random_source(seed, "fraction")
         part[used] = partitions.thin(part[used], owner[used], config.fraction, rng)
     return partitions.by_client(
-        owner, examples.y.numpy(), part, clients=config.clients, classes=examples.classes
+        owner, examples.y.numpy(), part, clients=config.client_count, classes=examples.classes
     )
 
 
@@ -241,7 +303,9 @@ def _hold_out(
 ) -> shares.Integers:
     """Decides what each example is for, with the fractions that ``TaskConfig`` documents."""
     rng = random_source(seed, "hold out")
-    if config.test is None and own_split.any():
+    if examples.part is not None:
+        part = _as_the_data_say(config, examples.part.numpy(), groups, rng)
+    elif config.test is None and own_split.any():
         usual = datasets.VALIDATION.get(examples.name, 0.2)
         val = usual if config.val is None else config.val
         part = partitions.hold_out(groups, rng, val=val, test=None, held_out=own_split)
@@ -252,3 +316,20 @@ def _hold_out(
     if config.fraction == 1:
         return part
     return partitions.thin(part, groups, config.fraction, random_source(seed, "fraction"))
+
+
+def _as_the_data_say(
+    config: TaskConfig, part: shares.Integers, groups: shares.Integers, rng: np.random.Generator
+) -> shares.Integers:
+    """Returns what each example is for by the data's own split, with ``val`` where it has none."""
+    validates = bool((part == partitions.VAL).any())
+    if config.test is not None or (config.val is not None and validates):
+        key = "test" if config.test is not None else "val"
+        raise UserError(
+            f"{key} must be left out where the data have a split of their own, which says what is "
+            f"for what, got {getattr(config, key)}; remove it"
+        )
+    if not config.val:
+        return part.copy()
+    tested = part == partitions.TEST
+    return partitions.hold_out(groups, rng, val=config.val, test=None, held_out=tested)

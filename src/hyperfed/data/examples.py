@@ -75,6 +75,11 @@ class Examples:
             alphabet numbers its own characters.
         mean: per channel, of the training images on the scale of x / 255; empty if not images.
         std: the same.
+        part: (N,) int64 what each example is for, a number of :data:`hyperfed.data.arrays.PARTS`,
+            where the data say it; None where not.
+        names: of the natural clients; () where they have none.
+        labels: names of the labels; () where they have none.
+        text: ``x`` holds bytes of texts (:func:`hyperfed.data.tables.tokens`).
         fingerprint: a hash of the tensors.
     """
 
@@ -88,6 +93,10 @@ class Examples:
     shared_labels: bool = True
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
+    part: Tensor | None = None
+    names: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()
+    text: bool = False
     fingerprint: str = ""
 
     def __len__(self) -> int:
@@ -106,6 +115,7 @@ class Examples:
             "held_out": self.held_out,
             "client": self.client,
             "coarse": self.coarse,
+            "part": self.part,
         }
         return {name: value.contiguous() for name, value in every.items() if value is not None}
 

@@ -1,21 +1,25 @@
-"""Your own arrays as a task: everything is checked, and all that is wrong is reported together."""
+"""Your own data as a task: everything is checked, and all that is wrong is reported together."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hyperfed import federation, trees
-from hyperfed.data import arrays, partitions
+from hyperfed.data import arrays, partitions, tables
 from hyperfed.data.examples import Normalize, channel_statistics, fingerprint_of_frozen, hash_of
 from hyperfed.data.partitions import Partition
 from hyperfed.errors import UserError
 from hyperfed.federation import BASE, accuracy
 from hyperfed.system.randomness import seeded
+
+HELD_OUT = 0.15
+"""Fraction of each client's examples for validation, and for testing, where nothing says it."""
 
 Network = nn.Module | Callable[[], nn.Module]
 OfBatch = Callable[[Tensor, Tensor], Tensor]
@@ -27,12 +31,14 @@ def from_arrays(
     *,
     client: Sequence[Hashable] | Any,
     model: Network | Mapping[str, Network],
-    val: float = 0.15,
-    test: float = 0.15,
-    novel: int = 0,
+    split: Sequence[str] | Any = None,
+    val: float | None = None,
+    test: float | None = None,
+    novel: float = 0,
     unlabelled: bool = False,
     seed: int = 0,
     classes: int | None = None,
+    labels: Sequence[str] = (),
     loss: OfBatch | None = None,
     score: OfBatch | None = None,
     name: str = "arrays",
@@ -43,18 +49,23 @@ def from_arrays(
         x: NumPy array or tensor, one row per example: uint8 images (N, C, H, W) or (N, H, W), which
             the task normalises by their channel statistics; floats (N, ...), converted to the
             model's precision; or integer tokens (N, ...).
-        y: (N,) integer labels from 0, or floats for regression.
+        y: (N,) integer labels from 0; words, which are numbered in their order; or floats for
+            regression.
         client: (N,) who holds each example: ids of any hashable type. Clients are numbered in the
-            order of their first appearance.
+            order of their first appearance; a client's name is its id as text.
         model: target network, or a function that makes one (called with seeded initialisation), or
             {size name: either} for several sizes, dealt out to equal groups of clients. Parameters
             with ``requires_grad=False`` stay as they are and never travel.
-        val: fraction of each client's examples for validation.
-        test: fraction of each client's examples for testing.
-        novel: number of clients, the last ones, that join after training.
+        split: (N,) what each example is for: "train", "val" or "test". None to draw it.
+        val: fraction of each client's examples for validation; None for 0.15, or what ``split``
+            says.
+        test: fraction of each client's examples for testing; None for the same.
+        novel: clients, the last ones, that join after training: their number, or a fraction below 1
+            of all, rounded.
         unlabelled: novel clients have no training labels.
         seed: of the splits, the initial weights and the sizes.
         classes: number of labels; the largest label + 1 where None.
+        labels: names of the labels 0, 1, ...; those that ``y`` holds where it holds words.
         loss: (output, y) -> scalar. Cross entropy for labels, mean squared error for floats.
         score: (output, y) -> (B,), averaged into the "accuracy". Correctness for labels, minus the
             squared error for floats.
@@ -66,30 +77,36 @@ def from_arrays(
     problems: list[str] = []
     inputs = arrays.features(x, problems)
     usable = not problems
+    if labels:
+        y = arrays.label_numbers(y, labels, problems, integers=False)
+        classes = len(labels)
+    else:
+        y, labels = _numbered(y)
     counted = classes is None
     targets, classes = arrays.targets(y, classes, problems)
     numbered = not counted or arrays.check_numbering(targets, problems)
-    owner = arrays.numbered(client, problems)
+    owner, names = arrays.named(client, problems)
     aligned = arrays.same_length(problems, x=inputs, y=targets, client=owner)
-    partition = _split(owner, val, test, seed, problems)
+    partition = _split(owner, names, split, val=val, test=test, seed=seed, problems=problems)
     clients = int(owner.max()) + 1 if len(owner) else 0
-    if novel != int(novel) or not 0 <= novel < max(clients, 1):
+    joining = partitions.novel_number(novel, clients)
+    if not partitions.is_number_or_fraction(novel) or not 0 <= joining < max(clients, 1):
         problems.append(
-            "novel must be a whole number of clients and leave one to train, got "
-            f"novel={novel} of {clients} clients; change it"
+            "novel must be a whole number of clients, or a fraction below 1, and leave one to "
+            f"train, got novel={novel} of {clients} clients; change it"
         )
-        novel = 0
+        joining = 0
     models = _models(model, seed, problems)
     precision = _precision(models)
     inputs = inputs.to(precision) if inputs.is_floating_point() else inputs
     targets = targets.to(precision) if targets.is_floating_point() else targets
     if usable and aligned:
         batch = Normalize(*channel_statistics(inputs[:2]))(inputs[:2])
-        _try(models, batch, classes if numbered and not (loss or score) else None, problems)
+        try_models(models, batch, classes if numbered and not (loss or score) else None, problems)
     arrays.raise_all(problems, "these arguments do not make a task")
     assert partition is not None, "its problem was raised"
 
-    known = torch.cat(partition.train[: clients - novel])
+    known = torch.cat(partition.train[: clients - joining])
     frozen = fingerprint_of_frozen(models)
     return Task(
         name=name,
@@ -101,19 +118,67 @@ def from_arrays(
         models=models,
         classes=classes,
         sizes=partitions.deal_sizes(tuple(models), clients, seed),
-        novel=novel,
+        novel=joining,
         unlabelled=unlabelled,
         transform=Normalize(*channel_statistics(inputs[known])),
         loss=loss or (F.cross_entropy if classes else mean_squared_error),
         score=score or (accuracy if classes else minus_squared_error),
         fingerprint=hash_of(inputs, targets, partition.fingerprint, *filter(None, [frozen])),
+        names=() if names == tuple(map(str, range(clients))) else names,
+        labels=tuple(labels),
     )
 
 
+def from_frame(
+    frame: Any,
+    *,
+    client: str | None = None,
+    target: str | None = None,
+    features: str | Sequence[str] | None = None,
+    split: str | None = None,
+    **options: Any,
+) -> "Task":
+    """Makes a task of a table, whose columns :mod:`hyperfed.data.tables` reads.
+
+    Args:
+        frame: a pandas ``DataFrame`` with one row per example.
+        client: the column that says who holds a row; ``client`` where None.
+        target: the column to be learned; ``y``, ``target`` or ``label`` where None.
+        features: the column or columns it is learned from; ``x`` where None, or else all others.
+        split: the column that says what a row is for; ``split``, if there is one, where None.
+        options: ``model`` and all else that :func:`from_arrays` takes.
+
+    Raises:
+        UserError: lists all that is wrong with the table or the arguments.
+    """
+    given = [features] if isinstance(features, str) else features
+    named = None if given is None else tuple(given)
+    columns = tables.Columns(client, target, named, split)
+    rows = tables.rows_of(frame, columns, "the table")
+    if rows.client is None:
+        raise UserError(
+            "the table must have a column that says who holds each row, got "
+            f"{', '.join(map(str, frame))}; name it with client="
+        )
+    y, usual = rows.y, {"split": rows.split, "name": "table"}
+    if y is not None and not options.get("labels"):
+        y, options["labels"] = tables.numbered(y)
+    task = from_arrays(rows.x, y, client=rows.client, **usual | options)
+    return replace(task, columns=columns)
+
+
+@dataclass(frozen=True)
 class Task(federation.Task):
-    """A task that data make; ``hyperfed.Task`` is this one."""
+    """A task that data make; ``hyperfed.Task`` is this one.
+
+    Attributes:
+        columns: of the table that it was made of, so that a newcomer may bring one too.
+    """
+
+    columns: tables.Columns | None = None
 
     from_arrays = staticmethod(from_arrays)
+    from_frame = staticmethod(from_frame)
 
 
 def newcomer(task: Task, x: Any, y: Any = None, *, size: str | None = None) -> Task:
@@ -124,14 +189,21 @@ def newcomer(task: Task, x: Any, y: Any = None, *, size: str | None = None) -> T
 
     Args:
         task: what the method was trained on.
-        x: (m, ...) the client's examples, like the task's.
-        y: (m,) their targets; None where the client is unlabelled.
+        x: (m, ...) the client's examples, like the task's; or a table of them, like the one that
+            the task was made of.
+        y: (m,) their targets, labels by number or by name; None where the client is unlabelled, or
+            where the table has them.
         size: which target network it runs; may be left out where the task has one.
 
     Raises:
         UserError: lists all in which the data do not fit the task.
     """
     problems: list[str] = []
+    if tables.is_frame(x):
+        if y is not None:
+            raise UserError("y must be left out where x is a table, which has it; name no y")
+        rows = rows_like(task, x, "the table")
+        x, y = rows.x, rows.y
     inputs = arrays.features(x, problems)
     if inputs.is_floating_point() and task.x.is_floating_point():
         inputs = inputs.to(task.x.dtype)  # any precision will do, but no float is an image
@@ -143,6 +215,7 @@ def newcomer(task: Task, x: Any, y: Any = None, *, size: str | None = None) -> T
         problems.append(f"x must hold examples like the task's, {ours}, got {given}; convert it")
     targets = torch.zeros(len(inputs) if inputs.ndim else 0, dtype=task.y.dtype)
     if y is not None:
+        y = arrays.label_numbers(y, task.labels, problems)
         targets, _ = arrays.targets(y, task.classes or None, problems)
         arrays.same_length(problems, x=inputs, y=targets)
         targets = targets.to(task.y.dtype)
@@ -165,7 +238,31 @@ def newcomer(task: Task, x: Any, y: Any = None, *, size: str | None = None) -> T
         novel=1,
         unlabelled=y is None,
         fingerprint=hash_of(inputs, targets),
+        names=(),
     )
+
+
+def rows_like(task: Task, table: Any, what: str) -> tables.Rows:
+    """Takes a newcomer's table apart as that of a task was; it may lack the target.
+
+    Args:
+        task: what the method was trained on.
+        table: a ``DataFrame``, or {name: array} of an archive.
+        what: how an error names the table.
+
+    Raises:
+        UserError: lists all columns that are missing or hold what cannot be learned from; or the
+            rows are those of several clients.
+    """
+    length = task.x.shape[1] if task.x.ndim == 2 else None
+    columns = task.columns or tables.Columns()
+    rows = tables.rows_of(table, columns, what, length=length, label=False)
+    if rows.client is not None and len(several := dict.fromkeys(rows.client.tolist())) > 1:
+        raise UserError(
+            f"{what} must hold the rows of one client, who gets one model, got those of "
+            f"{len(several)} ({', '.join(map(str, list(several)[:3]))}, ...); pass one client's"
+        )
+    return rows
 
 
 def mean_squared_error(output: Tensor, y: Tensor) -> Tensor:
@@ -178,10 +275,34 @@ def minus_squared_error(output: Tensor, y: Tensor) -> Tensor:
     return -(output.reshape(y.shape) - y).square()
 
 
+def _numbered(y: Any) -> tuple[Any, tuple[str, ...]]:
+    """Numbers labels that are words, and returns their names; anything else as it is."""
+    if isinstance(y, Tensor):
+        return y, ()
+    try:
+        return tables.numbered(np.asarray(y), archive=True)
+    except ValueError:  # of rows of several lengths, which are told with all else
+        return y, ()
+
+
 def _split(
-    owner: Tensor, val: float, test: float, seed: int, problems: list[str]
+    owner: Tensor,
+    names: Sequence[str],
+    split: Any,
+    *,
+    val: float | None,
+    test: float | None,
+    seed: int,
+    problems: list[str],
 ) -> Partition | None:
     """Splits each client's examples; appends to ``problems`` where that cannot be done."""
+    if split is not None and (val is not None or test is not None):
+        problems.append(
+            f"val and test must be left out where split says what is for what, got {val} and "
+            f"{test}; remove them"
+        )
+        return None
+    val, test = (HELD_OUT if share is None else share for share in (val, test))
     if min(val, test) < 0 or val + test >= 1:
         problems.append(
             "val and test must be 0 or more and leave examples to train on, got "
@@ -191,16 +312,24 @@ def _split(
     if not len(owner):
         return None  # same_length has said so
     groups = owner.numpy()
-    rng = partitions.random_source(seed, "hold out")
-    part = partitions.hold_out(groups, rng, val=val, test=test)
-    one_class = torch.zeros(len(owner), dtype=torch.int64).numpy()
-    try:
-        return partitions.by_client(
-            groups, one_class, part, clients=int(groups.max()) + 1, classes=1
-        )
-    except UserError as error:
-        problems.append(str(error))
+    before = len(problems)
+    if split is None:
+        rng = partitions.random_source(seed, "hold out")
+        part = partitions.hold_out(groups, rng, val=val, test=test)
+    else:
+        part = arrays.parts(split, len(owner), problems)
+    if len(problems) > before:
         return None
+    idle = sorted({*groups.tolist()} - {*groups[part == partitions.TRAIN].tolist()})
+    if idle:
+        problems.append(
+            f"each client must have a training example, got none for {len(idle)} of "
+            f"{int(groups.max()) + 1} clients ({', '.join(names[own] for own in idle[:5])}); lower "
+            "val and test, give them some, or leave these clients out"
+        )
+        return None
+    one_class = torch.zeros(len(owner), dtype=torch.int64).numpy()
+    return partitions.by_client(groups, one_class, part, clients=int(groups.max()) + 1, classes=1)
 
 
 def _models(
@@ -243,7 +372,7 @@ def _precision(models: Mapping[str, nn.Module]) -> torch.dtype:
     return trained[0].dtype if trained else torch.get_default_dtype()
 
 
-def _try(
+def try_models(
     models: Mapping[str, nn.Module], batch: Tensor, classes: int | None, problems: list[str]
 ) -> None:
     """Runs each network on a batch, and tells what is wrong with it or with what it gives.

@@ -302,6 +302,16 @@ def deal_sizes(names: Sequence[str], clients: int, seed: int) -> tuple[str, ...]
     return tuple(names[index] for index in dealt)
 
 
+def is_number_or_fraction(novel: int | float) -> bool:
+    """Whether it says how many clients join after training: a whole number, or below 1."""
+    return 0 <= novel < 1 or (novel >= 1 and not isinstance(novel, float | np.floating))
+
+
+def novel_number(novel: float, clients: int) -> int:
+    """Returns how many of ``clients`` join after training; a fraction below 1 is rounded."""
+    return round(novel * clients) if novel < 1 else int(novel)
+
+
 def random_source(seed: int, purpose: str) -> np.random.Generator:
     """Returns the generator of one of a division's draws: a function of seed and purpose."""
     return np.random.default_rng(derive(seed, "partition", purpose))

@@ -51,24 +51,25 @@ class NoSuchConfigurationError(UserError):
     """A data set lacks a configuration that was asked for."""
 
 
-def images(rows: Rows, name: str, *, client: str = "client") -> Examples:
+def images(rows: Rows, name: str, *, client: str = "client", label: str | None = None) -> Examples:
     """Reads any data set of images: one image column and one label column, found by their type.
 
     Args:
         rows: opens the data set.
         name: of the result.
         client: column of natural client ids of any type; ignored where there is none.
+        label: column of labels; found by its type where None.
 
     Raises:
         UserError: no such columns, more than one choice, or images of several sizes.
     """
     splits = rows(None)
     features = next(iter(splits.values())).features
-    image_column, label_column = _image_column(features, name), _label_column(features, name)
-    y, classes = _labels(splits, label_column, features[label_column], name)
+    image_column, found = _image_column(features, name), label or label_column(features, name)
+    y, classes = _labels(splits, found, features[found], name)
     owner = None
     if client in features:
-        owner = torch.from_numpy(np.unique(_column(splits, client), return_inverse=True)[1])
+        owner = torch.from_numpy(np.unique(column_of(splits, client), return_inverse=True)[1])
     return _of_images(
         name, _decode(splits, image_column, name), y, _held_out(splits), classes, client=owner
     )
@@ -86,7 +87,7 @@ def mnist(rows: Rows, name: str) -> Examples:
         writers = rows("writers")
     except NoSuchConfigurationError:  # the hub's copy does not tell
         return examples
-    owner = np.unique(_column(writers, "writer_id"), return_inverse=True)[1]
+    owner = np.unique(column_of(writers, "writer_id"), return_inverse=True)[1]
     return _with(examples, client=torch.from_numpy(owner))
 
 
@@ -102,7 +103,7 @@ def cifar100(rows: Rows, name: str) -> Examples:
     """
     splits = rows(None)
     fine, coarse = (
-        torch.from_numpy(_column(splits, column).astype(np.int64))
+        torch.from_numpy(column_of(splits, column).astype(np.int64))
         for column in ("fine_label", "coarse_label")
     )
     x = _decode(splits, "img", name)
@@ -119,7 +120,7 @@ def omniglot(rows: Rows, name: str) -> Examples:
     """
     splits = rows(None)
     x = _decode(splits, "image", name, side=OMNIGLOT_SIDE)
-    alphabet, character = _column(splits, "alphabet_id"), _column(splits, "character_id")
+    alphabet, character = column_of(splits, "alphabet_id"), column_of(splits, "character_id")
     pairs, index = np.unique(np.stack([alphabet, character], 1), axis=0, return_inverse=True)
     first = np.searchsorted(pairs[:, 0], pairs[:, 0])  # where each pair's alphabet begins
     label = (np.arange(len(pairs)) - first)[index.ravel()]
@@ -206,7 +207,7 @@ def _with(examples: Examples, **changes: Any) -> Examples:
     return Examples(**{**vars(examples), **changes})
 
 
-def _column(splits: Mapping[str, Any], column: str) -> Array:
+def column_of(splits: Mapping[str, Any], column: str) -> Array:
     """Returns a column over all splits, in their order."""
     parts = [
         table.with_format("arrow")[:].column(column).to_numpy(zero_copy_only=False)
@@ -231,7 +232,7 @@ def _image_column(features: Mapping[str, Any], name: str) -> str:
     return found[0]
 
 
-def _label_column(features: Mapping[str, Any], name: str) -> str:
+def label_column(features: Mapping[str, Any], name: str) -> str:
     """Finds the label: the only class-label column, else the only integer one, else ``label``."""
     labels = [column for column, kind in features.items() if type(kind).__name__ == "ClassLabel"]
     integers = [
@@ -252,7 +253,7 @@ def _label_column(features: Mapping[str, Any], name: str) -> str:
 
 
 def _labels(splits: Mapping[str, Any], column: str, feature: Any, name: str) -> tuple[Tensor, int]:
-    y = torch.from_numpy(_column(splits, column).astype(np.int64))
+    y = torch.from_numpy(column_of(splits, column).astype(np.int64))
     if int(y.min()) < 0:
         raise UserError(
             f"labels of {name} must be 0 or more, got {int(y.min())} in column {column!r}; "
@@ -274,7 +275,7 @@ def _decode(splits: Mapping[str, Any], column: str, name: str, side: int | None 
             cells = batch.column(column).combine_chunks()
             content, paths = cells.field("bytes"), cells.field("path")
             pictures += [
-                _pixels(image.as_buffer() if image.is_valid else path.as_py(), side)
+                pixels(image.as_buffer() if image.is_valid else path.as_py(), side)
                 for image, path in zip(content, paths, strict=True)
             ]
     sizes = {picture.shape[:2] for picture in pictures}
@@ -293,7 +294,7 @@ def _decode(splits: Mapping[str, Any], column: str, name: str, side: int | None 
     )
 
 
-def _pixels(image: Any, side: int | None) -> Array:
+def pixels(image: Any, side: int | None = None) -> Array:
     """Decodes a buffer or a file to (H, W) grey or (H, W, 3) colour uint8."""
     with Image.open(image if isinstance(image, str) else io.BytesIO(image)) as file:
         picture: Image.Image = file
@@ -315,7 +316,7 @@ def _windows_of_lines(splits: Mapping[str, Any]) -> tuple[Array, Array, Array]:
     roles, windows, held_out = [], [], []
     for split, table in splits.items():
         said: dict[str, list[str]] = {}
-        texts, speakers = _column({split: table}, "text"), _column({split: table}, "speaker")
+        texts, speakers = column_of({split: table}, "text"), column_of({split: table}, "speaker")
         for text, speaker in zip(texts, speakers, strict=True):
             said.setdefault(speaker, []).append(text)
         for speaker, lines in sorted(said.items()):
@@ -332,7 +333,7 @@ def _windows_of_lines(splits: Mapping[str, Any]) -> tuple[Array, Array, Array]:
 def _ready_windows(splits: Mapping[str, Any]) -> tuple[Array, Array, Array]:
     """Takes one window in ``STRIDE``: roles (W,), code points (W, 81), held out (W,)."""
     before, after, role = (
-        _column(splits, column)[::STRIDE] for column in ("x", "y", "character_id")
+        column_of(splits, column)[::STRIDE] for column in ("x", "y", "character_id")
     )
     held_out = _held_out(splits).numpy()[::STRIDE]
     windows = _code_points("".join(before + after)).reshape(len(role), WINDOW + 1)

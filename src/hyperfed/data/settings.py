@@ -13,9 +13,11 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass
 
+from hyperfed.data import partitions
 from hyperfed.data.corruptions import CorruptionName
 from hyperfed.data.partition_files import check_suffix
 from hyperfed.data.pfllib import Dealing
+from hyperfed.data.tables import SUFFIXES, Columns
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
@@ -36,16 +38,43 @@ PartitionName = Literal[
 ]
 PARTITIONS: tuple[PartitionName, ...] = get_args(PartitionName)
 
+CLIENTS = 20
+"""Clients of a task that does not say how many, and whose data do not either."""
+
+
+def _number_or_fraction(novel: int | float) -> int | float:
+    if not partitions.is_number_or_fraction(novel):
+        raise ValueError("must be a number of clients, such as 3, or a fraction below 1")
+    return novel
+
+
+def _absolute_file(name: str) -> str:
+    return str(Path(name).absolute()) if Path(name).suffix in SUFFIXES else name
+
+
+def _absolute_model(model: str) -> str:
+    path, colon, network = model.rpartition(":")
+    return f"{Path(path).absolute()}:{network}" if colon else model
+
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class TaskConfig:
     """The ``task.*`` settings.
 
     Attributes:
-        name: data set, folder, .npz file or hub id (:func:`hyperfed.data.datasets.load`).
+        name: data set, folder, hub id, or a parquet, CSV or .npz file
+            (:func:`hyperfed.data.datasets.load`). A relative path begins at the folder of the
+            experiment's TOML file, if the file is there, elsewhere at the current one.
         data_dir: folder of data sets; ``$HYPERFED_DATA`` where None.
+        client: of your own data, the column that says who holds a row (:mod:`hyperfed.data.tables`
+            has all four); ``client`` where None.
+        target: the column to be learned; ``y``, ``target`` or ``label`` where None.
+        features: the column or columns it is learned from; ``x`` where None, or else all others.
+        split: the column that says what a row is for, "train", "val" or "test"; ``split`` where
+            None. Where there is one, ``val`` is a fraction of the training rows, and may be given
+            where the column names none for validation.
         clients: number of clients, novel ones included. With ``natural``, that many of the data
-            set's own clients, drawn at random.
+            set's own clients, drawn at random. None for all of those of your own data, else 20.
         fraction: of all examples that is used at all, the same of each class (with ``natural``,
             ``pfllib`` and ``file``, of each client) for training, validation and testing; at least
             one where there is one.
@@ -54,7 +83,8 @@ class TaskConfig:
             coarse labels (cifar100). ``iid`` deals out each class evenly, ``shuffled`` everything
             in random order. ``natural`` takes the data set's own clients (writers, alphabets,
             roles). ``pfllib`` deals as that library does (:mod:`hyperfed.data.pfllib`), the same
-            for every seed. ``file`` reads who holds what.
+            for every seed. ``file`` reads who holds what. None for ``natural`` where your own data
+            have a column of clients, else ``class_shares``; ``shuffled`` where there are no labels.
         partition_file: that file (:mod:`hyperfed.data.partition_files`), .npz or .csv. A relative
             path begins at the folder of the experiment's TOML file, elsewhere at the current one.
         pfllib: which of its dealings: ``pathological`` with ``classes_per_client``, or
@@ -72,7 +102,8 @@ class TaskConfig:
         label_codes: ways in which clients code their labels. Client k adds (k mod label_codes)
             times (classes // label_codes) to each label, modulo the number of classes: with three
             codes and ten classes 0, 3 or 6. 1 for labels as they are.
-        novel: fraction of clients that join after training, rounded; the last ones.
+        novel: clients that join after training, the last ones: their number, or a fraction below
+            1 of all, rounded.
         novel_alpha: another Dirichlet concentration for them; None for the same. Where it changes
             after training, what they hold is dealt out to them anew, and to nobody else.
         novel_corruption: of the novel clients' images, in training, validation and test
@@ -87,20 +118,28 @@ class TaskConfig:
             each client's examples.
         normalize: images by the mean and deviation of each channel of the data set, or to [-1, 1],
             by 0.5 and 0.5, as PFLlib does.
-        model: target network, a name of :data:`hyperfed.nets.targets.TARGETS`. None for the one
-            that suits the data: char_lstm, omniglot_net, lenet, or mlp for small images.
+        model: target network, a name of :data:`hyperfed.nets.targets.TARGETS`, or your own:
+            ``file.py:Net`` is what ``Net`` in that file makes when it is called with the ``width``
+            and ``hidden`` that are given. None for the one that suits the data: char_lstm,
+            text_lstm, omniglot_net, lenet, or mlp for small images and what is none.
         width: first filters of a lenet or omniglot_net; None for its default.
         hidden: outputs of the hidden layers, a number or one for each layer, as the target takes
             them (an mlp either, a lenet those of fc1 and fc2); None for its default.
         widths: several widths, one model size each, for equal groups of clients drawn at random.
             Three are called S, M and L.
+        source: where the task comes from: these settings, or ``python``, of which a run's records
+            say the name and the numbers of clients, and which no settings can make again.
     """
 
-    name: str = "digits"
+    name: Annotated[str, AfterValidator(_absolute_file)] = "digits"
     data_dir: str | None = None
-    clients: PositiveInt = 20
+    client: str | None = None
+    target: str | None = None
+    features: str | Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+    split: str | None = None
+    clients: PositiveInt | None = None
     fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
-    partition: PartitionName = "class_shares"
+    partition: PartitionName | None = None
     partition_file: Annotated[Path, AfterValidator(Path.absolute)] | None = None
     pfllib: Dealing = "dirichlet"
     classes_per_client: PositiveInt = 2
@@ -111,35 +150,47 @@ class TaskConfig:
     majority_ratio: Annotated[float, Field(ge=1)] = 5.0
     examples_per_client: PositiveInt | None = None
     label_codes: PositiveInt = 1
-    novel: Fraction = 0.1
+    novel: Annotated[int | float, AfterValidator(_number_or_fraction)] = 0.1
     novel_alpha: PositiveFloat | None = None
     novel_corruption: CorruptionName | None = None
     unlabelled: bool = False
     val: Fraction | None = None
     test: Fraction | None = None
     normalize: Literal["statistics", "symmetric"] = "statistics"
-    model: str | None = None
+    model: Annotated[str, AfterValidator(_absolute_model)] | None = None
     width: PositiveInt | None = None
     hidden: PositiveInt | tuple[PositiveInt, ...] | None = None
     widths: Annotated[tuple[PositiveInt, ...], Field(min_length=2)] | None = None
+    source: Literal["settings", "python"] = "settings"
+
+    @property
+    def columns(self) -> Columns:
+        """Which column of your own data is what."""
+        features = (self.features,) if isinstance(self.features, str) else self.features
+        return Columns(self.client, self.target, features, self.split)
+
+    @property
+    def client_count(self) -> int:
+        """Number of clients, as far as it is known before the data are."""
+        return CLIENTS if self.clients is None else self.clients
 
     @property
     def novel_clients(self) -> int:
-        """Number of clients that join after training."""
-        return round(self.novel * self.clients)
+        """Number of clients that join after training, as far as it is known before the data are."""
+        return partitions.novel_number(self.novel, self.client_count)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         per_client = ("dirichlet", "dirichlet_equal")
         if self.novel_alpha is not None and self.partition not in per_client:
             raise ValueError(
-                f"novel_alpha needs partition={' or '.join(per_client)}, got {self.partition}; "
-                "remove novel_alpha"
+                f"novel_alpha needs partition={' or '.join(per_client)}, got "
+                f"{self.partition or 'none'}; remove novel_alpha"
             )
         for key in ("novel_alpha", "novel_corruption"):
             if getattr(self, key) is not None and not self.novel_clients:
                 raise ValueError(
-                    f"{key} needs novel clients, got novel={self.novel} of {self.clients} "
+                    f"{key} needs novel clients, got novel={self.novel} of {self.client_count} "
                     f"clients; raise novel or remove {key}"
                 )
         self._check_division()
@@ -155,7 +206,8 @@ class TaskConfig:
             raise ValueError(
                 f"val + test must leave examples to train on, got {self.val} + {self.test}"
             )
-        if self.novel_clients >= self.clients:
+        # Of data whose clients are all taken, how many there are is seen when they are read.
+        if self.clients is not None and self.novel_clients >= self.clients:
             raise ValueError(
                 f"a client must be left to train, got {self.clients} clients of which "
                 f"{self.novel_clients} are novel; lower novel"
@@ -167,12 +219,12 @@ class TaskConfig:
         if (self.partition == "file") != (self.partition_file is not None):
             raise ValueError(
                 "partition=file and partition_file go together, got "
-                f"partition={self.partition} and partition_file={self.partition_file}; "
+                f"partition={self.partition or 'none'} and partition_file={self.partition_file}; "
                 "give both or neither"
             )
         if self.partition_file is not None:
             check_suffix(self.partition_file)
-        decided = {"file": ("val", "test"), "pfllib": ("test",)}.get(self.partition, ())
+        decided = {"file": ("val", "test"), "pfllib": ("test",)}.get(self.partition or "", ())
         for key in decided:
             if getattr(self, key) is not None:
                 raise ValueError(

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from hyperfed.data import arrays, partitions, readers
+from hyperfed.data.arrays import PARTS
 from hyperfed.data.examples import channel_statistics, hash_of
 from hyperfed.data.own import Task
 from hyperfed.data.roster import Frame, Introduction, Member
@@ -32,8 +33,6 @@ from hyperfed.errors import UserError
 
 LONGEST = 100
 """Letters of a client's name, which becomes that of a folder."""
-
-PARTS = ("train", "val", "test")
 
 
 @dataclass(frozen=True)
@@ -144,7 +143,11 @@ def read(path: str | Path, *, val: float = 0.15, test: float = 0.15) -> SiteData
     names = [str(name) for name in clients.ravel()]
     if bad := [name for name in dict.fromkeys(names) if not 0 < len(name) <= LONGEST]:
         problems.append(f"a client's name must have 1 to {LONGEST} letters, got {bad[0][:20]!r}")
-    part = None if (split := columns.get("split")) is None else _parts(split, len(names), problems)
+    part = (
+        None
+        if (split := columns.get("split")) is None
+        else arrays.parts(split, len(names), problems)
+    )
     arrays.raise_all(problems, f"{path} does not hold the data of a site")
     rows = _divided(names, part, val, test)
     if empty := [client for client, (train, _, _) in rows.items() if not len(train)]:
@@ -194,16 +197,6 @@ def _from_rows(path: Path) -> dict[str, Any]:
         of = [next((p for p in PARTS if split.startswith(p)), "train") for split in splits]
         columns["split"] = np.repeat(of, [len(rows) for rows in splits.values()])
     return columns
-
-
-def _parts(split: Any, length: int, problems: list[str]) -> npt.NDArray[np.int64]:
-    """Returns for each example the number of its part in :data:`PARTS`."""
-    words = [str(word) for word in np.asarray(split).ravel()]
-    if strange := [word for word in dict.fromkeys(words) if word not in PARTS]:
-        problems.append(f"split must be one of {', '.join(PARTS)}, got {strange[0]}; rename it")
-    if len(words) != length:
-        problems.append(f"split must say it of each example, got {len(words)} for {length}")
-    return np.array([PARTS.index(word) if word in PARTS else 0 for word in words])
 
 
 def _divided(

@@ -7,15 +7,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from hyperfed.data import datasets, partitions
+from hyperfed import federation
+from hyperfed.data import datasets, model_files, partitions
+from hyperfed.data.arrays import raise_all
 from hyperfed.data.corruptions import CorruptionName, corrupt_novel
-from hyperfed.data.division import divide, novel_dealt_anew
+from hyperfed.data.division import divide, fitted, names_of, novel_dealt_anew
 from hyperfed.data.examples import Examples, Normalize, fingerprint_of, hash_of, is_image
 from hyperfed.data.label_codes import recoded
-from hyperfed.data.own import Task, from_arrays, newcomer
+from hyperfed.data.own import (
+    Task,
+    from_arrays,
+    mean_squared_error,
+    minus_squared_error,
+    newcomer,
+    try_models,
+)
 from hyperfed.data.partitions import Partition
 from hyperfed.data.roster import Frame, RemoteTask, Roster, dtype_of
 from hyperfed.data.settings import PARTITIONS, TaskConfig
+from hyperfed.errors import UserError
 from hyperfed.federation import BASE
 from hyperfed.nets.targets import build_target
 from hyperfed.system.randomness import seeded
@@ -28,6 +38,7 @@ __all__ = [
     "from_arrays",
     "newcomer",
     "remote",
+    "settings_of",
     "target_sizes",
     "targets",
     "targets_of",
@@ -49,8 +60,15 @@ def build(config: TaskConfig, seed: int, *, served: TaskConfig | None = None) ->
     Raises:
         UserError: the data cannot be had, or the settings do not fit it.
     """
-    served = served or config
-    examples = datasets.load(config.name, config.data_dir)
+    if config.source == "python":
+        raise UserError(
+            f"the task {config.name!r} of this run was made in Python, so its data are not to be "
+            "had from here; go on in Python with the task that it was made with, "
+            "hyperfed.open_run(FOLDER, task) or hyperfed.resume(FOLDER, task), or start a run "
+            "whose data and model are files: task=FILE task.model=FILE.py:NET"
+        )
+    examples = datasets.load(config.name, config.data_dir, config.columns)
+    config, served = (fitted(settings, examples) for settings in (config, served or config))
     partition = divide(config, examples, seed)
     if served.novel_alpha != config.novel_alpha:
         partition = novel_dealt_anew(partition, served, examples, seed)
@@ -59,6 +77,7 @@ def build(config: TaskConfig, seed: int, *, served: TaskConfig | None = None) ->
     if served.novel_corruption is not None:
         examples = _corrupted(examples, partition, config, served.novel_corruption, seed)
     models = targets(config, examples, seed)
+    regression = {"loss": mean_squared_error, "score": minus_squared_error}
     return Task(
         name=examples.name,
         x=examples.x,
@@ -68,11 +87,29 @@ def build(config: TaskConfig, seed: int, *, served: TaskConfig | None = None) ->
         test=partition.test,
         models=models,
         classes=examples.classes,
-        sizes=partitions.deal_sizes(tuple(models), config.clients, seed),
+        sizes=partitions.deal_sizes(tuple(models), config.client_count, seed),
         novel=config.novel_clients,
         unlabelled=served.unlabelled,
         transform=_transform(config, examples),
         fingerprint=hash_of(*_seen(config, examples, partition)),
+        names=names_of(config, examples, partition),
+        labels=examples.labels if config.label_codes == 1 else (),
+        source=served,
+        columns=config.columns,
+        **({} if examples.classes else regression),
+    )
+
+
+def settings_of(task: federation.Task) -> TaskConfig:
+    """Returns the settings that made a task; of one from Python what the records say of it."""
+    if isinstance(task.source, TaskConfig):
+        return task.source
+    return TaskConfig(
+        name=task.name,
+        clients=task.clients,
+        novel=task.novel,
+        unlabelled=task.unlabelled,
+        source="python",
     )
 
 
@@ -115,16 +152,26 @@ def targets(config: TaskConfig, examples: Examples, seed: int) -> dict[str, nn.M
         UserError: no such target, or one that does not suit the data or takes no width.
     """
     name = config.model or _default_target(examples)
+    own = model_files.is_file(name)
     widths = {BASE: config.width}
     if config.widths is not None:
         widths = dict(zip(_size_names(config.widths), config.widths, strict=True))
-    shape, classes = tuple(examples.x.shape[1:]), examples.classes
+    shape, outputs = tuple(examples.x.shape[1:]), examples.classes or 1
     models = {}
     for size, width in widths.items():
         given = {"width": width, "hidden": config.hidden}
         options = {option: value for option, value in given.items() if value is not None}
         with seeded(seed, "target", size):
-            models[size] = build_target(name, input_shape=shape, classes=classes, **options)
+            models[size] = (
+                model_files.make(name, options)
+                if own
+                else build_target(name, input_shape=shape, classes=outputs, **options)
+            )
+    if own:
+        problems: list[str] = []
+        batch = _transform(config, examples)(examples.x[:2])
+        try_models(models, batch, examples.classes, problems)
+        raise_all(problems, f"{name} does not suit {examples.name}")
     return models
 
 
@@ -137,8 +184,15 @@ def targets_of(config: TaskConfig, frame: Frame, seed: int) -> dict[str, nn.Modu
     """Builds the targets of clients at sites, as :func:`targets` does, without any example.
 
     Raises:
-        UserError: no such target, or one that does not suit the data or takes no width.
+        UserError: no such target, one in a file, or one that does not suit the data or takes no
+            width.
     """
+    if config.model is not None and model_files.is_file(config.model):
+        # A server does not decide which code of a site's disk runs there.
+        raise UserError(
+            "task.model must be the name of a target where clients are at sites, got "
+            f"{config.model}; choose one of hyperfed.nets.targets"
+        )
     nothing = torch.zeros(0, dtype=torch.int64)
     x = torch.zeros(0, *frame.shape, dtype=dtype_of(frame))
     examples = Examples(config.name, x, nothing, nothing.bool(), frame.classes or 1)
@@ -157,10 +211,13 @@ def remote(config: TaskConfig, roster: Roster, seed: int, link: Any = None) -> R
     Raises:
         UserError: no such target, or one that does not suit the data or takes no width.
     """
-    return RemoteTask.of(roster, targets_of(config, roster.frame, seed), config.name, link)
+    task = RemoteTask.of(roster, targets_of(config, roster.frame, seed), config.name, link)
+    return replace(task, source=config, names=tuple(member.name for member in roster.members))
 
 
 def _default_target(examples: Examples) -> str:
+    if examples.text:
+        return "text_lstm"
     if examples.x.dtype == torch.int64:
         return "char_lstm"
     if not is_image(examples.x) or min(examples.x.shape[2:]) < SMALLEST_LENET_SIDE:

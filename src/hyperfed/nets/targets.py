@@ -256,16 +256,22 @@ class CharLSTM(nn.Module):
         embedding: size of a character's embedding.
         hidden: units of each LSTM layer.
         layers: number of LSTM layers.
+        classes: number of outputs; as many as characters where None.
     """
 
     def __init__(
-        self, vocabulary: int, embedding: int = 8, hidden: int = 256, layers: int = 2
+        self,
+        vocabulary: int,
+        embedding: int = 8,
+        hidden: int = 256,
+        layers: int = 2,
+        classes: int | None = None,
     ) -> None:
         super().__init__()
         _check_positive(vocabulary=vocabulary, embedding=embedding, hidden=hidden, layers=layers)
         self.embedding = nn.Embedding(vocabulary, embedding)
         self.lstm = nn.LSTM(embedding, hidden, layers, batch_first=True)
-        self.fc = nn.Linear(hidden, vocabulary)
+        self.fc = nn.Linear(hidden, classes or vocabulary)
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the logits of the character that follows each text."""
@@ -292,6 +298,22 @@ def _char_lstm(
     return CharLSTM(classes, embedding, hidden, layers)
 
 
+def _text_lstm(
+    input_shape: Sequence[int],
+    classes: int,
+    embedding: int = 8,
+    hidden: int = 64,
+    layers: int = 1,
+) -> CharLSTM:
+    """Builds a ``CharLSTM`` that tells classes of texts: bytes plus 1, with 0 before them."""
+    if len(input_shape) != 1:
+        raise UserError(
+            f"text_lstm reads texts of shape (T,), got input_shape {tuple(input_shape)}; "
+            "choose a text task or another target"
+        )
+    return CharLSTM(257, embedding, hidden, layers, classes)
+
+
 TARGETS: Mapping[str, Callable[..., nn.Module]] = MappingProxyType(
     {
         "lenet": LeNet,
@@ -302,6 +324,7 @@ TARGETS: Mapping[str, Callable[..., nn.Module]] = MappingProxyType(
         "pfedkt_cnn": PFedKTCNN,
         "pfllib_cnn": PFLlibCNN,
         "char_lstm": _char_lstm,
+        "text_lstm": _text_lstm,
     }
 )
 """Every target by its name in a configuration; called with (input_shape, classes, **options)."""

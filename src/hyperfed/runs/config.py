@@ -42,6 +42,8 @@ from hyperfed.trees.aggregation import Aggregation
 
 _STRICT = ConfigDict(extra="forbid", strict=True)
 _PATHS = ("task.partition_file",)
+_FILES = ("task.name", "task.model")  # a relative path there begins at the TOML file if it exists
+_OF_PYTHON = ("name", "source", "clients", "novel", "unlabelled")
 _SHORT = {"method": "method.name", "task": "task.name", "engine": "engine.name"}
 
 NO_MEAN = ("fedfomo", "fedproto", "heurpfedla", "local", "pfedla")
@@ -202,6 +204,8 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
     """Returns all settings as nested dicts of plain values, with the keys that users write."""
     plain = TypeAdapter(RunConfig).dump_python(config, mode="json")
     settings = plain.pop("settings")
+    if config.task.source == "python":  # of which the other settings say nothing
+        plain["task"] = {key: plain["task"][key] for key in _OF_PYTHON}
     return {**plain, "method": {"name": config.method, **settings}}
 
 
@@ -270,6 +274,12 @@ def _read(path: Path) -> dict[str, Any]:
     for key in _PATHS:
         if isinstance(value := written.get(key), str) and value != "none":
             written[key] = str(path.parent / value)
+    for key in _FILES:
+        if isinstance(value := written.get(key), str):
+            file = path.parent / value.partition(".py:")[0]
+            beside = file.with_suffix(".py") if ".py:" in value else file
+            if beside.is_file():
+                written[key] = str(path.parent / value)
     return written
 
 

@@ -2,7 +2,7 @@
 
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ from rich.progress import (
 from rich.progress import Progress as RichProgress
 
 from hyperfed.errors import UserError
-from hyperfed.runs.records import Evaluation, Lost, Number, RunFolder
+from hyperfed.runs.records import Evaluation, Number, RunFolder
 from hyperfed.runs.report import megabytes, percent, remark
 from hyperfed.runs.tensorboard import scalars
 from hyperfed.system.files import refused
@@ -68,7 +68,7 @@ def _train(run: "Run", log: "_Log", show: bool) -> None:
             if bar is not None:
                 bar.advance(progress)
             if progress.evaluation:
-                log.write(_line(progress))
+                log.write(_line(progress, run.task.name_of))
                 if record is not None:
                     record(progress.evaluation)
 
@@ -99,8 +99,8 @@ class _Log:
             self.write(text)
 
 
-def _line(progress: "Progress") -> str:
-    """Returns what the log says of a round with an evaluation."""
+def _line(progress: "Progress", called: Callable[[int], str]) -> str:
+    """Returns what the log says of a round with an evaluation; clients are ``called`` so."""
     any_split = next(iter(progress.evaluation.values()))
     parts = [
         f"{split} loss {_number(e.loss)}, accuracy {percent(e.accuracy)} %, "
@@ -112,16 +112,13 @@ def _line(progress: "Progress") -> str:
         f"{any_split.seconds:.1f} s"
     )
     if any_split.lost:
-        parts.append(f"lost {', '.join(map(_reason, any_split.lost))}")
+        lost = [f"client {called(lost.client)} ({lost.reason})" for lost in any_split.lost]
+        parts.append(f"lost {', '.join(lost)}")
     parts += (
-        f"round {void.round} void, with replies of {', '.join(map(str, void.clients))} in it"
+        f"round {void.round} void, with replies of {', '.join(map(called, void.clients))} in it"
         for void in any_split.void
     )
     return f"round {progress.round} of {progress.rounds}: {'; '.join(parts)}"
-
-
-def _reason(lost: Lost) -> str:
-    return f"client {lost.client} ({lost.reason})"
 
 
 class _Bar:

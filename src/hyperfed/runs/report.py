@@ -145,8 +145,8 @@ def draw_accuracy(runs: Sequence[FinishedRun], path: Path) -> None:
         UserError: a run is not done or has no test accuracy, or the figure cannot be written.
     """
     rows = comparison(runs)
-    figure = _new_figure(10, 4)
-    _check_ending(figure, path)
+    figure = new_figure(10, 4)
+    check_ending(figure, path)
     left, right = figure.subplots(1, 2, sharey=True)
     _draw_over_rounds(left, runs, rows)
     _draw_clients(right, runs, rows)
@@ -154,7 +154,7 @@ def draw_accuracy(runs: Sequence[FinishedRun], path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="0.9")
         axes.set_axisbelow(True)
-    _save(figure, path)
+    save(figure, path)
 
 
 def draw_against(usual: FinishedRun, better: FinishedRun, path: Path) -> None:
@@ -177,8 +177,8 @@ def draw_against(usual: FinishedRun, better: FinishedRun, path: Path) -> None:
             "two methods must have seen the same data to be set against each other, but these "
             "have not; train both on one task with one seed"
         )
-    figure = _new_figure(5.4, 5)
-    _check_ending(figure, path)
+    figure = new_figure(5.4, 5)
+    check_ending(figure, path)
     axes = figure.subplots()
     axes.plot([0, 100], [0, 100], color="0.6", linewidth=1, zorder=1)
     groups = ("test", "trained together"), ("novel", "joined afterwards")
@@ -206,7 +206,7 @@ def draw_against(usual: FinishedRun, better: FinishedRun, path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color="0.92")
     axes.set_axisbelow(True)
-    _save(figure, path)
+    save(figure, path)
 
 
 def _of_clients(run: FinishedRun, row: Row, split: str) -> dict[int, float]:
@@ -219,14 +219,16 @@ def _of_clients(run: FinishedRun, row: Row, split: str) -> dict[int, float]:
     return found
 
 
-def _new_figure(width: float, height: float) -> "Figure":
+def new_figure(width: float, height: float) -> "Figure":
+    """Returns an empty figure of so many inches."""
     # Not pyplot, which would keep every figure in memory and ask for a display.
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _check_ending(figure: "Figure", path: Path) -> None:
+def check_ending(figure: "Figure", path: Path) -> None:
+    """Raises ``UserError`` where a file's name ends in no format of figures."""
     formats = figure.canvas.get_supported_filetypes()
     if path.suffix.removeprefix(".") not in formats:
         raise UserError(
@@ -234,7 +236,8 @@ def _check_ending(figure: "Figure", path: Path) -> None:
         )
 
 
-def _save(figure: "Figure", path: Path) -> None:
+def save(figure: "Figure", path: Path) -> None:
+    """Writes a figure whole or not at all."""
     ending = path.suffix.removeprefix(".")
     atomic_write(path, lambda file: figure.savefig(file, format=ending, dpi=200))
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,8 +21,8 @@ from hyperfed.data.roster import Roster
 from hyperfed.engines import EngineCohort, Exchange
 from hyperfed.errors import LostEverybodyError, UserError
 from hyperfed.federation import AllLostError
+from hyperfed.runs import clients, records
 from hyperfed.runs import config as configuration
-from hyperfed.runs import records
 from hyperfed.runs.config import RunConfig
 from hyperfed.runs.evaluation import evaluate
 from hyperfed.runs.records import Evaluation, Lost, Number, RunFolder, Void
@@ -32,6 +32,10 @@ from hyperfed.system.devices import CPU
 from hyperfed.system.randomness import generator
 from hyperfed.trees import Tree
 from hyperfed.trees.aggregation import Rule
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from pandas import DataFrame
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +62,7 @@ class Run(Served):
         folder: where the records go; None keeps them in memory only.
 
     Attributes:
-        config: all settings.
+        config: all settings; those of the task as far as they follow from the data too.
         task: data split over clients.
         folder: where the records go.
         round: rounds done.
@@ -70,6 +74,7 @@ class Run(Served):
         self, config: RunConfig, task: Task | None = None, folder: RunFolder | None = None
     ) -> None:
         super().__init__(config, task)
+        self.config = replace(config, task=tasks.settings_of(self.task))
         self._rule = Rule(config.robust.aggregation, config.robust.hostile)
         if self._rule.name != "mean" and (size := self._cohort_size()) < 3:
             raise UserError(
@@ -103,7 +108,7 @@ class Run(Served):
         """
         run = cls(config, task)
         run.folder = RunFolder.create(out, experiment or config.method, config.seed, datetime.now())
-        configuration.dump(config, run.folder.config)
+        configuration.dump(run.config, run.folder.config)
         return run
 
     @classmethod
@@ -149,6 +154,37 @@ class Run(Served):
         run.folder.truncate_after(run.round)
         run.evaluations = run.folder.evaluations()
         return run
+
+    def to_frame(self) -> "DataFrame":
+        """Returns what the best validation round came to, one row per client and split.
+
+        Columns: ``client`` (its name), ``number``, ``split`` ("val", "test"; "novel" is the test
+        data of clients that joined afterwards), ``round``, ``examples``, ``accuracy``, ``loss`` and
+        ``masked_accuracy``; numbers that are not there are missing.
+
+        Raises:
+            UserError: the run has not come to its first evaluation.
+        """
+        import pandas
+
+        found = clients.at_best(self.evaluations, self.best.round)
+        return pandas.DataFrame(list(clients.rows(found, self.task.names)))
+
+    def plot(self, path: str | Path | None = None) -> "Figure":
+        """Draws the accuracy over rounds and that of each client, by name, at the best round.
+
+        Args:
+            path: where to write the figure; its ending says the format (.png, .pdf, .svg).
+
+        Raises:
+            UserError: the run has not come to its first evaluation, or the figure cannot be
+                written.
+        """
+        title = f"{self.config.method} on {self.task.name}"
+        figure = clients.draw(self.evaluations, self.best.round, self.task.names, title)
+        if path is not None:
+            clients.write(figure, Path(path))
+        return figure
 
     def stop(self) -> None:
         """Asks the run to checkpoint and end after the current round (for a signal's handler)."""
@@ -212,6 +248,7 @@ class Run(Served):
             return "the method says so, of a round in which none was"
         client, reason = next(iter(lost.items()))
         step = next((e.step for e in reversed(self._exchanges) if e.client == client), "any")
+        called = self.task.name_of(client)
         faults, settings = self.config.faults, self.config.settings
         advice = "mend what it raises"
         if faults.drop or faults.nan:
@@ -219,7 +256,7 @@ class Run(Served):
         elif "not finite" in reason:
             advice = f"lower method.local_lr={settings.local_lr:g}, or bound the local gradient"
             advice += " by method.local_clip"
-        return f"client {client} in step {step}: {reason}; {advice}"
+        return f"client {called} in step {step}: {reason}; {advice}"
 
     def _record_void(self, cohort: EngineCohort) -> None:
         """Says of a round that was taken back whose replies were in it."""
@@ -230,7 +267,7 @@ class Run(Served):
             "round %d is void: a number of the server was not finite after it, so that it goes on "
             "from its state before; replies of clients %s were in it",
             void.round,
-            ", ".join(map(str, void.clients)),
+            ", ".join(map(self.task.name_of, void.clients)),
         )
 
     def _count(self) -> None:
@@ -329,6 +366,8 @@ class Run(Served):
             "versions": records.versions(),
             "commit": self._commit,
             "data_fingerprint": self.task.fingerprint,
+            "clients": list(self.task.names) or None,
+            "labels": list(self.task.labels) or None,
             "privacy": self.server.privacy(),
         }
         if self.folder is not None:

@@ -76,7 +76,6 @@ class Served:
     def __init__(self, config: RunConfig, task: Task | None = None) -> None:
         self.config = config
         self.task = tasks.build(config.task, config.seed) if task is None else task
-        self._built = task is None
         self.method: ModuleType = METHODS[config.method]
         self.server = self._new_server()
         self.engine = engines.build(
@@ -118,16 +117,19 @@ class Served:
             )
         return self._best
 
-    def model(self, client: int) -> nn.Module:
+    def model(self, client: int | str) -> nn.Module:
         """Returns the personal model of a client as a module of its own, ready to use.
 
-        It is the model at the best validation round.
+        It is the model at the best validation round. Where labels have names, the module's
+        ``label_names`` has them in the order of its outputs.
+
+        Args:
+            client: its number, or its name.
 
         Raises:
             UserError: no such client.
         """
-        if not 0 <= client < self.task.clients:
-            raise UserError(f"a client's number must be below {self.task.clients}, came {client}")
+        client = self.task.number_of(client)
         novel = client in self.task.novel_ids
         number = self.config.rounds if novel else self.best.round  # the draws of the evaluation
         with self._at_best() as server:
@@ -150,8 +152,10 @@ class Served:
         """Returns the model of a client that was never seen, by the method's own protocol.
 
         Args:
-            x: (m, ...) the client's examples, like the task's.
-            y: (m,) their labels; None for an unlabelled client, where the method can do without.
+            x: (m, ...) the client's examples, like the task's; or a ``DataFrame`` of them, like the
+                one that the task was made of.
+            y: (m,) their labels, by number or by name; None for an unlabelled client, where the
+                method can do without, and where a ``DataFrame`` has them.
             size: which target to run, where the task has several.
 
         Raises:
@@ -216,7 +220,7 @@ class Served:
             key for key in NOVEL if getattr(config.task, key) != getattr(self.config.task, key)
         ]
         if others:
-            if not self._built:
+            if self.task.source is None:
                 raise UserError(
                     f"task.{others[0]} can change only where settings made the task, but this run "
                     "was given one; give one with other novel clients (hyperfed.data)"
@@ -330,7 +334,10 @@ class Served:
         """Returns the personal model of a cohort's only client."""
         sent = self._finetuning(server.personalize)(cohort)
         model = cohort.ask(self.method.Client.export, sent)
-        return trees.fill(copy.deepcopy(self.task.models[size]), trees.take(model, 0)).eval()
+        module = trees.fill(copy.deepcopy(self.task.models[size]), trees.take(model, 0)).eval()
+        if self.task.labels:
+            vars(module)["label_names"] = tuple(self.task.labels)
+        return module
 
     def _finetuning(self, serve: Serve) -> Serve:
         """Returns what serves clients as ``serve`` does, and fine-tunes if the settings say so."""

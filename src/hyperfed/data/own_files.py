@@ -1,0 +1,144 @@
+"""Your own files as examples: a table (:mod:`hyperfed.data.tables`), or a folder.
+
+A folder is what ``datasets.load_dataset`` (Hugging Face) can read: images with one label column, or
+tables. Images in ``person/class/*.png``, below a folder for each split or not, belong to the person
+whose folder they are in.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path, PurePath
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hyperfed.data import arrays, readers, tables
+from hyperfed.data.examples import Examples
+from hyperfed.data.tables import Columns
+from hyperfed.errors import UserError
+
+SPLITS = ("train", "training", "val", "valid", "validation", "dev", "test", "testing", "eval")
+"""Folders that name a split, and nobody."""
+
+
+def from_file(path: Path, columns: Columns | None = None) -> Examples:
+    """Reads a parquet, CSV or ``.npz`` file.
+
+    Raises:
+        UserError: no such file, or one that does not hold examples; lists all that is wrong.
+    """
+    return of_table(tables.read(path), path.stem, columns or Columns(), str(path))
+
+
+def of_table(table: Any, name: str, columns: Columns, what: str) -> Examples:
+    """Turns a table into examples.
+
+    Args:
+        table: a ``DataFrame``, or {name: array}.
+        name: of the result.
+        columns: which is what.
+        what: how an error names the table.
+
+    Raises:
+        UserError: lists all that is wrong with the table.
+    """
+    rows = tables.rows_of(table, columns, what)
+    assert rows.y is not None, "a table without a target was refused"
+    problems: list[str] = []
+    x = arrays.features(rows.x, problems)
+    numbers, labels = tables.numbered(rows.y, archive=not tables.is_frame(table))
+    y, classes = arrays.targets(numbers, len(labels) or rows.classes, problems)
+    names: tuple[str, ...] = ()
+    client = part = None
+    held: dict[str, Tensor] = {"x": x, "y": y}
+    if rows.client is not None:
+        client, names = arrays.named(rows.client, problems)
+        held["client"] = client
+    arrays.same_length(problems, **held)
+    if rows.split is not None:
+        part = torch.from_numpy(arrays.parts(rows.split, len(y), problems))
+    arrays.raise_all(problems, f"{what} does not hold usable examples")
+    x, y = (values.float() if values.is_floating_point() else values for values in (x, y))
+    return arrays.examples_of(
+        name, x, y, classes, client, names=names, labels=labels, part=part, text=rows.text
+    )
+
+
+def read_rows(rows: readers.Rows, name: str, columns: Columns | None = None) -> Examples:
+    """Reads what ``datasets.load_dataset`` has opened: images with a label, or a table.
+
+    Raises:
+        UserError: no examples; lists all that is wrong.
+    """
+    columns = columns or Columns()
+    splits = rows(None)
+    features = next(iter(splits.values())).features
+    if any(type(kind).__name__ == "Image" for kind in features.values()):
+        return _images(rows, splits, features, name, columns)
+    import pandas
+
+    parts = [next((p for p in arrays.PARTS if split.startswith(p)), "train") for split in splits]
+    table = pandas.concat([held.to_pandas() for held in splits.values()], ignore_index=True)
+    if len(splits) > 1 and columns.split is None and "split" not in table:
+        table["split"] = np.repeat(parts, [len(held) for held in splits.values()])
+    return of_table(table, name, columns, name)
+
+
+def _images(
+    rows: readers.Rows,
+    splits: Mapping[str, Any],
+    features: Mapping[str, Any],
+    name: str,
+    columns: Columns,
+) -> Examples:
+    """Reads images, and of whom they are by a column or by the folders that they are in."""
+    absent = [key for key in (columns.client, columns.target, columns.split) if key is not None]
+    if columns.features is not None or any(key not in features for key in absent):
+        raise UserError(
+            f"{name} holds images, whose columns are {', '.join(features)}, got others: "
+            f"{', '.join([*absent, *(columns.features or ())])}; name those, and no features"
+        )
+    column = columns.client or "client"
+    examples = readers.images(rows, name, client=column, label=columns.target)
+    client = examples.client
+    names: tuple[str, ...] = ()
+    if column in features:
+        ids = np.unique(readers.column_of(splits, column))
+        names = tuple(str(identity) for identity in ids)
+    elif (people := _people(splits, features)) is not None:
+        ids, number = np.unique(people, return_inverse=True)
+        client, names = torch.from_numpy(number), tuple(str(identity) for identity in ids)
+    problems: list[str] = []
+    part = None
+    if (split := columns.split or "split") in features:
+        words = readers.column_of(splits, split)
+        part = torch.from_numpy(arrays.parts(words, len(examples), problems))
+    arrays.raise_all(problems, f"{name} does not hold usable examples")
+    kind = features[columns.target or readers.label_column(features, name)]
+    labels = tuple(getattr(kind, "names", None) or ())
+    return replace(examples, client=client, names=names, labels=labels, part=part)
+
+
+def _people(splits: Mapping[str, Any], features: Mapping[str, Any]) -> list[str] | None:
+    """Returns for each image of ``person/class/file`` the person; None in any other layout."""
+    image = next(key for key, kind in features.items() if type(kind).__name__ == "Image")
+    paths = [
+        PurePath(str(path))
+        for held in splits.values()
+        for path in held.with_format("arrow")[:]
+        .column(image)
+        .combine_chunks()
+        .field("path")
+        .to_pylist()
+    ]
+    folders = [path.parts[:-1] for path in paths]
+    common = 0  # parts that all have: those of the folder that was given, and above it
+    while all(len(parts) > common and parts[common] == folders[0][common] for parts in folders):
+        common += 1
+    below = [parts[common:] for parts in folders]
+    below = [parts[1:] if parts and parts[0].lower() in SPLITS else parts for parts in below]
+    if any(len(parts) != 2 for parts in below):
+        return None
+    return [person for person, _ in below]

@@ -1,0 +1,334 @@
+"""Tables as examples: which column says what, and the arrays that columns hold.
+
+A table is a pandas ``DataFrame``, a parquet or CSV file, or the arrays of an ``.npz`` archive, each
+of which counts as a column. One column says who holds each row (``client``), one what is to be
+learned (``target``) and, where there is one, what each row is for (``split``: "train", "val" or
+"test").
+The others, or those that are named, are the features:
+
+- columns of numbers are one row of floats, (N, columns);
+- a column of arrays, or of lists in lists, is what it holds, (N, ...); several of one shape are
+  channels, (N, columns, ...);
+- a column of encoded images, as Hugging Face ``datasets`` writes them, is uint8 (N, C, H, W);
+- one column of text is its UTF-8 bytes plus 1, with 0 before them up to the longest, (N, T) int64.
+
+Labels that are words, and integers that do not begin at 0, are numbered in their order and keep
+their names. Rows are counted from 0, the first below a file's column names.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hyperfed.data import arrays, readers
+from hyperfed.errors import UserError
+
+Array = npt.NDArray[Any]
+
+SUFFIXES = (".npz", ".parquet", ".csv")
+"""How the names of files with a table end."""
+
+TARGETS = ("y", "target", "label")
+"""Columns that are what is to be learned where nothing else is said: the first that is there."""
+
+NOTHING = np.zeros(0)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which column is what.
+
+    Attributes:
+        client: who holds a row; ``client`` where None, if there is one.
+        target: what is to be learned; the first of :data:`TARGETS` where None.
+        features: what it is learned from; ``x`` where None, or else all others.
+        split: what a row is for; ``split`` where None, if there is one.
+    """
+
+    client: str | None = None
+    target: str | None = None
+    features: tuple[str, ...] | None = None
+    split: str | None = None
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What the columns of a table hold.
+
+    Attributes:
+        x: (N, ...) features.
+        y: (N,) labels as they are written there, or float targets; None without a target column.
+        client: (N,) ids; None without such a column.
+        split: (N,) words; None without such a column.
+        classes: number of labels, where an archive says it.
+        text: ``x`` holds the bytes of texts.
+    """
+
+    x: Array
+    y: Array | None
+    client: Array | None
+    split: Array | None
+    classes: int | None = None
+    text: bool = False
+
+
+def is_frame(data: Any) -> bool:
+    """Whether something is a ``DataFrame``; pandas is not imported for it."""
+    return hasattr(data, "columns") and hasattr(data, "iloc")
+
+
+def read(path: Path) -> Any:
+    """Reads a table: a ``DataFrame``, or {name: array} of an archive.
+
+    Args:
+        path: a file whose name ends in one of :data:`SUFFIXES`.
+
+    Raises:
+        UserError: another ending, no such file, or one that cannot be read.
+    """
+    if path.suffix == ".npz":
+        return arrays.read_npz(path, needed=())
+    import pandas
+
+    try:
+        if path.suffix == ".parquet":
+            return pandas.read_parquet(path)
+        if path.suffix == ".csv":
+            # "NA" or "None" may be a label or a name; only an empty cell has none.
+            return pandas.read_csv(path, keep_default_na=False, na_values=[""])
+    except (OSError, ValueError) as error:  # those of pyarrow and of pandas are of these kinds
+        raise UserError(f"{path} must be a readable table, but is not: {error}") from error
+    raise UserError(
+        f"a table's name must end in {', '.join(SUFFIXES)}, got {path}; convert it to one of them"
+    )
+
+
+def rows_of(
+    table: Any, columns: Columns, what: str, *, length: int | None = None, label: bool = True
+) -> Rows:
+    """Takes the columns of a table apart.
+
+    Args:
+        table: a ``DataFrame``, or {name: array}.
+        columns: which is what.
+        what: how an error names the table.
+        length: of texts in bytes, longer ones being cut; that of the longest where None.
+        label: whether the columns that are named must be there, and a target; where not, features
+            are enough, as for a newcomer.
+
+    Raises:
+        UserError: lists all columns that are missing or hold what cannot be learned from.
+    """
+    problems: list[str] = []
+    names = [str(name) for name in table]
+    picked = _picked(table, names, columns, problems, label=label)
+    arrays.raise_all(problems, f"the columns of {what} are {', '.join(names) or 'none'}")
+    client, target, split, features = picked
+    parts = [_values(table[name], name, problems) for name in features]
+    x, text = _features(parts, features, length, problems)
+    y = None if target is None else _values(table[target], target, problems)
+    held = {name: _values(table[name], name, problems) for name in (client, split) if name}
+    _check_finite({target: y} if target and y is not None else {}, problems)
+    arrays.raise_all(problems, f"{what} does not hold usable columns")
+    classes = table["classes"] if "classes" in names and not is_frame(table) else None
+    return Rows(
+        x=x,
+        y=y,
+        client=held.get(client or ""),
+        split=held.get(split or ""),
+        classes=int(classes) if classes is not None and np.ndim(classes) == 0 else None,
+        text=text,
+    )
+
+
+def numbered(y: Array, *, archive: bool = False) -> tuple[Array, tuple[str, ...]]:
+    """Numbers labels that are words or, but in an archive, integers that do not begin at 0.
+
+    Returns:
+        (N,) labels and their names, in order; what needs no numbers as it is, and ().
+    """
+    if y.dtype == bool:
+        return y.astype(np.int64), ("False", "True")
+    counted = y.dtype.kind in "iu" and len(y) > 0 and y.ndim == 1
+    fits = archive or (counted and y.min() == 0 and y.max() < max(len(y), 2))
+    if not arrays.is_text(y) and (not counted or fits):
+        return y, ()
+    names, number = np.unique(y, return_inverse=True)
+    return number.astype(np.int64), tuple(str(name) for name in names)
+
+
+def _picked(
+    table: Any, names: Sequence[str], columns: Columns, problems: list[str], *, label: bool
+) -> tuple[str | None, str | None, str | None, tuple[str, ...]]:
+    """Returns the names of client, target and split, None where there is none, and the features."""
+
+    def one(key: str, given: str | None, usual: Sequence[str], *, needed: bool) -> str | None:
+        if given is None:
+            return next((name for name in usual if name in names), None)
+        if given in names:
+            return given
+        if needed:
+            near = get_close_matches(given, names, n=1)
+            asked = f"; did you mean {near[0]!r}?" if near else ""
+            problems.append(f"{key} must be one of them, got {given!r}{asked}")
+        return None
+
+    client = one("client", columns.client, ("client",), needed=label)
+    target = one("target", columns.target, TARGETS, needed=label)
+    split = one("split", columns.split, ("split",), needed=label)
+    if label and target is None and columns.target is None:
+        problems.append(
+            f"one of {', '.join(TARGETS)} must be among them, got none; say which is the target"
+        )
+    if columns.features is not None:
+        problems += [
+            f"features must be some of them, got {name!r}"
+            for name in columns.features
+            if name not in names
+        ]
+        return client, target, split, columns.features
+    others = tuple(
+        name for name in names if name not in (client, target, split) and np.ndim(table[name]) > 0
+    )
+    features = ("x",) if "x" in names else others
+    if not features:
+        problems.append("there must be features beside client, target and split, got none")
+    return client, target, split, features
+
+
+def _values(column: Any, name: str, problems: list[str]) -> Array:
+    """Returns what a column holds: numbers, words (as objects) or stacked arrays."""
+    values = np.asarray(column)
+    if values.dtype.kind == "U":
+        return values.astype(object)
+    if values.dtype.kind in "mM":
+        problems.append(f"column {name!r} must not hold times, got {values.dtype}; make numbers")
+        return NOTHING
+    if values.dtype != object:
+        return values
+    if missing := [row for row, cell in enumerate(values) if arrays.is_missing(cell)]:
+        problems.append(
+            f"column {name!r} must have a value in every row, got none in {len(missing)} rows, the "
+            f"first is row {missing[0]}; fill or drop them"
+        )
+        return NOTHING
+    kinds = [type(cell) for cell in values]
+    if all(issubclass(kind, str) for kind in kinds):
+        return values
+    if all(issubclass(kind, dict) for kind in kinds) and "bytes" in values[0]:
+        return _stacked(name, _pictures(values), problems)
+    if all(issubclass(kind, list | tuple | np.ndarray) for kind in kinds):
+        return _stacked(name, list(values), problems)
+    if all(issubclass(kind, int | float | bool | np.number | np.bool_) for kind in kinds):
+        return np.array(list(values))
+    odd = next((row for row, kind in enumerate(kinds) if kind is not kinds[0]), 0)
+    problems.append(
+        f"column {name!r} must hold numbers, words, lists or images, got {kinds[0].__name__} in "
+        f"row 0 and {kinds[odd].__name__} in row {odd}; convert it"
+    )
+    return NOTHING
+
+
+def _pictures(cells: Array) -> list[Array]:
+    """Decodes images to (C, H, W), in colour where one of them is."""
+    found = [np.atleast_3d(readers.pixels(cell["bytes"] or cell["path"])) for cell in cells]
+    channels = max(picture.shape[2] for picture in found)
+    return [
+        np.moveaxis(np.broadcast_to(picture, (*picture.shape[:2], channels)), -1, 0)
+        for picture in found
+    ]
+
+
+def _stacked(name: str, cells: list[Any], problems: list[str]) -> Array:
+    """Stacks cells of one shape."""
+    try:
+        found = [_array(cell) for cell in cells]
+    except (ValueError, TypeError) as error:
+        problems.append(f"column {name!r} must hold arrays of numbers, got others ({error})")
+        return NOTHING
+    odd = next((row for row, cell in enumerate(found) if cell.shape != found[0].shape), None)
+    if odd is not None:
+        problems.append(
+            f"column {name!r} must hold arrays of one shape, got {found[0].shape} in row 0 and "
+            f"{found[odd].shape} in row {odd}; cut, pad or resize them"
+        )
+        return NOTHING
+    return np.stack(found)
+
+
+def _array(cell: Any) -> Array:
+    """Returns lists in lists as one array."""
+    array = np.asarray(cell)
+    if array.dtype != object:
+        if array.dtype.kind not in "buif":
+            raise ValueError(f"{array.dtype}")
+        return array
+    if array.ndim == 0:
+        raise ValueError(f"{cell!r}")
+    return np.stack([_array(part) for part in array])
+
+
+def _features(
+    parts: list[Array], names: Sequence[str], length: int | None, problems: list[str]
+) -> tuple[Array, bool]:
+    """Puts feature columns together: (N, ...), and whether they are texts."""
+    if problems:
+        return NOTHING, False
+    words = [name for name, part in zip(names, parts, strict=True) if arrays.is_text(part)]
+    if words and len(parts) == 1:
+        return tokens(parts[0], length), True
+    if words:
+        problems.append(
+            f"a column of text must be the only feature, got {', '.join(words)} among {len(names)};"
+            " make numbers of it, or name the features without it"
+        )
+        return NOTHING, False
+    if len(parts) == 1 and parts[0].ndim > 1:
+        _check_finite({names[0]: parts[0]}, problems)
+        return parts[0], False
+    _check_finite(dict(zip(names, parts, strict=True)), problems)
+    shapes = {name: part.shape[1:] for name, part in zip(names, parts, strict=True)}
+    odd = next((name for name in names if shapes[name] != shapes[names[0]]), None)
+    if odd is not None:
+        problems.append(
+            f"features must have one shape in each row, got {shapes[names[0]]} in {names[0]!r} and "
+            f"{shapes[odd]} in {odd!r}; name those that go together"
+        )
+        return NOTHING, False
+    return np.stack([part.astype(np.float64) for part in parts], axis=1), False
+
+
+def tokens(texts: Array, length: int | None = None) -> Array:
+    """Returns the UTF-8 bytes of texts plus 1, (N, T) int64, with zeros before them.
+
+    A recurrent network so reads the end of a text last.
+
+    Args:
+        texts: (N,) words.
+        length: T, to which longer texts are cut; that of the longest where None, at least 1.
+    """
+    encoded = [np.frombuffer(str(text).encode(), np.uint8) for text in texts]
+    longest = length or max([len(text) for text in encoded] + [1])
+    found = np.zeros((len(encoded), longest), np.int64)
+    for row, text in zip(found, encoded, strict=True):
+        kept = text[:longest]
+        row[longest - len(kept) :] = kept.astype(np.int64) + 1
+    return found
+
+
+def _check_finite(columns: Mapping[str, Array], problems: list[str]) -> None:
+    """Tells in which column and row a number is missing or infinite."""
+    for name, values in columns.items():
+        if values.dtype.kind != "f" or not len(values):
+            continue
+        wrong = ~np.isfinite(values.reshape(len(values), -1)).all(axis=1)
+        if wrong.any():
+            problems.append(
+                f"column {name!r} must be finite, got NaN or infinity in {int(wrong.sum())} rows, "
+                f"the first is row {int(wrong.argmax())}; fill or drop them"
+            )

@@ -1,0 +1,121 @@
+"""What a run says of each client by its name: a table, and a figure."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hyperfed.errors import UserError
+from hyperfed.runs.records import Evaluation
+from hyperfed.runs.report import COLOURS, check_ending, new_figure, save
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MOST_NAMED = 60
+"""Clients to a figure whose names can still be read; the names of more are left out."""
+
+SPLITS = (("val", "validation"), ("test", "test"))
+
+
+def rows(found: Iterable[Evaluation], names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yields what evaluations say of each client, one row per client and split.
+
+    Args:
+        found: the evaluations, of which every split is told.
+        names: of all clients by number; a client is called by its number where empty.
+    """
+    for e in found:
+        of_each = zip(
+            e.clients,
+            e.count,
+            e.client_accuracy,
+            e.client_loss,
+            e.client_masked_accuracy,
+            strict=True,
+        )
+        for client, count, accuracy, loss, masked in of_each:
+            yield {
+                "client": names[client] if names else str(client),
+                "number": client,
+                "split": e.split,
+                "round": e.round,
+                "examples": count,
+                "accuracy": accuracy,
+                "loss": loss,
+                "masked_accuracy": masked,
+            }
+
+
+def at_best(evaluations: Sequence[Evaluation], best_round: int) -> list[Evaluation]:
+    """Returns the evaluations of the best round, and that of novel clients where there is one."""
+    known = [e for e in evaluations if e.split != "novel" and e.round == best_round]
+    return known + [e for e in evaluations if e.split == "novel"][-1:]
+
+
+def draw(
+    evaluations: Sequence[Evaluation], best_round: int, names: Sequence[str], title: str
+) -> "Figure":
+    """Draws the accuracy over rounds, and that of each client, by name, at the best round.
+
+    Raises:
+        UserError: nothing has been evaluated.
+    """
+    told = {e.split: list(rows([e], names)) for e in at_best(evaluations, best_round)}
+    if "test" not in told:
+        raise UserError("a run to plot must have come to its first evaluation; train it")
+    people = [*told["test"], *told.get("novel", ())]
+    named = len(people) <= MOST_NAMED
+    figure = new_figure(10, max(4.0, 0.2 * len(people)) if named else 6)
+    left, right = figure.subplots(1, 2)
+    _over_rounds(left, evaluations, best_round)
+    _of_clients(right, told, named=named)
+    figure.suptitle(title, fontsize="medium")
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(color="0.92")
+        axes.set_axisbelow(True)
+    return figure
+
+
+def write(figure: "Figure", path: Path) -> None:
+    """Writes a figure.
+
+    Raises:
+        UserError: the ending is no format of figures, or the file cannot be written.
+    """
+    check_ending(figure, path)
+    save(figure, path)
+
+
+def _over_rounds(axes: "Axes", evaluations: Sequence[Evaluation], best_round: int) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    for (split, label), colour in zip(SPLITS, COLOURS, strict=False):
+        measured = [(e.round, e.accuracy) for e in evaluations if e.split == split]
+        points = [(number, 100 * value) for number, value in measured if value is not None]
+        if points:
+            axes.plot(*zip(*points, strict=True), marker=".", color=colour, label=label)
+    axes.axvline(best_round, color="0.6", linewidth=1, zorder=1, label="best validation round")
+    axes.set_xlabel("round")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_ylabel("accuracy (%)")
+    axes.legend(frameon=False)
+
+
+def _of_clients(axes: "Axes", told: Mapping[str, list[dict[str, Any]]], *, named: bool) -> None:
+    """Draws a point for each client, the best at the top, known and novel ones apart."""
+    groups = (("test", "trained together", COLOURS[0]), ("novel", "joined afterwards", COLOURS[1]))
+    everybody = [(row, split) for split, _, _ in groups for row in told.get(split, ())]
+    measured = [(row, split) for row, split in everybody if row["accuracy"] is not None]
+    ordered = sorted(measured, key=lambda pair: pair[0]["accuracy"])
+    for split, label, colour in groups:
+        places = [place for place, (_, of) in enumerate(ordered) if of == split]
+        accuracies = [100 * ordered[place][0]["accuracy"] for place in places]
+        if places:
+            axes.scatter(accuracies, places, s=24, color=colour, label=label, zorder=2)
+    labels = [row["client"] for row, _ in ordered] if named else []
+    axes.set_yticks(range(len(labels)), labels, fontsize="small")
+    axes.set_xlabel("test accuracy at the best round (%)")
+    axes.set_ylabel("client" if named else f"{len(ordered)} clients, the best at the top")
+    axes.legend(frameon=False, loc="lower right")

@@ -1,0 +1,386 @@
+"""Your own files and tables: what each column becomes, who holds what, and what is refused."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from hyperfed.data import datasets, model_files, tables
+from hyperfed.data.own import Task, newcomer
+from hyperfed.data.roster import Frame
+from hyperfed.data.tables import Columns
+from hyperfed.data.tasks import TaskConfig, build, targets_of
+from hyperfed.errors import UserError
+from sensors import ACTIVITIES, NETS, PEOPLE, SensorNet, windows
+
+N = 24
+SENSORS: dict[str, Any] = {"client": "person", "target": "activity"}
+
+
+def table(**columns: Any) -> pd.DataFrame:
+    """Two numbers, a label and one of four clients for each of 24 rows; changed as asked."""
+    usual = {
+        "age": np.arange(N),
+        "height": np.linspace(1.5, 2.0, N),
+        "label": np.arange(N) % 3,
+        "client": [f"c{row % 4}" for row in range(N)],
+    }
+    return pd.DataFrame({name: v for name, v in (usual | columns).items() if v is not None})
+
+
+def from_frame(frame: pd.DataFrame, outputs: int = 3, **options: Any) -> Task:
+    return Task.from_frame(frame, model=lambda: nn.LazyLinear(outputs), **options)
+
+
+def saved(frame: pd.DataFrame, path: Path) -> str:
+    frame.to_parquet(path) if path.suffix == ".parquet" else frame.to_csv(path, index=False)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def sensors(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The windows of thirty people as a parquet file."""
+    return saved(windows(), tmp_path_factory.mktemp("sensors") / "sensors.parquet")
+
+
+def test_windows_of_thirty_people_are_a_task_of_thirty_clients(sensors: str) -> None:
+    config = TaskConfig(name=sensors, model=f"{NETS}:SensorNet", novel=3, **SENSORS)
+    task = build(config, seed=0)
+    assert (task.clients, task.novel, task.x.shape) == (30, 3, (180, 9, 128))
+    assert (task.x.dtype, task.labels) == (torch.float32, ACTIVITIES)
+    frame = windows()
+    expected = np.array(frame["window"].tolist(), np.float32)
+    assert torch.equal(task.x, torch.from_numpy(expected))
+    assert [ACTIVITIES[label] for label in task.y] == frame["activity"].tolist()
+    assert sorted(task.names) == sorted(PEOPLE)
+    for client, name in enumerate(task.names):
+        own = torch.cat([split[client] for split in (task.train, task.val, task.test)])
+        assert set(frame["person"].iloc[own.tolist()]) == {name}
+        assert len(own) == 6
+    assert task.source.clients == 30
+    assert task.source.partition == "natural"
+
+
+def test_a_frame_makes_the_same_examples(sensors: str) -> None:
+    task = Task.from_frame(windows(), model=SensorNet, novel=0.1, **SENSORS)
+    assert (task.names, task.novel, task.labels) == (PEOPLE, 3, ACTIVITIES)
+    built = build(TaskConfig(name=sensors, model=f"{NETS}:SensorNet", **SENSORS), seed=0)
+    assert torch.equal(task.x, built.x)
+    assert torch.equal(task.y, built.y)
+    assert task.source is None
+
+
+def test_columns_of_numbers_are_one_row_of_floats() -> None:
+    task = from_frame(table(tall=np.arange(N) % 2 == 0))
+    expected = np.stack([np.arange(N), np.linspace(1.5, 2, N), np.arange(N) % 2 == 0], 1)
+    np.testing.assert_array_equal(task.x.numpy(), expected.astype(np.float32))
+    assert task.y.tolist() == (np.arange(N) % 3).tolist()
+    chosen = from_frame(table(), features="height")
+    np.testing.assert_array_equal(chosen.x.numpy(), expected[:, 1:2].astype(np.float32))
+    assert (task.classes, task.names, task.labels) == (3, ("c0", "c1", "c2", "c3"), ())
+
+
+def test_columns_of_one_shape_are_channels() -> None:
+    first, second = np.arange(N * 5).reshape(N, 5), -np.arange(N * 5).reshape(N, 5)
+    frame = table(age=None, height=None, a=list(first), b=list(second))
+    task = Task.from_frame(frame, model=lambda: nn.Sequential(nn.Flatten(), nn.Linear(10, 3)))
+    assert torch.equal(task.x, torch.from_numpy(np.stack([first, second], 1)).float())
+
+
+def test_float_targets_are_a_regression_and_float_names_are_none() -> None:
+    task = from_frame(table(), outputs=1, target="height", features=["age"])
+    assert (task.classes, task.y.dtype) == (0, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("labels", "names", "numbers"),
+    [
+        ([3, 1, 6] * 8, ("1", "3", "6"), [1, 0, 2]),
+        ([-1, 1, 1] * 8, ("-1", "1"), [0, 1, 1]),
+        ([0, 2, 1] * 8, (), [0, 2, 1]),
+        ([0, 10**9, 1] * 8, ("0", "1", "1000000000"), [0, 2, 1]),
+        (["b", "a", "NA"] * 8, ("NA", "a", "b"), [2, 1, 0]),
+        ([True, False, True] * 8, ("False", "True"), [1, 0, 1]),
+    ],
+)
+def test_labels_that_are_no_numbers_from_0_keep_their_names(
+    tmp_path: Path, labels: list[Any], names: tuple[str, ...], numbers: list[int]
+) -> None:
+    task = from_frame(table(label=labels))
+    assert (tuple(task.labels), task.y[:3].tolist()) == (names, numbers)
+    for ending in ("csv", "parquet"):
+        path = saved(table(label=labels), tmp_path / f"mine.{ending}")
+        examples = datasets.load(path)
+        assert (examples.labels, examples.y[:3].tolist()) == (names, numbers)
+    alone = table(label=labels)[:1]  # of one label, which has not the number 0
+    assert newcomer(task, alone).y.tolist() == numbers[:1]
+
+
+def test_a_text_is_its_bytes_with_the_end_last(tmp_path: Path) -> None:
+    assert tables.tokens(np.array(["ab", "ü", ""]), None).tolist() == [[98, 99], [196, 189], [0, 0]]
+    assert tables.tokens(np.array(["ab"]), 3).tolist() == [[0, 98, 99]]
+    assert tables.tokens(np.array(["abc"]), 2).tolist() == [[98, 99]]
+    frame = table(age=None, height=None, text=["yes", "no"] * 12)
+    task = build(TaskConfig(name=saved(frame, tmp_path / "t.csv"), novel=1), seed=0)
+    assert task.x[1].tolist() == [0, ord("n") + 1, ord("o") + 1]
+    assert task.models["base"](task.x[:2]).shape == (2, 3)
+    alone = newcomer(task, frame[frame["client"] == "c0"].assign(text="no, thank you"))
+    assert alone.x[0].tolist() == [ord(letter) + 1 for letter in "no,"]
+
+
+def test_encoded_images_in_a_column_are_images() -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (N, 4, 5), dtype=np.uint8)
+
+    def encoded(picture: Any, mode: str) -> dict[str, Any]:
+        file = io.BytesIO()
+        Image.fromarray(picture).convert(mode).save(file, "png")
+        return {"bytes": file.getvalue(), "path": None}
+
+    def net() -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.LazyLinear(3))
+
+    cells = [encoded(picture, "L") for picture in pixels]
+    task = Task.from_frame(table(age=None, height=None, image=cells), model=net)
+    assert torch.equal(task.x, torch.from_numpy(pixels)[:, None])
+    cells[3] = encoded(pixels[3], "RGB")
+    coloured = Task.from_frame(table(age=None, height=None, image=cells), model=net)
+    assert torch.equal(coloured.x, torch.from_numpy(pixels)[:, None].expand(-1, 3, -1, -1))
+
+
+def test_a_newcomers_table_may_lack_client_and_target_and_is_of_one_client() -> None:
+    task = from_frame(table(), client="client", target="label")
+    assert newcomer(task, table()[["age", "height"]][:2]).unlabelled
+    alone = newcomer(task, table()[table()["client"] == "c1"])
+    assert (alone.y.tolist(), len(alone.x)) == ([1, 2, 0, 1, 2, 0], 6)
+    with pytest.raises(UserError, match=r"the rows of one client, .* got those of 4 .c0, c1, c2, "):
+        newcomer(task, table())
+    with pytest.raises(UserError, match="y must be left out where x is a table"):
+        newcomer(task, table()[:1], [0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "told"),
+    [
+        ({"age": [*range(17), np.nan, *range(6)]}, {}, "'age' must be finite, .*1 rows, .*row 17"),
+        ({"age": ["x"] * N}, {}, "text must be the only feature, got age among 2; make numbers"),
+        ({"label": ["a"] * 5 + [None] + ["b"] * 18}, {}, "'label' must have a value .*row 5; fill"),
+        ({"label": [0.5] * 9 + [np.inf] * 15}, {}, "'label' must be finite, .*15 rows, .*row 9"),
+        ({"client": [None] + ["a"] * 23}, {}, "'client' must have a value in every row, .*row 0"),
+        ({"age": [[1, 2]] * 7 + [[1]] * 17}, {}, r"got \(2,\) in row 0 and \(1,\) in row 7; cut"),
+        ({"age": [[1, 2]] * N}, {}, r"one shape in each row, got \(2,\) in 'age' and \(\) in 'hei"),
+        ({"age": [["a"]] * N}, {}, "'age' must hold arrays of numbers, got others"),
+        ({"age": [1, "a"] * 12}, {}, "got int in row 0 and str in row 1; convert it"),
+        ({"age": pd.date_range("2026-01-01", periods=N)}, {}, "'age' must not hold times"),
+        ({"client": None}, {}, "a column that says who holds each row, got age, height, label; na"),
+        ({"label": None}, {}, "are age, height, client:\n- one of y, target, label must be among"),
+        ({}, {"target": "labl"}, "target must be one of them, got 'labl'; did you mean 'label'?"),
+        ({}, {"client": "person"}, "client must be one of them, got 'person'$"),
+        ({}, {"split": "part"}, "split must be one of them, got 'part'$"),
+        ({}, {"features": ["age", "width"]}, "features must be some of them, got 'width'"),
+        ({"age": None, "height": None}, {}, "there must be features beside client, target and spl"),
+        ({"split": ["train"] * 23 + ["Test"]}, {}, "got Test at index 23; rename it"),
+        ({}, {"classes": 2}, r"labels must lie in 0..1, got 2 at index 2"),
+    ],
+)
+def test_what_is_wrong_is_told_with_column_and_row(
+    changes: dict[str, Any], options: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(UserError, match=told):
+        from_frame(table(**changes), **options)
+
+
+def test_files_that_are_no_tables_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "bad.parquet").write_text("no table")
+    (tmp_path / "bad.csv").write_text("")
+    for name in ("bad.parquet", "bad.csv", "none.csv"):
+        with pytest.raises(UserError, match=f"{name} must be a readable table"):
+            datasets.load(str(tmp_path / name))
+    with pytest.raises(UserError, match=r"must end in .npz, .parquet, .csv, got .*mine.txt"):
+        tables.read(tmp_path / "mine.txt")
+    with pytest.raises(UserError, match="digits must come without client, target"):
+        datasets.load("digits", columns=Columns(client="writer"))
+
+
+# Division.
+
+
+def config(path: str, **settings: Any) -> TaskConfig:
+    return TaskConfig(name=path, **{"novel": 0} | settings)
+
+
+def test_own_data_are_dealt_by_their_clients_unless_settings_say_otherwise(tmp_path: Path) -> None:
+    path = saved(table(), tmp_path / "mine.csv")
+    assert sorted(build(config(path), 0).names) == ["c0", "c1", "c2", "c3"]
+    assert build(config(path, clients=3), 0).clients == 3
+    dealt = build(config(path, partition="iid", clients=2), 0)
+    assert (dealt.clients, dealt.names) == (2, ())
+    nobody = saved(table(client=None), tmp_path / "nobody.csv")
+    assert build(config(nobody, clients=2), 0).source.partition == "class_shares"
+    with pytest.raises(
+        UserError, match=r"do not fit mine: a client must be left .* got 4 clients "
+    ):
+        build(config(path, novel=4), 0)
+    assert build(config(path, novel=3), 0).novel == 3
+
+
+def test_an_archive_is_dealt_by_its_clients_and_its_split(tmp_path: Path) -> None:
+    arrays = {"x": np.ones((N, 2)), "y": np.arange(N) % 3, "client": np.arange(N) % 4 + 7}
+    split = np.where(np.arange(N) < 16, "train", np.where(np.arange(N) < 20, "val", "test"))
+    np.savez(tmp_path / "mine.npz", **arrays, split=split, classes=5)
+    task = build(config(str(tmp_path / "mine.npz")), 0)
+    assert (sorted(task.names), task.classes, task.labels) == (["10", "7", "8", "9"], 5, ())
+    for own, word in ((task.train, "train"), (task.val, "val"), (task.test, "test")):
+        assert torch.cat(list(own)).sort().values.tolist() == np.flatnonzero(split == word).tolist()
+
+
+def test_regression_is_dealt_by_clients_or_at_random(tmp_path: Path) -> None:
+    frame = table(label=None, target=np.linspace(0, 1, N))
+    task = build(config(saved(frame, tmp_path / "mine.csv")), 0)
+    assert (task.clients, task.classes) == (4, 0)
+    assert task.models["base"](task.x[:2]).shape == (2, 1)
+    output, y = torch.tensor([[1.0], [3.0]]), torch.tensor([0.0, 1.0])
+    assert task.loss(output, y).item() == pytest.approx((1 + 4) / 2)
+    assert task.score(output, y).tolist() == [-1, -4]
+    nobody = saved(frame.drop(columns="client"), tmp_path / "nobody.csv")
+    assert build(config(nobody, clients=3), 0).source.partition == "shuffled"
+    with pytest.raises(UserError, match="must have labels for partition=class_shares, but its ta"):
+        build(config(nobody, clients=3, partition="class_shares"), 0)
+
+
+def test_a_split_of_the_data_is_what_examples_are_for(tmp_path: Path) -> None:
+    split = np.where(np.arange(N) < 16, "train", "test")
+    path = saved(table(split=split), tmp_path / "mine.csv")
+    task = build(config(path), 0)
+    assert torch.cat(list(task.test)).sort().values.tolist() == [*range(16, 24)]
+    assert sum(map(len, task.val)) == 0
+    some = build(config(path, val=0.25), 0)
+    assert torch.cat(list(some.test)).sort().values.tolist() == [*range(16, 24)]
+    assert [len(own) for own in some.val] == [1, 1, 1, 1]
+    with pytest.raises(UserError, match="test must be left out where the data have a split"):
+        build(config(path, test=0.2), 0)
+    path = saved(table(split=np.where(np.arange(N) < 4, "val", split)), tmp_path / "three.csv")
+    with pytest.raises(UserError, match="val must be left out where the data have a split"):
+        build(config(path, val=0.2), 0)
+    path = saved(table(split=["train", "train", "test", "train"] * 6), tmp_path / "idle.csv")
+    with pytest.raises(
+        UserError, match=r"each client of idle must have an .*, but c2 has none .1 s"
+    ):
+        build(config(path), 0)
+
+
+@pytest.fixture
+def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYPERFED_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("HYPERFED_DATA", raising=False)
+
+
+def pictures(folder: Path, below: tuple[str, ...] = ("",)) -> str:
+    rng = np.random.default_rng(0)
+    for part in below:
+        for person in ("ann", "bob"):
+            for label in ("cat", "dog"):
+                place = folder / part / person / label
+                place.mkdir(parents=True)
+                for number in range(4):
+                    pixels = rng.integers(0, 256, (4, 4), dtype=np.uint8)
+                    Image.fromarray(pixels).save(place / f"{number}.png")
+    return str(folder)
+
+
+@pytest.mark.usefixtures("cached")
+def test_a_folder_of_people_is_dealt_by_them(tmp_path: Path) -> None:
+    folder = pictures(tmp_path / "all")
+    for _ in range(2):  # the second time from the cache
+        task = build(config(folder), 0)
+        assert (sorted(task.names), task.labels) == (["ann", "bob"], ("cat", "dog"))
+    ann = task.number_of("ann")
+    held = torch.cat([split[ann] for split in (task.train, task.val, task.test)])
+    found = {tuple(task.x[row].flatten().tolist()) for row in held}
+    files = (tmp_path / "all" / "ann").rglob("*.png")
+    assert found == {tuple(np.asarray(Image.open(file)).flatten().tolist()) for file in files}
+    apart = build(config(pictures(tmp_path / "apart", ("train", "test"))), 0)
+    assert sorted(apart.names) == ["ann", "bob"]
+    assert [len(own) for own in apart.test] == [8, 8]
+
+
+@pytest.mark.usefixtures("cached")
+def test_a_folder_of_classes_is_nobodys(tmp_path: Path) -> None:
+    pictures(tmp_path / "all")
+    examples = datasets.load(str(tmp_path / "all" / "ann"))
+    assert (examples.client, examples.labels) == (None, ("cat", "dog"))
+    with pytest.raises(UserError, match="holds images, whose columns are image, label, got others"):
+        datasets.load(str(tmp_path / "all"), columns=Columns(target="animal"))
+
+
+@pytest.mark.usefixtures("cached")
+def test_a_folder_of_tables_has_the_splits_of_its_files(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    rows_of = {"train": slice(0, 16), "validation": slice(16, 20), "test": slice(20, N)}
+    for split, rows in rows_of.items():
+        saved(table()[rows], tmp_path / "mine" / f"{split}.parquet")
+    for _ in range(2):  # the second time from the cache
+        task = build(config(str(tmp_path / "mine")), 0)
+        assert sorted(task.names) == ["c0", "c1", "c2", "c3"]
+        assert torch.cat(list(task.val)).sort().values.tolist() == [*range(16, 20)]
+        assert torch.cat(list(task.test)).sort().values.tolist() == [*range(20, 24)]
+
+
+# A network in a file.
+
+
+def test_a_network_of_a_file_is_made_from_the_seed_with_the_options_that_are_given(
+    sensors: str,
+) -> None:
+    settings = {"name": sensors, "model": f"{NETS}:SensorNet", **SENSORS}
+    first, again, other = (build(TaskConfig(**settings), seed).models["base"] for seed in (0, 0, 1))
+    weights = [net.get_parameter("classify.weight") for net in (first, again, other)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+    wide = build(TaskConfig(**settings, widths=(2, 5)), 0).models
+    assert [net.get_parameter("classify.weight").shape[1] for net in wide.values()] == [2, 5]
+
+
+@pytest.mark.parametrize(
+    ("code", "name", "told"),
+    [
+        ("from torch import nn\nnet = nn.Linear(2, 3)", "net", None),
+        ("from torch import nn\ndef net(): return nn.Linear(2, 3)", "net", None),
+        ("net = 3", "net", "must name a network, or what makes one, in .*net.py, got 'net'; give"),
+        ("", "net", "must name a network, or what makes one"),
+        ("def net(): return 3", "net", "must make an nn.Module, but .*net.py:net makes 3; mend it"),
+        (
+            "def net(a): return a",
+            "net",
+            "called with nothing, but .* fails .TypeError: .*; mend it",
+        ),
+        ("import nothing_of_that_name", "net", "must run as Python, but fails .ModuleNotFound"),
+        (
+            "from torch import nn\nnet = nn.Linear(2, 2)",
+            "net",
+            "net does not suit .*\n.* 3 outputs",
+        ),
+        ("from torch import nn\nnet = nn.Linear(5, 3)", "net", "but fails on it .RuntimeError"),
+    ],
+)
+def test_networks_of_files(tmp_path: Path, code: str, name: str, told: str | None) -> None:
+    (tmp_path / "net.py").write_text(code)
+    settings = config(saved(table(), tmp_path / "mine.csv"), model=f"{tmp_path / 'net.py'}:{name}")
+    if told is None:
+        assert build(settings, 0).models["base"](torch.ones(1, 2)).shape == (1, 3)
+    else:
+        with pytest.raises(UserError, match=told):
+            build(settings, 0)
+
+
+def test_a_file_that_is_not_there_and_a_servers_file_at_a_site_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"FILE.py:NAME, but there is no .*none.py"):
+        model_files.make(f"{tmp_path / 'none.py'}:net", {})
+    frame = Frame(known=2, novel=0, shape=(9, 128), dtype="torch.float32", classes=6)
+    with pytest.raises(UserError, match="the name of a target where clients are at sites, got"):
+        targets_of(TaskConfig(model=f"{NETS}:SensorNet"), frame, 0)

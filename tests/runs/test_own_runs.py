@@ -1,0 +1,265 @@
+"""Runs on data of one's own: what their records say, and clients by their names."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.figure import Figure
+from torch import nn
+
+import hyperfed
+from hyperfed.apps.cli import main
+from hyperfed.data.tasks import TaskConfig, build
+from hyperfed.errors import UserError
+from hyperfed.runs import config
+from hyperfed.runs.records import read_run
+from hyperfed.runs.run import Run
+from sensors import ACTIVITIES, NETS, PEOPLE, SensorNet, windows
+
+SHORT: dict[str, Any] = {"rounds": 1, "cohort": 2, "evaluate_every": 1}
+QUICK: dict[str, Any] = SHORT | {"method": {"local_steps": 1}}
+NAMES = ("zoe", "ann", "bob")
+WORDS = np.array(["sit", "walk"])
+
+
+def make_task(**options: Any) -> hyperfed.Task:
+    """Three people; the last is novel."""
+    x = np.random.default_rng(0).normal(size=(60, 4))
+    usual = {"client": [NAMES[row % 3] for row in range(60)], "novel": 1, "name": "steps"}
+    usual |= {"model": lambda: nn.Linear(4, 2)}
+    return hyperfed.Task.from_arrays(x, WORDS[np.arange(60) // 3 % 2], **usual | options)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A finished run on a task from Python; not to be changed."""
+    return hyperfed.train("fedavg", make_task(), out=tmp_path_factory.mktemp("runs"), **QUICK)
+
+
+@pytest.fixture(scope="module")
+def sensors(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of PeFLL on the windows of thirty people, from files."""
+    folder = tmp_path_factory.mktemp("sensors")
+    windows().to_parquet(folder / "sensors.parquet")
+    names = ["task.client=person", "task.target=activity", f"task.model={NETS}:SensorNet"]
+    settings = ["rounds=1", "cohort=2", "task.novel=3", "method.local_steps=1"]
+    task = f"task={folder / 'sensors.parquet'}"
+    with pytest.raises(SystemExit, match="0"):
+        main(["run", "pefll", task, *names, *settings, "--out", str(folder / "runs"), "--quiet"])
+    return next((folder / "runs" / "pefll").iterdir())
+
+
+def failure(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    with pytest.raises(SystemExit, match="2"):
+        main([str(argument) for argument in arguments])
+    told = capsys.readouterr().err
+    assert told.startswith("error: ")
+    return told
+
+
+# Records.
+
+
+def test_a_run_from_python_says_so_and_nothing_that_is_not_true(run: Run) -> None:
+    assert run.folder is not None
+    written = tomllib.loads(run.folder.config.read_text())
+    assert written["task"] == {
+        "name": "steps",
+        "source": "python",
+        "clients": 3,
+        "novel": 1,
+        "unlabelled": False,
+    }
+    assert config.load(str(run.folder.config)) == run.config
+    summary = read_run(run.folder.path).summary
+    assert summary is not None
+    assert (summary["clients"], summary["labels"]) == ([*NAMES], ["sit", "walk"])
+
+
+def test_a_run_from_python_is_opened_with_its_task(run: Run) -> None:
+    assert run.folder is not None
+    again = hyperfed.open_run(run.folder.path, make_task())
+    assert torch.equal(*(each.model("ann").get_parameter("weight") for each in (run, again)))
+    assert again.config == run.config
+    with pytest.raises(UserError, match="data_fingerprint must be this run's"):
+        hyperfed.open_run(run.folder.path, make_task(seed=1))
+
+
+@pytest.mark.parametrize("command", ["evaluate", "resume", "personalize"])
+def test_the_command_line_says_how_to_go_on_with_a_run_from_python(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    assert run.folder is not None
+    np.savez(tmp_path / "new.npz", x=np.zeros((2, 4), np.float32))
+    options = ["--data", tmp_path / "new.npz", "--out", tmp_path / "new.safetensors"]
+    folder = run.folder.path
+    if command == "resume":  # one that is not done
+        folder = tmp_path / "copy"
+        folder.mkdir()
+        (folder / "config.toml").write_bytes(run.folder.config.read_bytes())
+    told = failure(capsys, command, folder, *(options if command == "personalize" else ()))
+    assert "the task 'steps' of this run was made in Python" in told
+    assert "hyperfed.open_run(FOLDER, task)" in told
+
+
+def test_a_task_of_settings_is_recorded_as_they_say_with_what_follows_from_the_data() -> None:
+    settings = TaskConfig(clients=4, novel=1)
+    made = hyperfed.train("fedavg", build(settings, 0), **QUICK)
+    assert made.config.task == TaskConfig(clients=4, novel=1, partition="class_shares")
+    assert hyperfed.train("fedavg", task={"clients": 4, "novel": 1}, **QUICK).config == made.config
+
+
+# The Python front.
+
+
+def test_a_task_may_come_by_keyword_and_only_once() -> None:
+    task = make_task()
+    assert hyperfed.train("fedavg", task=task, **QUICK).task is task
+    for keys in ({"task": {"novel": 0}}, {"task.novel": 0}, {"task": "digits"}):
+        with pytest.raises(UserError, match="must come without settings of one, got task"):
+            hyperfed.train("fedavg", task, **QUICK, **keys)
+    with pytest.raises(UserError, match="two were given"):
+        hyperfed.train("fedavg", task, task=task)
+    with pytest.raises(UserError, match=r"must be a hyperfed.Task, got 'digits'; make one"):
+        hyperfed.train("fedavg", "digits")
+
+
+def test_models_of_clients_have_their_names_and_labels(run: Run) -> None:
+    for number, name in enumerate(NAMES):
+        model = run.model(name)
+        assert torch.equal(model.get_parameter("weight"), run.model(number).get_parameter("weight"))
+        assert vars(model)["label_names"] == ("sit", "walk")
+    assert vars(run.personalize(np.zeros((2, 4)), ["walk", "sit"]))["label_names"] == (
+        "sit",
+        "walk",
+    )
+    with pytest.raises(UserError, match="did you mean 'zoe'"):
+        run.model("zo")
+
+
+def test_a_frame_has_a_row_for_each_client_and_split(run: Run) -> None:
+    frame = run.to_frame()
+    by_hand = [
+        (NAMES[client], e.split, count, accuracy, loss)
+        for e in run.evaluations
+        for client, count, accuracy, loss in zip(
+            e.clients, e.count, e.client_accuracy, e.client_loss, strict=True
+        )
+    ]
+    columns = frame[["client", "split", "examples", "accuracy", "loss"]]
+    assert [tuple(row) for row in columns.to_numpy().tolist()] == by_hand
+    assert set(zip(frame["client"], frame["split"], strict=True)) == {
+        *((name, split) for name in ("zoe", "ann") for split in ("val", "test")),
+        ("bob", "novel"),
+    }
+
+
+def test_a_frame_is_of_the_best_round() -> None:
+    keys = QUICK | {"rounds": 3, "method": {"local_steps": 3, "local_lr": 0.5}}
+    run = hyperfed.train("fedavg", make_task(novel=0), **keys)
+    best = run.summary["best_round"]
+    assert {*run.to_frame()["round"]} == {best}
+    with pytest.raises(UserError, match="first evaluation"):
+        Run(config.from_keys("fedavg", QUICK), make_task()).to_frame()
+
+
+def test_a_plot_names_clients_by_how_well_they_are_served(run: Run, tmp_path: Path) -> None:
+    figure = run.plot(tmp_path / "run.png")
+    assert isinstance(figure, Figure)
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+    rounds, people = figure.axes
+    assert (rounds.get_xlabel(), people.get_ylabel()) == ("round", "client")
+    told = [label.get_text() for label in people.get_yticklabels()]
+    frame = run.to_frame()
+    tested = frame[frame["split"] != "val"].set_index("client")["accuracy"]
+    assert sorted(told) == sorted(NAMES)
+    assert [tested[name] for name in told] == sorted(tested)
+    points = {
+        collection.get_label(): collection.get_offsets().tolist()
+        for collection in people.collections
+    }
+    assert points["joined afterwards"] == [[100 * tested["bob"], told.index("bob")]]
+    assert [told[int(place)] for _, place in points["trained together"]] == [
+        name for name in told if name != "bob"
+    ]
+    with pytest.raises(UserError, match="must end in one of"):
+        run.plot(tmp_path / "run.text")
+
+
+def test_losses_are_told_by_name(tmp_path: Path) -> None:
+    task = make_task(name="lost", novel=0)
+    keys = QUICK | {"rounds": 4, "faults": {"drop": 0.5}}
+    run = hyperfed.train("fedavg", task, out=tmp_path, **keys)
+    assert run.folder is not None
+    lost = {task.name_of(lost.client) for e in run.evaluations for lost in e.lost}
+    assert lost
+    log = run.folder.log.read_text()
+    assert all(f"client {name} (" in log for name in lost)
+
+
+# The command line, from files.
+
+
+def test_sensor_data_of_thirty_people_from_files(
+    sensors: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = read_run(sensors)
+    assert record.summary is not None
+    assert record.config["task"]["clients"] == 30
+    assert sorted(record.summary["clients"]) == sorted(PEOPLE)
+    assert record.summary["labels"] == [*ACTIVITIES]
+    with pytest.raises(SystemExit, match="0"):
+        main(["evaluate", str(sensors), "--clients"])
+    shown = capsys.readouterr().out
+    assert all(
+        shown.count(name) == (2 if name in record.summary["clients"][:27] else 1) for name in PEOPLE
+    )
+    windows()[lambda frame: frame["person"] == "person 05"].to_parquet(tmp_path / "new.parquet")
+    made = tmp_path / "new.safetensors"
+    with pytest.raises(SystemExit, match="0"):
+        main(
+            [
+                "personalize",
+                str(sensors),
+                "--data",
+                str(tmp_path / "new.parquet"),
+                "--out",
+                str(made),
+                "--json",
+            ]
+        )
+    assert json.loads(capsys.readouterr().out) == {
+        "model": str(made),
+        "examples": 6,
+        "labelled": True,
+    }
+    from safetensors import safe_open
+
+    with safe_open(made, framework="pt") as file:
+        assert json.loads(file.metadata()["labels"]) == [*ACTIVITIES]
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    SensorNet().load_state_dict(tensors)
+
+
+def test_paths_in_an_experiment_begin_at_its_folder_where_the_files_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    lines = ['method = "fedavg"', "[task]", 'name = "mine.csv"', 'model = "nets.py:Net"']
+    (tmp_path / "mine.toml").write_text("\n".join(lines))
+    loaded = config.load("../mine.toml").task
+    here = tmp_path / "here"
+    assert (loaded.name, loaded.model) == (str(here / "mine.csv"), f"{here / 'nets.py'}:Net")
+    for name in ("mine.csv", "nets.py"):
+        (tmp_path / name).touch()
+    loaded = config.load(str(tmp_path / "mine.toml")).task
+    assert (loaded.name, loaded.model) == (
+        str(tmp_path / "mine.csv"),
+        f"{tmp_path / 'nets.py'}:Net",
+    )
+    assert config.load("fedavg", ["task=cifar10", "task.model=lenet"]).task.model == "lenet"
