@@ -1,6 +1,7 @@
 """Your own files and tables: what each column becomes, who holds what, and what is refused."""
 
 import io
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ import torch
 from PIL import Image
 from torch import nn
 
-from hyperfed.data import datasets, model_files, tables
+from hyperfed.data import arrays, datasets, model_files, tables
+from hyperfed.data.division import fitted
 from hyperfed.data.own import Task, newcomer
-from hyperfed.data.roster import Frame
+from hyperfed.data.roster import Frame, Member, Roster
 from hyperfed.data.tables import Columns
-from hyperfed.data.tasks import TaskConfig, build, targets_of
+from hyperfed.data.tasks import TaskConfig, build, remote, targets_of
 from hyperfed.errors import UserError
 from sensors import ACTIVITIES, NETS, PEOPLE, SensorNet, windows
 
@@ -329,6 +331,22 @@ def test_a_folder_of_tables_has_the_splits_of_its_files(tmp_path: Path) -> None:
         assert sorted(task.names) == ["c0", "c1", "c2", "c3"]
         assert torch.cat(list(task.val)).sort().values.tolist() == [*range(16, 20)]
         assert torch.cat(list(task.test)).sort().values.tolist() == [*range(20, 24)]
+    other = build(config(str(tmp_path / "mine"), target="height", features="age"), 0)
+    assert (other.classes, other.x.shape) == (0, (N, 1))
+
+
+def test_labels_that_clients_code_in_their_own_ways_have_no_names(tmp_path: Path) -> None:
+    path = saved(table(label=["a", "b", "c"] * 8), tmp_path / "mine.csv")
+    assert build(config(path), 0).labels == ("a", "b", "c")
+    assert build(config(path, label_codes=2), 0).labels == ()
+
+
+def test_a_known_data_sets_natural_clients_stay_20() -> None:
+    client, y = torch.arange(60) % 30, torch.arange(60) % 3
+    examples = arrays.examples_of("made", torch.zeros(60, 1), y, 3, client)
+    assert fitted(TaskConfig(name="femnist", partition="natural"), examples).clients == 20
+    assert fitted(TaskConfig(name="femnist"), examples).partition == "class_shares"
+    assert fitted(TaskConfig(name="mine.csv"), examples).clients == 30
 
 
 # A network in a file.
@@ -373,6 +391,8 @@ def test_networks_of_files(tmp_path: Path, code: str, name: str, told: str | Non
     settings = config(saved(table(), tmp_path / "mine.csv"), model=f"{tmp_path / 'net.py'}:{name}")
     if told is None:
         assert build(settings, 0).models["base"](torch.ones(1, 2)).shape == (1, 3)
+        # Where it stayed, its classes would be sent to another process as what is installed there.
+        assert "hyperfed_model_net" not in sys.modules
     else:
         with pytest.raises(UserError, match=told):
             build(settings, 0)
@@ -384,3 +404,11 @@ def test_a_file_that_is_not_there_and_a_servers_file_at_a_site_are_refused(tmp_p
     frame = Frame(known=2, novel=0, shape=(9, 128), dtype="torch.float32", classes=6)
     with pytest.raises(UserError, match="the name of a target where clients are at sites, got"):
         targets_of(TaskConfig(model=f"{NETS}:SensorNet"), frame, 0)
+
+
+def test_clients_at_sites_are_called_as_their_sites_call_them() -> None:
+    frame = Frame(known=2, novel=0, shape=(9,), dtype="torch.float32", classes=6)
+    members = (Member("ward/ann", 3), Member("ward/bob", 4))
+    settings = TaskConfig(model="mlp")
+    task = remote(settings, Roster(1, frame, members, ""), 0)
+    assert (task.names, task.source) == (("ward/ann", "ward/bob"), settings)
