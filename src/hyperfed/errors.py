@@ -19,3 +19,20 @@ def check_positive(**numbers: float) -> None:
     for name, number in numbers.items():
         if not 0 < number < math.inf:
             raise UserError(f"{name} must be positive and finite, came {number}; choose another")
+
+
+LONGEST = 500
+"""Letters of what others say that we repeat: in a reason, a log, a record."""
+
+
+def one_line(text: str, longest: int = LONGEST) -> str:
+    """Returns what somebody else said as one line that may be shown: escaped, and cut.
+
+    Whatever is not printable (line ends, a terminal's commands, halves of characters) is written as
+    Python's ``repr`` does, so that nobody can write lines or colours into our log.
+    """
+    shown = "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
+        for letter in text[: longest + 1]
+    )
+    return shown if len(shown) <= longest else f"{shown[: longest - 3]}..."

@@ -169,7 +169,7 @@ def evaluate(
     for split, e in found.items():
         shown.add_row(
             split,
-            str(len(e.clients)),
+            e.evaluated if e.missed else str(len(e.clients)),
             report.percent(e.accuracy),
             report.mean_and_std(e.accuracy_client_mean, e.accuracy_client_std),
             report.percent(e.worst_decile_accuracy),

@@ -4,22 +4,41 @@ import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from pydantic import ConfigDict, NonNegativeInt, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, FiniteFloat, NonNegativeInt, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as validated
 from torch import nn
 
 from hyperfed.data.examples import Normalize, hash_of
 from hyperfed.data.own import Task, mean_squared_error, minus_squared_error
-from hyperfed.errors import UserError
+from hyperfed.errors import UserError, one_line
 from hyperfed.federation import BASE
 from hyperfed.system.files import atomic_write
 
 _PLAIN = ConfigDict(extra="forbid", strict=True)
 _DTYPES = {str(dtype): dtype for dtype in (torch.uint8, torch.float32, torch.float64, torch.int64)}
+
+
+LONGEST_NAME = 250
+"""Letters of a client's name, with that of its site."""
+
+_Name = Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]
+_Examples = Annotated[int, Field(ge=0, le=10**8)]
+"""Of one client: a number beyond any, which weighs no more than that."""
+
+_Number = Annotated[int, Field(ge=0, le=10**6)]
+"""Of clients, or of classes."""
+
+_Side = Annotated[int, Field(ge=1, le=10**8)]
+_Channels = Annotated[tuple[FiniteFloat, ...], Field(max_length=1024)]
+_Shape = Annotated[tuple[_Side, ...], Field(min_length=1, max_length=8)]
+
+MOST_VALUES = 10**8
+"""Numbers in one example."""
 
 
 @validated(frozen=True, config=_PLAIN)
@@ -29,13 +48,17 @@ class Member:
     Attributes:
         name: its name in the federation, of which there is no second.
         examples: for training.
+        val: for choosing the best round.
+        test: for reporting.
         size: which target it runs; empty where the task has one.
         novel: joins after training.
     """
 
-    name: str
-    examples: NonNegativeInt
-    size: str = ""
+    name: _Name
+    examples: _Examples
+    val: _Examples
+    test: _Examples
+    size: Annotated[str, Field(max_length=LONGEST_NAME)] = ""
     novel: bool = False
 
 
@@ -54,14 +77,41 @@ class Introduction:
         fingerprint: a hash of its data.
     """
 
-    members: tuple[Member, ...]
-    shape: tuple[int, ...]
+    members: Annotated[tuple[Member, ...], Field(max_length=10**6)]
+    shape: _Shape
     dtype: str
-    classes: NonNegativeInt
+    classes: _Number
     pixels: NonNegativeInt = 0
-    mean: tuple[float, ...] = ()
-    std: tuple[float, ...] = ()
-    fingerprint: str = ""
+    mean: _Channels = ()
+    std: _Channels = ()
+    fingerprint: Annotated[str, Field(max_length=64)] = ""
+
+
+def check_introduction(said: Introduction, problems: list[str]) -> None:
+    """Appends to ``problems`` what a site says of itself and cannot be.
+
+    A server builds models and divides by what it is told here, so a lie that is possible is
+    believed, and nothing else.
+    """
+    names = [member.name for member in said.members]
+    if odd := [name for name in names if not name.isprintable()]:
+        problems.append(f"a client's name must be printable, got {one_line(odd[0], 100)}")
+    if len(set(names)) < len(names):
+        problems.append("a client's name must be there once, but one is twice")
+    if idle := [m for m in said.members if not m.examples and not m.novel]:
+        problems.append(f"a client must have an example to train on, but {idle[0].name} has none")
+    if said.dtype not in _DTYPES:
+        problems.append(f"examples must be of dtype {', '.join(_DTYPES)}")
+    if prod(said.shape) > MOST_VALUES:
+        problems.append(f"an example must have {MOST_VALUES} numbers at most")
+    if said.mean or said.std:
+        images = said.dtype == str(torch.uint8) and len(said.shape) == 3
+        if not images or {len(said.mean), len(said.std)} != {said.shape[0]}:
+            problems.append("only images have a mean and a deviation, one of each for a channel")
+        if not all(0 <= value <= 1 for value in (*said.mean, *said.std)):
+            problems.append("mean and deviation must be of x / 255, from 0 to 1")
+        if said.pixels > sum(member.examples for member in said.members):
+            problems.append("mean and deviation must be of the images to train on, and of no more")
 
 
 @validated(frozen=True, config=_PLAIN)
@@ -79,14 +129,14 @@ class Frame:
         std: the same.
     """
 
-    known: NonNegativeInt
-    novel: NonNegativeInt
-    shape: tuple[int, ...]
+    known: _Number
+    novel: _Number
+    shape: _Shape
     dtype: str
-    classes: NonNegativeInt
+    classes: _Number
     sizes: tuple[str, ...] = ()
-    mean: tuple[float, ...] = ()
-    std: tuple[float, ...] = ()
+    mean: _Channels = ()
+    std: _Channels = ()
 
     @property
     def clients(self) -> int:
@@ -115,12 +165,15 @@ class Roster:
         frame: what sites must know of the whole.
         members: the clients; the position is the number.
         fingerprint: a hash of all sites' data.
+        keys: name of a client -> the key of the node that it belongs to, as ``ssh-keygen -lf``
+            calls it; empty where nodes have none.
     """
 
     run: int
     frame: Frame
     members: tuple[Member, ...]
     fingerprint: str
+    keys: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def numbers(self) -> Mapping[str, int]:
@@ -145,17 +198,32 @@ class Roster:
         try:
             # From JSON text: in strict mode a list is a tuple there, but not in Python.
             return _ROSTER.validate_json(path.read_bytes())
-        except (OSError, ValidationError) as error:
+        except OSError as error:
             raise UserError(
-                f"{path} must hold the roster of a run, but: {error}; restore it from a copy"
+                f"{path} must be readable, but: {error.strerror}; restore it from a copy"
+            ) from error
+        except ValidationError as error:
+            raise UserError(
+                f"{path} must hold the roster of a run, but {first_of(error)}; restore it from a "
+                "copy"
             ) from error
 
 
 _ROSTER = TypeAdapter(Roster)
 
 
+def first_of(error: ValidationError) -> str:
+    """Says the first thing that is wrong, in one line and without what came."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    return one_line(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
+
+
 def enrol(
-    introductions: Sequence[Introduction], *, run: int, sizes: Iterable[str] = (BASE,)
+    introductions: Sequence[Introduction],
+    *,
+    run: int,
+    sizes: Iterable[str] = (BASE,),
+    keys: Mapping[str, str] | None = None,
 ) -> Roster:
     """Numbers the clients of all sites: known ones first, each part in the order of the names.
 
@@ -163,6 +231,7 @@ def enrol(
         introductions: of every site.
         run: number of the run at the sites.
         sizes: names of the task's targets.
+        keys: name of a client -> the key that it belongs to.
 
     Raises:
         UserError: lists all in which the sites do not fit together.
@@ -172,10 +241,12 @@ def enrol(
     names = [member.name for member in everyone]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         problems.append(f"a client must be at one site, but {', '.join(twice[:3])} is at several")
-    kinds = {(site.shape, site.dtype) for site in introductions}
+    kinds = {(site.shape, site.dtype): _at(site) for site in introductions}
     if len(kinds) != 1:
-        shown = ", ".join(f"{shape} {dtype}" for shape, dtype in sorted(kinds)) or "none"
+        shown = ", ".join(f"{s} {d}{kinds[s, d]}" for s, d in sorted(kinds)) or "none"
         problems.append(f"examples of all sites must have one shape and dtype, got {shown}")
+    if len({len(site.mean) for site in introductions}) > 1:
+        problems.append("all sites must say mean and deviation of their images, or none")
     if len({site.classes == 0 for site in introductions}) > 1:
         problems.append("targets of all sites must be labels, or of all sites numbers")
     choices = tuple(sizes)
@@ -203,7 +274,12 @@ def enrol(
         std=std,
     )
     prints = sorted(site.fingerprint for site in introductions)
-    return Roster(run, frame, tuple(members), hash_of(*prints))
+    own = {member.name: key for member in members if (key := (keys or {}).get(member.name))}
+    return Roster(run, frame, tuple(members), hash_of(*prints), own)
+
+
+def _at(site: Introduction) -> str:
+    return f" at the site of {site.members[0].name}" if site.members else ""
 
 
 def _pooled(sites: Sequence[Introduction]) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -248,8 +324,8 @@ class RemoteTask(Task):
             x=torch.zeros(0, *frame.shape, dtype=dtype_of(frame)),
             y=nothing if frame.classes else torch.zeros(0),
             train=[nothing.new_zeros(1).expand(member.examples) for member in roster.members],
-            val=[nothing] * frame.clients,
-            test=[nothing] * frame.clients,
+            val=[nothing.new_zeros(1).expand(member.val) for member in roster.members],
+            test=[nothing.new_zeros(1).expand(member.test) for member in roster.members],
             models=models,
             fingerprint=roster.fingerprint,
             roster=roster,

@@ -67,18 +67,18 @@ class SiteData:
 
     def introduce(self) -> Introduction:
         """Returns what the server may know: how many examples each client has, never one."""
-        train = torch.cat([train for train, _, _ in self.rows.values()])
-        mean, std = channel_statistics(self.x[train])
+        everyone = torch.cat([train for train, _, _ in self.rows.values()])
+        mean, std = channel_statistics(self.x[everyone])
         members = tuple(
-            Member(self._name(client), len(examples), self.size, self.novel)
-            for client, (examples, _, _) in self.rows.items()
+            Member(self._name(client), len(train), len(val), len(test), self.size, self.novel)
+            for client, (train, val, test) in self.rows.items()
         )
         return Introduction(
             members=members,
             shape=tuple(self.x.shape[1:]),
             dtype=str(self.x.dtype),
             classes=self.classes,
-            pixels=len(train),
+            pixels=len(everyone),
             mean=mean,
             std=std,
             fingerprint=hash_of(self.x, self.y, *(part for r in self.rows.values() for part in r)),
@@ -141,8 +141,11 @@ def read(path: str | Path, *, val: float = 0.15, test: float = 0.15) -> SiteData
     lengths = {"x": x, "y": y, "client": torch.zeros(len(clients)) if clients.ndim else x[:0]}
     arrays.same_length(problems, **lengths)
     names = [str(name) for name in clients.ravel()]
-    if bad := [name for name in dict.fromkeys(names) if not 0 < len(name) <= LONGEST]:
-        problems.append(f"a client's name must have 1 to {LONGEST} letters, got {bad[0][:20]!r}")
+    different = dict.fromkeys(names)
+    if bad := [n for n in different if not 0 < len(n) <= LONGEST or not n.isprintable()]:
+        problems.append(
+            f"a client's name must have 1 to {LONGEST} printable letters, got {bad[0][:20]!r}"
+        )
     part = (
         None
         if (split := columns.get("split")) is None

@@ -142,7 +142,7 @@ def _flower(
     seed: int,
     faults: Faults | None = None,
     home: Engine | None = None,
-    precision: Precision = "float32",  # the sites read the run's settings
+    precision: Precision = "float32",
     device: str,  # of the server; a site has its own
 ) -> Engine:
     if not isinstance(task, RemoteTask):
@@ -151,6 +151,7 @@ def _flower(
             "METHOD engine=flower engine.superlink=HOST:PORT, or flwr run"
         )
     options: dict[str, Any] = {"faults": faults, "device": find_device(device)}
+    options |= {"precision": precision}
     return FlowerEngine(task, client, settings, seed=seed, timeout=config.timeout, **options)
 
 

@@ -140,6 +140,7 @@ class CohortState:
         round: the round's number.
         training: whether clients may be lost.
         fresh: clients start with an empty memory.
+        remote: clients are at sites, so that whatever goes wrong at one loses it, at any time.
         reply_bound: what a reply may be times as large as the others'; None for any size.
         turns: how often each (client, step) was asked.
         lost: {client: why}.
@@ -154,6 +155,7 @@ class CohortState:
     round: int
     training: bool
     fresh: bool
+    remote: bool = False
     reply_bound: float | None = None
     turns: Counter[tuple[int, str]] = field(default_factory=Counter)
     lost: dict[int, str] = field(default_factory=dict)
@@ -439,9 +441,9 @@ class EngineCohort:
         return replies
 
     def _lose(self, client: int, reason: str, reply: object) -> None:
-        # Who does not answer or diverges is lost at any time; what else goes wrong at a client
-        # that is only served must be told.
-        lost = isinstance(reply, NoAnswerError | DivergedError)
+        # Who does not answer or diverges is lost at any time, and so is who is not our own; what
+        # else goes wrong at a client that is only served must be told.
+        lost = self.state.remote or isinstance(reply, NoAnswerError | DivergedError)
         if not self.state.training and isinstance(reply, Exception) and not lost:
             raise reply
         self.state.lost[client] = reason

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hyperfed import trees
+from hyperfed.errors import one_line
 from hyperfed.trees import Structure, Tree
 
 
@@ -24,6 +25,10 @@ class DivergedError(Exception):
 
 class NoAnswerError(Exception):
     """The client did not answer."""
+
+
+UNUSABLE = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError)
+"""What a server may raise that goes on from a reply which no honest client sends."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ def checked(tree: Tree, like: Tree | None, device: torch.device) -> Reply | BadR
         return error
     structure = trees.structure(tree)
     if like is not None and structure != (promised := trees.structure(like)):
-        return BadReplyError(_difference(structure, promised))
+        return BadReplyError(difference(structure, promised))
     return Reply(trees.to(tree, device), structure)
 
 
@@ -75,15 +80,16 @@ def refusal(reply: Reply | Exception, expected: Structure | None, *, finite: boo
         finite: whether all its numbers are.
     """
     if isinstance(reply, NoAnswerError | BadReplyError | DivergedError):
-        return str(reply)
+        return one_line(str(reply))
     if isinstance(reply, Exception):
-        return f"{type(reply).__name__}: {reply}"
+        return one_line(f"{type(reply).__name__}: {reply}")
     if expected is not None and reply.structure != expected:
-        return _difference(reply.structure, expected)
+        return difference(reply.structure, expected)
     return None if finite else "the reply is not finite"
 
 
-def _difference(came: Structure, expected: Structure) -> str:
+def difference(came: Structure, expected: Structure) -> str:
     """Names the first few leaves in which a reply differs from what it should be."""
     differing = sorted({path for path, *_ in set(came) ^ set(expected)})
-    return f"the reply's names, shapes or dtypes are wrong: {', '.join(differing[:3])}"
+    told = ", ".join(one_line(path, 100) for path in differing[:3])
+    return f"the reply's names, shapes or dtypes are wrong: {told}"

@@ -4,19 +4,22 @@ Evaluation is a step of the client like any other. The server receives counts an
 prediction.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from hyperfed import trees
-from hyperfed.data.own import Task
-from hyperfed.engines import Engine
-from hyperfed.engines.replies import NoAnswerError
-from hyperfed.errors import UserError
-from hyperfed.federation import AllLostError, Client, Cohort, Each, Server
+from hyperfed import federation, trees
+from hyperfed.data.own import Task, mean_squared_error, minus_squared_error
+from hyperfed.engines import Engine, EngineCohort
+from hyperfed.engines.replies import UNUSABLE
+from hyperfed.errors import UserError, one_line
+from hyperfed.federation import AllLostError, Client, Cohort, Each, Server, accuracy
+from hyperfed.runs.records import Number, weighted_mean
 from hyperfed.system.devices import CPU
 from hyperfed.system.randomness import generator
 from hyperfed.training import Batches
@@ -40,6 +43,7 @@ class Counts:
         masked_correct: the same among the classes that a client's training data has.
         zeroed_correct: the same with the logits of all other classes at zero.
         loss: sum of the loss.
+        missed: {client: why} of those that count nothing, since they gave no usable answer.
     """
 
     count: Tensor
@@ -47,6 +51,11 @@ class Counts:
     masked_correct: Tensor
     zeroed_correct: Tensor
     loss: Tensor
+    missed: Mapping[int, str] = field(default_factory=dict)
+
+
+SUMS = ("count", "correct", "masked_correct", "zeroed_correct", "loss")
+"""What a client counts on one split, by name."""
 
 
 def evaluate(
@@ -70,32 +79,83 @@ def evaluate(
 
     Returns:
         {"val": counts, "test": counts} in the order of ``ids``. Who did not answer, or whose
-        counts are not finite, counts nothing.
-
-    Raises:
-        AllLostError: nobody counts anything, and not because the models are of no use.
+        counts are not finite or cannot be, counts nothing and is named in ``missed``.
     """
     serve = serve or server.personalize
-    found: dict[str, list[tuple[Tensor, Counts]]] = {"val": [], "test": []}
-    nobody: AllLostError | None = None
+    found: dict[str, list[tuple[Tensor, Tree]]] = {"val": [], "test": []}
+    missed: dict[int, str] = {}
     for start in range(0, len(ids), CHUNK):
         chunk = ids[start : start + CHUNK]
         cohort = engine.cohort(chunk, round, training=False, fresh=novel)
         for group in cohort.sizes.values():
-            try:
-                replies = trees.to(group.ask(engine.client.evaluate, serve(group)), CPU)
-            except AllLostError as error:
-                nobody = error
-                replies = dict.fromkeys(found, _nothing(len(group.ids)))
-            for split, counts in replies.items():
-                found[split].append((group.ids, Counts(**counts)))
-    if (
-        nobody is not None
-        and isinstance(nobody.__cause__, NoAnswerError)
-        and not any(counts.count.any() for _, counts in found["test"])
-    ):
-        raise nobody
-    return {split: _in_order(parts, ids) for split, parts in found.items()}
+            replies = _asked(group, engine.client, serve)
+            missed |= _impossible(replies, group, engine.task)
+            for split, parts in found.items():
+                parts.append((group.ids, replies[split]))
+        missed |= cohort.state.lost
+    ordered = {split: _in_order(parts, ids, missed) for split, parts in found.items()}
+    return {split: Counts(**sums, missed=missed) for split, sums in ordered.items()}
+
+
+def _asked(group: EngineCohort, client: type[Client], serve: Serve) -> Tree:
+    """Returns what clients of one size count; who is lost counts nothing."""
+    clients, splits = len(group.ids), ("val", "test")
+    nothing = torch.zeros(clients, dtype=torch.float64)
+    nobody: Tree = {split: dict.fromkeys(SUMS, nothing) for split in splits}
+    try:
+        replies = trees.to(group.ask(client.evaluate, serve(group)), CPU)
+        return {
+            split: {name: replies[split][name].double().view(clients) for name in SUMS}
+            for split in splits
+        }
+    except AllLostError:
+        return nobody
+    except UserError:
+        raise
+    except UNUSABLE as error:
+        if not group.state.remote:
+            raise
+        reason = one_line(f"the server cannot use a reply: {type(error).__name__}: {error}")
+        group.state.lost |= dict.fromkeys(group.there, reason)
+        return nobody
+
+
+def _impossible(replies: Tree, group: EngineCohort, task: federation.Task) -> dict[int, str]:
+    """Returns whose counts cannot be those of its examples, {client: why}."""
+    held_out = {"val": task.val, "test": task.test}
+    found: dict[int, str] = {}
+    for place, client in enumerate(group.ids.tolist()):
+        if client in group.state.lost:
+            continue
+        for split, rows in held_out.items():
+            sums = {name: float(replies[split][name][place]) for name in SUMS}
+            if (why := _why_not(sums, len(rows[client]), task)) is not None:
+                found[client] = f"its counts on {split} examples cannot be: {why}"
+    return found
+
+
+def _why_not(sums: Mapping[str, float], examples: int, task: federation.Task) -> str | None:
+    count = sums["count"]
+    if count != examples:
+        return f"count {count:g} of {examples}"
+    lowest, highest = _RANGES.get(task.score, (-math.inf, math.inf))
+    for name in ("correct", "masked_correct", "zeroed_correct"):
+        if not lowest * count <= sums[name] <= highest * count if count else sums[name]:
+            return f"{name} {sums[name]:g} of {count:g}"
+    least = -_ROUNDING * count if task.loss in _AT_LEAST_ZERO else -math.inf
+    if sums["loss"] < least or (not count and sums["loss"]):
+        return f"loss {sums['loss']:g} of {count:g}"
+    return None
+
+
+_RANGES: Mapping[Callable[..., Tensor], tuple[float, float]] = {
+    accuracy: (0.0, 1.0),
+    minus_squared_error: (-math.inf, 0.0),
+}
+"""Of each score that we know: the least and the most for an example."""
+
+_AT_LEAST_ZERO = (F.cross_entropy, mean_squared_error)
+_ROUNDING = 1e-6
 
 
 def finetuned(serve: Serve, client: type[Client], batches: Batches) -> Serve:
@@ -133,10 +193,6 @@ def exchanged(serve: Serve) -> Serve:
     return others
 
 
-def _nothing(clients: int) -> Tree:
-    return {field.name: torch.zeros(clients, dtype=torch.float64) for field in fields(Counts)}
-
-
 def with_samples(task: Task, samples: int, seed: int) -> Task:
     """Returns a task whose novel clients have a few of their training examples.
 
@@ -164,13 +220,63 @@ def with_samples(task: Task, samples: int, seed: int) -> Task:
     return replace(task, train=train, fingerprint=f"{task.fingerprint}/{samples} samples")
 
 
-def _in_order(parts: Sequence[tuple[Tensor, Counts]], ids: Sequence[int]) -> Counts:
+def all_together(drawn: Sequence[Counts], ids: Sequence[int]) -> Counts:
+    """Returns the sums of several evaluations of the same clients, as of one.
+
+    Who is missed in one of them counts nothing in any.
+    """
+    missed = {client: why for counts in drawn for client, why in counts.missed.items()}
+    there = torch.tensor([client not in missed for client in ids], dtype=torch.float64)
+    sums = {name: torch.stack([getattr(c, name) for c in drawn]).sum(0) * there for name in SUMS}
+    return Counts(**sums, missed=missed)
+
+
+def chosen_by(counts: Counts, ids: Sequence[int], best: str) -> Tree:
+    """Returns what a round is compared with others by.
+
+    Args:
+        counts: of (C,) clients on validation data.
+        ids: who they are.
+        best: the number that counts, such as "accuracy".
+
+    Returns:
+        {"there": whether a client was evaluated, "count": its examples, "correct": the sum that
+        ``best`` is a mean of}, all (C,).
+    """
+    there = torch.tensor([client not in counts.missed for client in ids])
+    correct = getattr(counts, best.removesuffix("accuracy") + "correct")
+    return {"there": there, "count": counts.count, "correct": correct}
+
+
+def is_better(now: Tree, before: Tree) -> bool:
+    """Returns whether a round is better than one before it.
+
+    Both are those of :func:`chosen_by`. They are compared on the clients that were evaluated in
+    both, so that no round is the best by who was away. Without validation data there is nothing to
+    choose by, and the later one is taken.
+    """
+    if not now["there"].any() or not before["there"].any():
+        return bool(now["there"].any())
+    if _mean(before, before["there"]) is None:
+        return True
+    both = now["there"] & before["there"]
+    ours, theirs = _mean(now, both), _mean(before, both)
+    return ours is not None and theirs is not None and ours > theirs
+
+
+def _mean(found: Tree, whose: Tensor) -> Number:
+    held = (whose & (found["count"] > 0)).nonzero().flatten().tolist()
+    count = [int(found["count"][place]) for place in held]
+    correct = [float(found["correct"][place]) for place in held]
+    return weighted_mean([c / n for c, n in zip(correct, count, strict=True)], count)
+
+
+def _in_order(
+    parts: Sequence[tuple[Tensor, Tree]], ids: Sequence[int], missed: Collection[int]
+) -> dict[str, Tensor]:
     came = torch.cat([clients for clients, _ in parts]).tolist()
     place = {client: index for index, client in enumerate(came)}
     order = [place[client] for client in ids]
-    return Counts(
-        **{
-            field.name: torch.cat([getattr(counts, field.name) for _, counts in parts])[order]
-            for field in fields(Counts)
-        }
-    )
+    there = torch.tensor([client not in missed for client in ids])
+    joined = {name: torch.cat([sums[name] for _, sums in parts])[order] for name in SUMS}
+    return {name: values.where(there, torch.zeros_like(values)) for name, values in joined.items()}

@@ -17,8 +17,8 @@ from rich.progress import (
 )
 from rich.progress import Progress as RichProgress
 
-from hyperfed.errors import UserError
-from hyperfed.runs.records import Evaluation, Number, RunFolder
+from hyperfed.errors import UserError, one_line
+from hyperfed.runs.records import Evaluation, Lost, Number, RunFolder
 from hyperfed.runs.report import megabytes, percent, remark
 from hyperfed.runs.tensorboard import scalars
 from hyperfed.system.files import refused
@@ -111,14 +111,21 @@ def _line(progress: "Progress", called: Callable[[int], str]) -> str:
         f"{megabytes(any_split.bytes_down)} MB down, {megabytes(any_split.bytes_up)} MB up, "
         f"{any_split.seconds:.1f} s"
     )
+    if any_split.missed:
+        missed = ", ".join(_reason(lost, called) for lost in any_split.missed)
+        parts.append(f"evaluated {any_split.evaluated} clients, without {missed}")
     if any_split.lost:
-        lost = [f"client {called(lost.client)} ({lost.reason})" for lost in any_split.lost]
-        parts.append(f"lost {', '.join(lost)}")
+        lost = ", ".join(_reason(lost, called) for lost in any_split.lost)
+        parts.append(f"lost {lost}")
     parts += (
         f"round {void.round} void, with replies of {', '.join(map(called, void.clients))} in it"
         for void in any_split.void
     )
     return f"round {progress.round} of {progress.rounds}: {'; '.join(parts)}"
+
+
+def _reason(lost: Lost, called: Callable[[int], str]) -> str:
+    return f"client {called(lost.client)} ({one_line(lost.reason)})"
 
 
 class _Bar:

@@ -131,6 +131,7 @@ class Evaluation:
         seconds: since the start, time before a resume included.
         lost: clients lost since the evaluation before.
         void: rounds that were taken back since the evaluation before.
+        missed: clients that this evaluation is without, since they gave it no usable answer.
     """
 
     round: int
@@ -153,6 +154,12 @@ class Evaluation:
     zeroed_accuracy: Number = None
     diagnostics: dict[str, Any] = field(default_factory=dict, hash=False)
     void: tuple[Void, ...] = ()
+    missed: tuple[Lost, ...] = ()
+
+    @property
+    def evaluated(self) -> str:
+        """How many clients there are numbers of, in words."""
+        return f"{len(self.clients) - len(self.missed)} of {len(self.clients)}"
 
 
 _EVALUATION = TypeAdapter(Evaluation)
@@ -173,6 +180,7 @@ def summarise(
     seconds: float,
     lost: Sequence[Lost] = (),
     void: Sequence[Void] = (),
+    missed: Sequence[Lost] = (),
 ) -> Evaluation:
     """Turns what clients report, sums over their examples, into an :class:`Evaluation`.
 
@@ -190,6 +198,7 @@ def summarise(
         seconds: since the start.
         lost: clients lost since the evaluation before.
         void: rounds that were taken back since the evaluation before.
+        missed: clients that gave this evaluation no usable answer.
     """
     held = [index for index, examples in enumerate(count) if examples]
     shares = [count[index] for index in held]
@@ -222,6 +231,7 @@ def summarise(
         seconds=seconds,
         lost=tuple(lost),
         void=tuple(void),
+        missed=tuple(missed),
     )
 
 

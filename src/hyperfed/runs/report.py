@@ -353,11 +353,13 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def remark(summary: Mapping[str, Any]) -> str | None:
-    """Returns a sentence where clients' models are not personal, None where they are.
+    """Returns a sentence where numbers lack clients or models are not personal; None elsewhere.
 
     They are not where the model that is made for another client does as well on a client's data
     (``others_accuracy``, None where a method makes no such models).
     """
+    if (missing := _without(summary)) is not None:
+        return missing
     own, others = summary.get("test_accuracy"), summary.get("others_accuracy")
     if own is None or others is None or own - others >= PERSONAL * max(abs(own), abs(others)):
         return None
@@ -366,6 +368,18 @@ def remark(summary: Mapping[str, Any]) -> str | None:
         f"that of another client {percent(others)} %; clients may not differ, or more rounds or a "
         "larger method.lr are needed"
     )
+
+
+def _without(summary: Mapping[str, Any]) -> str | None:
+    """Returns a sentence where clients are missing in the numbers."""
+    for split, key in (("test", "evaluated"), ("novel", "novel_evaluated")):
+        evaluated, _, clients = (summary.get(key) or "").partition(" of ")
+        if evaluated != clients:
+            return (
+                f"evaluated {evaluated} of {clients} clients: the {split} numbers are without the "
+                "others, which metrics.jsonl names"
+            )
+    return None
 
 
 def percent(fraction: Number) -> str:

@@ -17,14 +17,15 @@ import torch
 from hyperfed import trees
 from hyperfed.data import tasks
 from hyperfed.data.own import Task
-from hyperfed.data.roster import Roster
+from hyperfed.data.roster import RemoteTask, Roster
 from hyperfed.engines import EngineCohort, Exchange
-from hyperfed.errors import LostEverybodyError, UserError
+from hyperfed.engines.replies import UNUSABLE
+from hyperfed.errors import LostEverybodyError, UserError, one_line
 from hyperfed.federation import AllLostError
 from hyperfed.runs import clients, records
 from hyperfed.runs import config as configuration
 from hyperfed.runs.config import RunConfig
-from hyperfed.runs.evaluation import evaluate
+from hyperfed.runs.evaluation import Counts, chosen_by, evaluate, is_better
 from hyperfed.runs.records import Evaluation, Lost, Number, RunFolder, Void
 from hyperfed.runs.rollback import Snapshot, is_finite
 from hyperfed.runs.serving import Best, Served
@@ -230,14 +231,22 @@ class Run(Served):
             if is_finite(self.server):
                 self.engine.commit(cohort)
             else:
-                self._before.restore(self.server, self.engine, cohort)
-                self._record_void(cohort)
+                self._take_back(cohort, "a number of the server was not finite after it")
         except AllLostError as error:
             self._nobody = self._why(cohort.state.lost)
             self._failures += error.__cause__ is not None
             if self._failures >= PATIENCE:
                 told = f"every client was lost in {self._failures} rounds in a row: {self._nobody}"
                 raise LostEverybodyError(told) from (error.__cause__ or error)
+        except UserError:
+            raise
+        except UNUSABLE as error:
+            # Of our own clients that is our fault, of sites theirs, unless it never works.
+            self._failures += 1
+            if not cohort.state.remote or self._failures >= PATIENCE:
+                raise
+            what = one_line(f"{type(error).__name__}: {error}")
+            self._take_back(cohort, f"the server could not use its replies ({what})")
         self._count()
         self._note(cohort.state.lost.items())
         self.round += 1
@@ -258,15 +267,17 @@ class Run(Served):
             advice += " by method.local_clip"
         return f"client {called} in step {step}: {reason}; {advice}"
 
-    def _record_void(self, cohort: EngineCohort) -> None:
-        """Says of a round that was taken back whose replies were in it."""
+    def _take_back(self, cohort: EngineCohort, why: str) -> None:
+        """Goes back to before a round, and says whose replies were in it."""
+        self._before.restore(self.server, self.engine, cohort)
         void = Void(self.round, tuple(cohort.there))
         self._void.append(void)
         self._voided += 1
         log.warning(
-            "round %d is void: a number of the server was not finite after it, so that it goes on "
-            "from its state before; replies of clients %s were in it",
+            "round %d is void: %s, so that it goes on from its state before; replies of clients %s "
+            "were in it",
             void.round,
+            why,
             ", ".join(map(self.task.name_of, void.clients)),
         )
 
@@ -313,18 +324,21 @@ class Run(Served):
         for evaluation in found.values():
             self._record(evaluation)
         # Without validation data there is nothing to choose by: the latest round is taken.
-        val = found["val"]
+        val = counts["val"]
         if self.server.rehearse is not None:
             serve = self._finetuning(self.server.rehearse)
-            as_novel = evaluate(self.server, self.engine, ids, self.round, serve=serve)
-            val = self._summarise("val", ids, as_novel["val"], self.round)
-        accuracy: Number = getattr(val, self.config.best)
-        best = None if self._best is None else self._best.accuracy
-        served = self._best is None or bool(counts["test"].count.any())
-        if served and (accuracy is None or best is None or accuracy > best):
-            server = trees.to(trees.clone(self._state(optimizers=False)), CPU)
-            self._best = Best(self.round, accuracy, server, dict(self.engine.memory))
+            val = evaluate(self.server, self.engine, ids, self.round, serve=serve)["val"]
+        self._choose(val, ids)
         return found
+
+    def _choose(self, val: Counts, ids: list[int]) -> None:
+        """Takes this round for the best if it is, or the first."""
+        now = chosen_by(val, ids, self.config.best)
+        if self._best is not None and not is_better(now, self._best.val):
+            return
+        accuracy: Number = getattr(self._summarise("val", ids, val, self.round), self.config.best)
+        server = trees.to(trees.clone(self._state(optimizers=False)), CPU)
+        self._best = Best(self.round, accuracy, server, dict(self.engine.memory), now)
 
     def _record(self, evaluation: Evaluation) -> None:
         self.evaluations.append(evaluation)
@@ -336,6 +350,11 @@ class Run(Served):
         if not self._answered:
             raise LostEverybodyError(f"every client was lost in every round: {self._nobody}")
         best = self.best.round
+        if isinstance(self.task, RemoteTask) and not self.best.val["there"].any():
+            raise LostEverybodyError(
+                "a client must be left to evaluate, but every one was lost in every evaluation; "
+                "see metrics.jsonl for the reasons"
+            )
         test = next(e for e in self.evaluations if (e.round, e.split) == (best, "test"))
         novel = self._evaluate_novel(self.round) if self.task.novel else None
         if novel is not None:
@@ -356,9 +375,11 @@ class Run(Served):
             "test_accuracy_client_std": test.accuracy_client_std,
             "worst_decile_accuracy": test.worst_decile_accuracy,
             "others_accuracy": self._others_accuracy(),
+            "evaluated": test.evaluated,
             "novel_accuracy": novel.accuracy if novel else None,
             "novel_masked_accuracy": novel.masked_accuracy if novel else None,
             "novel_zeroed_accuracy": novel.zeroed_accuracy if novel else None,
+            "novel_evaluated": novel.evaluated if novel else None,
             "bytes_down": self._bytes["down"],
             "bytes_up": self._bytes["up"],
             "void_rounds": self._voided,
@@ -395,6 +416,7 @@ class Run(Served):
         }
         if self._best is not None:
             tree["best"] = {"server": self._best.server, "memory": _keyed(self._best.memory)}
+            tree["best"] |= {"val": self._best.val}
             meta |= {"best_round": self._best.round, "best_accuracy": self._best.accuracy}
         records.save_latest(self.folder.state, tree, meta)
         self._tell_of_checkpoint()
@@ -429,7 +451,8 @@ class Run(Served):
         if "best" in tree:
             best = tree["best"]
             memory = _numbered(best["memory"])
-            self._best = Best(meta["best_round"], meta["best_accuracy"], best["server"], memory)
+            number, accuracy = meta["best_round"], meta["best_accuracy"]
+            self._best = Best(number, accuracy, best["server"], memory, best["val"])
         self._tell_of_checkpoint()
 
 

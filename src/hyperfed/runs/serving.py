@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from time import monotonic
 from types import ModuleType
 from typing import Any
@@ -25,6 +25,7 @@ from hyperfed.runs.evaluation import (
     Counts,
     NotOfOneClientError,
     Serve,
+    all_together,
     evaluate,
     exchanged,
     finetuned,
@@ -52,12 +53,14 @@ class Best:
         accuracy: by which it was chosen; None without validation data.
         server: its tensors.
         memory: what clients remembered.
+        val: what other rounds are compared with it by (:func:`hyperfed.runs.evaluation.chosen_by`).
     """
 
     round: int
     accuracy: float | None
     server: Tree
     memory: dict[int, Tree]
+    val: Tree
 
 
 class Served:
@@ -287,8 +290,7 @@ class Served:
                 evaluate(server, self.engine, ids, self.config.rounds + draw, **options)["test"]
                 for draw in range(draws)
             ]
-        counts = Counts(*(sum(parts) for parts in zip(*map(astuple, drawn), strict=True)))
-        return self._summarise("novel", ids, counts, round)
+        return self._summarise("novel", ids, all_together(drawn, ids), round)
 
     def _others_accuracy(self) -> float | None:
         """Returns how right known clients are on their own test data with each other's models.
@@ -370,6 +372,9 @@ class Served:
             seconds=self._seconds(),
             lost=lost,
             void=void,
+            missed=[
+                Lost(client, counts.missed[client]) for client in ids if client in counts.missed
+            ],
         )
 
     def _seconds(self) -> float:

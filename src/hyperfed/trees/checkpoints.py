@@ -29,6 +29,12 @@ _KEY = "hyperfed"
 _FORMAT = "hyperfed-checkpoint-1"
 _REMEDY = "; restore the file from a copy, or start a new run"
 
+_MALFORMED = (ValueError, TypeError, LookupError, AttributeError, RecursionError, RuntimeError)
+"""What reading a header raises that another than us wrote."""
+
+_DEEPEST = 32
+"""Trees in a tree, at most; ours are four deep."""
+
 
 def save_state(path: Path, tree: Tree, meta: Mapping[str, Any]) -> None:
     """Writes a checkpoint, whole or not at all.
@@ -144,7 +150,7 @@ def loads(content: bytes, what: str) -> tuple[Tree, dict[str, Any]]:
         tensors = safetensors.torch.load(content)
         (length,) = struct.unpack("<Q", content[:8])
         text = json.loads(content[8 : 8 + length]).get("__metadata__", {}).get(_KEY)
-    except (SafetensorError, ValueError, AttributeError, struct.error) as error:
+    except (SafetensorError, struct.error, *_MALFORMED) as error:
         raise UserError(f"{what} is damaged ({error}){_REMEDY}") from error
     return _parsed(text, tensors, what)
 
@@ -160,16 +166,25 @@ def _parsed(
         header = json.loads(text)
         digest = header.pop("digest")
         written_as = header["format"]
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
+    except _MALFORMED as error:
         raise UserError(f"{what} has a damaged header{_REMEDY}") from error
     if written_as != _FORMAT:
         raise UserError(
-            f"{what} must have the format {_FORMAT}, but has {written_as}; "
+            f"{what} must have the format {_FORMAT}, but has {str(written_as)[:40]!r}; "
             "read it with the version of hyperfed that wrote it"
         )
-    if digest != _digest(header, tensors):
-        raise UserError(f"{what} is damaged: its content is not what was written{_REMEDY}")
-    return _restore(header["layout"], tensors), header["meta"]
+    # Whoever wrote it may have made a digest of anything: what holds for our own is checked.
+    try:
+        if digest != _digest(header, tensors):
+            raise UserError(f"{what} is damaged: its content is not what was written{_REMEDY}")
+        tree, meta = _restore(header["layout"], tensors), header["meta"]
+    except UserError:
+        raise
+    except _MALFORMED as error:
+        raise UserError(f"{what} has a header that is not of its content{_REMEDY}") from error
+    if not isinstance(meta, dict):
+        raise UserError(f"{what} must say what it is, but its header does not{_REMEDY}")
+    return tree, meta
 
 
 def _path(prefix: str, name: str) -> str:
@@ -206,12 +221,16 @@ def _memory_format(tensor: Tensor) -> str:
     return "channels_last" if channels_last else "contiguous"
 
 
-def _restore(layout: Mapping[str, Any], tensors: Mapping[str, Tensor], prefix: str = "") -> Tree:
+def _restore(
+    layout: Mapping[str, Any], tensors: Mapping[str, Tensor], prefix: str = "", depth: int = 0
+) -> Tree:
+    if depth > _DEEPEST:
+        raise ValueError(f"a tree must not be deeper than {_DEEPEST}")
     tree: Tree = {}
     for name, inner in layout.items():
         path = _path(prefix, name)
         if isinstance(inner, dict):
-            tree[name] = _restore(inner, tensors, f"{path}/")
+            tree[name] = _restore(inner, tensors, f"{path}/", depth + 1)
         elif inner == "channels_last":
             tree[name] = tensors[path].contiguous(memory_format=torch.channels_last)
         else:

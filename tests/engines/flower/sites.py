@@ -25,10 +25,11 @@ class DirectLink:
     def __init__(self, sites: Mapping[int, Site]) -> None:
         self.sites = dict(sites)
         self.broken: dict[int, Any] = {}
+        self.keys: dict[int, str] = {}
         self.sent: list[tuple[str, int, bytes]] = []
 
-    def nodes(self) -> list[int]:
-        return sorted(self.sites)
+    def nodes(self) -> dict[int, str]:
+        return {node: self.keys.get(node, "") for node in sorted(self.sites)}
 
     def exchange(
         self, kind: str, contents: Mapping[int, bytes], timeout: float

@@ -215,7 +215,7 @@ def introduction(*names: str, **changes: Any) -> Introduction:
     options: dict[str, Any] = {"shape": (5,), "dtype": "torch.float32", "classes": 3} | changes
     novel = options.pop("novel", False)
     size = options.pop("size", "")
-    return Introduction(tuple(Member(n, 7, size, novel) for n in names), **options)
+    return Introduction(tuple(Member(n, 7, 6, 5, size, novel) for n in names), **options)
 
 
 def test_clients_are_numbered_by_name_and_the_novel_come_last(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from hyperfed.engines.flower.grid import GridLink, bytes_of, hurry, record_of
 from hyperfed.engines.flower.site import Shard, Site, Source
 from hyperfed.engines.flower.sites import HELLO, STEP, Sites
 from hyperfed.engines.flower.store import check_writable
+from hyperfed.engines.flower.wire import read_introduction
 from hyperfed.errors import UserError
 from hyperfed.methods import METHODS
 from hyperfed.runs import config as configuration
@@ -173,7 +174,9 @@ def respond(
     if kind == STEP:
         return site.handle(content)
     check_writable(site.state)
-    return _INTRODUCTION.dump_json(site.source.introduce())
+    content = _INTRODUCTION.dump_json(site.source.introduce())
+    read_introduction(content)  # what the server would refuse is told here too
+    return content
 
 
 @client.query("hello")
@@ -201,7 +204,10 @@ def serve(grid: Grid, context: Context) -> None:
 
     config = run_settings(context.run_config)
     hurry()
-    run = begin(config, GridLink(grid), str(context.run_config.get("folder", "")))
+    # Of a SuperLink that does not encrypt, nodes have a new key whenever they start.
+    encrypts = config.engine.superlink is None or config.engine.root_certificates is not None
+    link = GridLink(grid, keyed=encrypts)
+    run = begin(config, link, str(context.run_config.get("folder", "")))
     assert run.folder is not None, "a run of the app has a folder"
     print(f"the records are in {run.folder.path.resolve()}", flush=True)
     watch(run, show=False)
@@ -225,9 +231,9 @@ def begin(config: RunConfig, link: GridLink, folder: str) -> "Run":
     if folder and place.sites.exists():
         roster = Roster.read(place.sites)
         return Run.resume(place.path, tasks.remote(config.task, roster, config.seed, link))
-    introductions = Sites(link, config.engine.timeout).gather(config.engine.sites)
-    sizes = tasks.target_sizes(config.task)
-    roster = enrol(introductions, run=time.time_ns(), sizes=sizes)
+    sites = Sites(link, config.engine.timeout)
+    introductions, sizes = sites.gather(config.engine.sites), tasks.target_sizes(config.task)
+    roster = enrol(introductions, run=time.time_ns(), sizes=sizes, keys=sites.keys)
     task = tasks.remote(config.task, roster, config.seed, link)
     if folder:
         run = Run(config, task, place)

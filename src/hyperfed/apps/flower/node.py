@@ -40,9 +40,8 @@ from hyperfed.apps.flower.app import NodeConfig, respond
 from hyperfed.apps.flower.executor import CrashedError, Executor, FailedError, warm
 from hyperfed.engines.flower.grid import PAUSE, bytes_of, record_of
 from hyperfed.engines.flower.sites import pause
-from hyperfed.engines.flower.wire import LONGEST
-from hyperfed.engines.replies import BadReplyError
-from hyperfed.errors import UserError
+from hyperfed.engines.flower.wire import WireError
+from hyperfed.errors import LONGEST, UserError
 
 RUNS = 8
 """Runs whose settings are kept; those of another are asked for again."""
@@ -271,7 +270,7 @@ class Node:
                 content = bytes_of(message.content)
                 answer = self._executor.call(kind, content, settings, self._config)
                 return Message(record_of(answer), reply_to=message)
-            except (FailedError, BadReplyError) as error:
+            except (FailedError, WireError) as error:
                 code, why = ErrorCode.CLIENT_APP_RAISED_EXCEPTION, str(error)
             except CrashedError as error:
                 code, why = ErrorCode.CLIENT_APP_CRASHED, str(error)

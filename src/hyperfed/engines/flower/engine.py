@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from itertools import count
+from math import prod
 from typing import Any
 
 import torch
@@ -21,13 +22,15 @@ from hyperfed.engines.calls import Call
 from hyperfed.engines.cohort import CohortState, Engine, EngineCohort, Question
 from hyperfed.engines.faults import Faults
 from hyperfed.engines.flower import wire
+from hyperfed.engines.flower.honest import HonestClient
 from hyperfed.engines.flower.sites import STEP, Sites
-from hyperfed.engines.flower.wire import Request, Response, Version
-from hyperfed.engines.replies import BadReplyError, NoAnswerError
+from hyperfed.engines.flower.wire import Request, Response, Version, WireError
+from hyperfed.engines.replies import BadReplyError, NoAnswerError, difference
 from hyperfed.errors import UserError
 from hyperfed.federation import Client
 from hyperfed.system.devices import CPU
-from hyperfed.trees import Tree
+from hyperfed.training import Precision
+from hyperfed.trees import Structure, Tree
 
 
 class FlowerEngine:
@@ -40,6 +43,7 @@ class FlowerEngine:
         seed: the run's seed, likewise.
         timeout: seconds that a site has to answer a message.
         faults: what to inject into training rounds.
+        precision: of the sites' arithmetic, which they have from there too.
         device: where the server is.
 
     Attributes:
@@ -58,14 +62,17 @@ class FlowerEngine:
         seed: int,
         timeout: float = 600.0,
         faults: Faults | None = None,
+        precision: Precision = "float32",
         device: torch.device = CPU,
     ) -> None:
         self.task, self.client, self.config, self.seed = task, client, config, seed
-        self.device = device
+        self.device, self._precision = device, precision
         self.faults, self.timeout = faults or Faults(), timeout
         self.traffic = {"down": 0, "up": 0}
         self.waiting: list[Question] = []
-        self._sites = None if task.link is None else Sites(task.link, timeout)
+        keys = {} if task.roster is None else task.roster.keys
+        self._sites = None if task.link is None else Sites(task.link, timeout, keys)
+        self._honest = HonestClient(task, client, config, seed=seed, precision=precision)
         self._frozen = fingerprint_of_frozen(task.models)
         self._given: set[int] = set()  # nodes that have what is frozen
         self._session, self._serials, self._cohorts = time.time_ns(), count(1), count()
@@ -97,7 +104,7 @@ class FlowerEngine:
         self, ids: Sequence[int], round: int, *, training: bool, fresh: bool = False
     ) -> EngineCohort:
         """Returns the cohort of a round."""
-        state = CohortState(next(self._cohorts), round, training, fresh)
+        state = CohortState(next(self._cohorts), round, training, fresh, remote=True)
         self._open.add(state.number)
         weakref.finalize(state, self._close, state.number)
         return EngineCohort(self, ids, state)
@@ -128,16 +135,19 @@ class FlowerEngine:
             if names[call.client] in node_of:
                 by_node.setdefault(node_of[names[call.client]], {})[position] = call
             else:
-                answers[position] = NoAnswerError("its site is not connected")
+                why = self._sites.refused.get(names[call.client], "its site is not connected")
+                answers[position] = NoAnswerError(why)
         serial = next(self._serials)
         contents = {
             node: wire.pack_request(self._request(node, serial, list(part.values()), names))
             for node, part in by_node.items()
         }
         self.traffic["down"] += sum(map(len, contents.values()))
+        promised = self._honest.replies(calls)
         replies = self.task.link.exchange(STEP, contents, self.timeout)
         for node, part in by_node.items():
-            read = self._read(node, serial, list(part.values()), replies.get(node))
+            wanted = [promised[position] for position in part]
+            read = self._read(node, serial, list(part.values()), wanted, replies.get(node))
             if all(isinstance(answer, Exception) for answer in read):
                 self._given.discard(node)
             else:
@@ -147,7 +157,7 @@ class FlowerEngine:
 
     def resources(self, clients: int) -> dict[str, Any]:
         """Returns the number of sites and the bytes of all messages, with their framing."""
-        sites = 0 if self._sites is None else len(self._sites.introduced())
+        sites = 0 if self._sites is None else len(self._sites.known())
         down, up = self.traffic["down"], self.traffic["up"]
         return {"sites": sites, "message_bytes_down": down, "message_bytes_up": up}
 
@@ -164,6 +174,7 @@ class FlowerEngine:
     def _close(self, cohort: int) -> None:
         self._open.discard(cohort)
         self._asked.pop(cohort, None)
+        self._honest.forget(cohort)
 
     def _request(
         self, node: int, serial: int, calls: Sequence[Call], names: Mapping[int, str]
@@ -195,15 +206,23 @@ class FlowerEngine:
         return {size: values for size, values in frozen.items() if values}
 
     def _read(
-        self, node: int, serial: int, calls: Sequence[Call], reply: bytes | Exception | None
+        self,
+        node: int,
+        serial: int,
+        calls: Sequence[Call],
+        promised: Sequence[Structure | None],
+        reply: bytes | Exception | None,
     ) -> list[Tree | Exception]:
         """Returns the answers in a site's reply; one that is none answers no call."""
         response: Response | Exception
-        if isinstance(reply, bytes):
+        most = _most_bytes(promised)
+        if isinstance(reply, bytes) and most is not None and len(reply) > most:
+            response = BadReplyError(f"the site's reply is too large: {len(reply)} bytes")
+        elif isinstance(reply, bytes):
             self.traffic["up"] += len(reply)
             try:
                 response = wire.unpack_response(reply)
-            except UserError as error:
+            except WireError as error:
                 response = BadReplyError(f"the site's reply cannot be read: {error}")
         else:
             response = reply or NoAnswerError("its site did not answer")
@@ -217,12 +236,47 @@ class FlowerEngine:
             self._sites.forget(node)
             return [response] * len(calls)
         missing = NoAnswerError("its site did not answer for it")
+        answers: list[Tree | Exception]
         answers = [response.answers.get(place, missing) for place in range(len(calls))]
-        for place, (call, answer) in enumerate(zip(calls, answers, strict=True)):
-            if not isinstance(answer, Exception):
+        for place, call in enumerate(calls):
+            answers[place] = self._as_promised(answers[place], promised[place])
+            if not isinstance(answers[place], Exception):
                 remembers = place in response.remembers
                 self._asked.setdefault(call.cohort, {})[call.client] = remembers
         return answers
+
+    def _as_promised(
+        self, answer: Tree | Exception, promised: Structure | None
+    ) -> Tree | Exception:
+        """Returns an answer, or why it is not what an honest client would have replied."""
+        if isinstance(answer, Exception) or promised is None:
+            return answer
+        came = trees.structure(answer)
+        if self._precision != "float32":  # accelerators differ in what they compute so
+            came, promised = _of_floats(came), _of_floats(promised)
+        return answer if came == promised else BadReplyError(difference(came, promised))
+
+
+HEADER = 1 << 14
+"""Bytes that a call's reply may have beside its tensors: their names, or the text of an error."""
+
+
+def _most_bytes(promised: Sequence[Structure | None]) -> int | None:
+    """Returns how long a site's reply may be; None where nobody can tell."""
+    total = HEADER
+    for structure in promised:
+        if structure is None:
+            return None
+        total += HEADER + sum(512 + prod(shape) * dtype.itemsize for _, shape, dtype in structure)
+    return total
+
+
+def _of_floats(structure: Structure) -> Structure:
+    """Returns a structure that does not tell floating-point numbers apart."""
+    return tuple(
+        (path, shape, torch.float32 if dtype.is_floating_point else dtype)
+        for path, shape, dtype in structure
+    )
 
 
 def _version(tree: Tree) -> Version:

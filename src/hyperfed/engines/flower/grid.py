@@ -1,5 +1,7 @@
 """The way to sites through Flower. flwr is imported where it is used, since it is an extra."""
 
+import base64
+import hashlib
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -8,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hyperfed.engines.flower.sites import pause
-from hyperfed.engines.replies import BadReplyError, NoAnswerError
+from hyperfed.engines.flower.wire import WireError
+from hyperfed.engines.replies import NoAnswerError
+from hyperfed.errors import one_line
 
 if TYPE_CHECKING:
     from flwr.app import Message
@@ -50,14 +54,17 @@ class GridLink:
 
     Args:
         grid: that of the ServerApp.
+        keyed: the nodes' keys mean something: a node of a SuperLink that does not encrypt makes
+            itself a new one whenever it starts.
     """
 
-    def __init__(self, grid: "Grid") -> None:
-        self._grid = grid
+    def __init__(self, grid: "Grid", *, keyed: bool = True) -> None:
+        self._grid, self._keyed = grid, keyed
 
-    def nodes(self) -> list[int]:
-        """Returns the ids of the connected SuperNodes."""
-        return sorted(self._grid.get_node_ids())
+    def nodes(self) -> dict[int, str]:
+        """Returns the connected SuperNodes, in the order of their registration: {id: key}."""
+        found = sorted(self._grid.get_nodes(), key=lambda one: (one.registered_at, one.node_id))
+        return {one.node_id: fingerprint(one.public_key) if self._keyed else "" for one in found}
 
     def exchange(
         self, kind: str, contents: Mapping[int, bytes], timeout: float
@@ -91,6 +98,27 @@ class GridLink:
         return answers
 
 
+def fingerprint(public_key: bytes) -> str:
+    """Returns how ``ssh-keygen -lf`` calls a public key; empty where there is none.
+
+    Args:
+        public_key: in PEM, as Flower has it, or as an OpenSSH file has it.
+
+    Raises:
+        ValueError: it is no such key.
+    """
+    from cryptography.hazmat.primitives import serialization as forms
+
+    if not public_key:
+        return ""
+    read = forms.load_pem_public_key
+    if not public_key.startswith(b"-----"):
+        read = forms.load_ssh_public_key
+    line = read(public_key).public_bytes(forms.Encoding.OpenSSH, forms.PublicFormat.OpenSSH)
+    digest = hashlib.sha256(base64.b64decode(line.split()[1])).digest()
+    return f"SHA256:{base64.b64encode(digest).decode().rstrip('=')}"
+
+
 def record_of(content: bytes) -> Any:
     """Returns bytes as the content of a Flower message."""
     from flwr.app import ArrayRecord, ConfigRecord, RecordDict
@@ -106,7 +134,7 @@ def bytes_of(record: Any) -> bytes:
     """Returns what :func:`record_of` was given.
 
     Raises:
-        BadReplyError: the record is another one.
+        WireError: the record is another one.
     """
     try:
         (entry,) = record.values()
@@ -118,7 +146,8 @@ def bytes_of(record: Any) -> bytes:
         (array,) = entry.to_numpy_ndarrays()
         content: bytes = array.tobytes()
     except Exception as error:  # whatever a site made of it
-        raise BadReplyError(f"a message must hold one array of bytes ({error})") from error
+        why = one_line(str(error))
+        raise WireError(f"a message must hold one array of bytes ({why})") from error
     return content
 
 
@@ -128,5 +157,5 @@ def _content(reply: "Message") -> bytes | Exception:
         return NoAnswerError(f"its site did not answer: {why}")
     try:
         return bytes_of(reply.content)
-    except BadReplyError as error:
+    except WireError as error:
         return error

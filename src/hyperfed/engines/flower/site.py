@@ -66,6 +66,8 @@ class Shard:
             Member(
                 _name(client),
                 len(task.train[client]),
+                len(task.val[client]),
+                len(task.test[client]),
                 task.size_of(client) if sized else "",
                 client in task.novel_ids,
             )

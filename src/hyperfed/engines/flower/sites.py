@@ -1,21 +1,23 @@
 """Where the clients are: the nodes of a federation, and what they say of themselves."""
 
+import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
-from pydantic import TypeAdapter, ValidationError
-
 from hyperfed.data.roster import Introduction
-from hyperfed.errors import UserError
+from hyperfed.engines.flower.wire import WireError, read_introduction
+from hyperfed.engines.replies import NoAnswerError
+from hyperfed.errors import UserError, one_line
+
+log = logging.getLogger(__name__)
 
 HELLO, STEP = "query.hello", "train.step"
 """Types of the messages: who are you, and run these calls."""
 
 POLL = 0.5
 """Seconds between two looks for sites."""
-
-_INTRODUCTION = TypeAdapter(Introduction)
 
 
 def pause(waited: float) -> float:
@@ -30,8 +32,12 @@ def pause(waited: float) -> float:
 class Link(Protocol):
     """The way to the sites."""
 
-    def nodes(self) -> list[int]:
-        """Returns the nodes that are connected."""
+    def nodes(self) -> Mapping[int, str]:
+        """Returns the nodes that are connected, those that were registered first in front.
+
+        Returns:
+            Node -> fingerprint of the key that it has proven to have; empty where nodes have none.
+        """
 
     def exchange(
         self, kind: str, contents: Mapping[int, bytes], timeout: float
@@ -49,69 +55,121 @@ class Link(Protocol):
 
 
 class Sites:
-    """Which client is at which node. A node is asked once, when it connects.
+    """Which client is at which node. A node is asked once, when it is needed.
+
+    A client's name belongs to the key of the node that introduced it first. What another node says
+    of it is refused, and told in the log.
 
     Args:
         link: the way to the nodes.
         timeout: seconds that one has to introduce itself.
+        keys: whose name is whose already, {name: key}.
+
+    Attributes:
+        keys: the same, with what was introduced since. Empty keys own nothing.
+        refused: {name: why what a node said of it does not count}.
     """
 
-    def __init__(self, link: Link, timeout: float) -> None:
+    def __init__(self, link: Link, timeout: float, keys: Mapping[str, str] | None = None) -> None:
         self._link, self._timeout = link, timeout
         self._known: dict[int, Introduction] = {}
+        self._later: dict[int, tuple[float, float]] = {}  # not to be asked again before, and after
+        self.keys: dict[str, str] = dict(keys or {})
+        self.refused: dict[str, str] = {}
 
-    def introduced(self) -> dict[int, Introduction]:
+    def known(self) -> dict[int, Introduction]:
         """Returns what the connected nodes have said of themselves, {node: introduction}."""
         there = self._link.nodes()
         self._known = {node: said for node, said in self._known.items() if node in there}
-        strangers = {node: b"" for node in there if node not in self._known}
-        if strangers:
-            answers = self._link.exchange(HELLO, strangers, self._timeout)
-            self._known |= {
-                node: said
-                for node, content in answers.items()
-                if isinstance(content, bytes) and (said := _introduction(content)) is not None
-            }
         return self._known
 
+    def introduced(self) -> dict[int, Introduction]:
+        """Returns the same of all that are connected: those that have said nothing are asked."""
+        there, known, begin = self._link.nodes(), self.known(), time.monotonic()
+        strangers = [
+            node
+            for node in there
+            if node not in known and self._later.get(node, (begin, 0.0))[0] <= begin
+        ]
+        if not strangers:
+            return known
+        answers = self._link.exchange(HELLO, dict.fromkeys(strangers, b""), self._timeout)
+        waited = time.monotonic() - begin
+        for node in strangers:
+            try:
+                said = _introduction(answers.get(node))
+            except (NoAnswerError, WireError) as error:
+                # Each time it takes twice as long, so that nobody can keep the others waiting.
+                pause = max(waited, 2 * self._later.get(node, (0.0, 0.0))[1])
+                self._later[node] = time.monotonic() + pause, pause
+                log.warning("node %d is not asked: %s", node, one_line(str(error)))
+            else:
+                self._later.pop(node, None)
+                known[node] = self._own(node, there[node], said)
+        return known
+
     def gather(self, count: int) -> list[Introduction]:
-        """Waits until so many nodes have introduced themselves.
+        """Waits until so many nodes with clients have introduced themselves.
 
         Raises:
             UserError: they have not come in time.
         """
         end = time.monotonic() + self._timeout
-        while len(found := self.introduced()) < count:
+        while len(found := [said for said in self.introduced().values() if said.members]) < count:
             if time.monotonic() > end:
                 raise UserError(
                     f"engine.sites={count} sites must introduce themselves within "
-                    f"{self._timeout:g} s, but {len(found)} did; start the others, see their logs, "
-                    "or raise engine.timeout"
+                    f"{self._timeout:g} s, but {len(found)} did; start the others, see their logs "
+                    "and this one, or raise engine.timeout"
                 )
             time.sleep(POLL)
-        return [found[node] for node in sorted(found)]
+        return found
 
     def find(self, names: Sequence[str]) -> dict[str, int]:
-        """Returns {name: node} of those clients that are connected; waits until one of them is."""
-        end = time.monotonic() + self._timeout
-        while True:
-            here = {
-                member.name: node
-                for node, said in self.introduced().items()
-                for member in said.members
-            }
-            found = {name: here[name] for name in names if name in here}
+        """Returns {name: node} of those clients that are connected; waits until one of them is.
+
+        Nobody else is asked who it is while all of them are there.
+        """
+        end, wanted = time.monotonic() + self._timeout, set(names)
+        found = _places(self.known(), wanted)
+        while len(found) < len(wanted):
+            found = _places(self.introduced(), wanted)
             if found or time.monotonic() > end:
-                return found
+                break
             time.sleep(POLL)
+        return found
 
     def forget(self, node: int) -> None:
         """Has a node introduce itself again: what it answers is not what it said."""
         self._known.pop(node, None)
 
+    def _own(self, node: int, key: str, said: Introduction) -> Introduction:
+        """Returns what of an introduction is the node's to say, which then is its own."""
+        own = []
+        for member in said.members:
+            owner = self.keys.setdefault(member.name, key)
+            if owner and owner != key:
+                self.refused[member.name] = (
+                    f"another key, {key or 'none'}, says that it is its site, but it belongs to "
+                    f"{owner}; if its site has a new key, see hyperfed move"
+                )
+                log.warning("client %s: node %d: %s", member.name, node, self.refused[member.name])
+            else:
+                self.refused.pop(member.name, None)
+                own.append(member)
+        return replace(said, members=tuple(own))
 
-def _introduction(content: bytes) -> Introduction | None:
-    try:
-        return _INTRODUCTION.validate_json(content)
-    except ValidationError:
-        return None
+
+def _places(known: Mapping[int, Introduction], names: Collection[str]) -> dict[str, int]:
+    return {
+        member.name: node
+        for node, said in known.items()
+        for member in said.members
+        if member.name in names
+    }
+
+
+def _introduction(answer: bytes | Exception | None) -> Introduction:
+    if isinstance(answer, bytes):
+        return read_introduction(answer)
+    raise NoAnswerError(f"it did not introduce itself ({answer or 'no answer'})")

@@ -6,17 +6,18 @@ clients alike travels once.
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as validated
 
-from hyperfed.data.roster import Frame, plain
+from hyperfed.data.roster import Frame, Introduction, check_introduction, first_of, plain
 from hyperfed.engines.calls import Call
 from hyperfed.engines.replies import BadReplyError, DivergedError
-from hyperfed.errors import UserError
+from hyperfed.errors import LONGEST, UserError, one_line
 from hyperfed.training import Batches, Epochs, Steps, UnlabelledError
 from hyperfed.trees import Tree
 from hyperfed.trees.checkpoints import dumps, loads
@@ -31,15 +32,22 @@ class SiteError(Exception):
     """What a client raised at its site, in words."""
 
 
+class WireError(UserError):
+    """What came over the network is none of our messages. Every parser of one raises this alone."""
+
+
 _RAISED: Mapping[str, type[Exception]] = {
     kind.__name__: kind for kind in (UserError, UnlabelledError, BadReplyError, DivergedError)
 }
 """Errors that mean something to the server; all others become a :class:`SiteError`."""
 
-_BATCHES: Mapping[str, Callable[[int, int], Batches]] = {"Steps": Steps, "Epochs": Epochs}
+_PLACE = re.compile("[0-9]{1,9}")
+"""The place of a call, by which its reply is named."""
 
-LONGEST = 500
-"""Letters of an error's text that travel."""
+MOST_INTRODUCED = 1 << 25
+"""Bytes of an introduction: some hundred to a client."""
+
+_BATCHES: Mapping[str, Callable[[int, int], Batches]] = {"Steps": Steps, "Epochs": Epochs}
 
 
 @dataclass(frozen=True)
@@ -99,7 +107,7 @@ class _Call:
     client: NonNegativeInt
     step: str
     payload: list[NonNegativeInt]
-    batches: tuple[Literal["Steps", "Epochs"], int, int] | None
+    batches: tuple[Literal["Steps", "Epochs"], NonNegativeInt, PositiveInt] | None
     turn: NonNegativeInt
     fresh: bool
 
@@ -130,6 +138,7 @@ _WEIGHTS = "weights"
 """Where in a request the frozen weights are, beside the numbers of payloads."""
 
 _REQUEST, _RESPONSE = TypeAdapter(_Request), TypeAdapter(_Response)
+_INTRODUCTION = TypeAdapter(Introduction)
 
 
 def pack_request(request: Request) -> bytes:
@@ -171,13 +180,15 @@ def unpack_request(content: bytes) -> Request:
     """Reads what :func:`pack_request` returned.
 
     Raises:
-        UserError: the bytes are no request, or one that contradicts itself.
+        WireError: the bytes are no request, or one that contradicts itself.
     """
     tree, found = _read(_REQUEST, content, "a request")
     if any(str(number) not in tree for call in found.calls for number in call.payload):
-        raise UserError("a request must hold the trees that its calls name; ask for it again")
+        raise WireError("a request must hold the trees that its calls name; ask for it again")
     if not {call.client for call in found.calls} <= set(found.names):
-        raise UserError("a request must name the clients that it calls; ask for it again")
+        raise WireError("a request must name the clients that it calls; ask for it again")
+    if not all(isinstance(each, dict) for each in tree.values()):
+        raise WireError("a request must hold trees and nothing else; ask for it again")
     calls = [
         Call(
             call.cohort,
@@ -219,27 +230,50 @@ def unpack_response(content: bytes) -> Response:
     """Reads what :func:`pack_response` returned.
 
     Raises:
-        UserError: the bytes are no response.
+        WireError: the bytes are no response.
     """
     tree, found = _read(_RESPONSE, content, "a reply")
-    if not all(name.isdecimal() and isinstance(reply, dict) for name, reply in tree.items()):
-        raise UserError("a reply must hold one tree for each call; ask for it again")
+    if not all(_PLACE.fullmatch(name) and isinstance(each, dict) for name, each in tree.items()):
+        raise WireError("a reply must hold one tree for each call; ask for it again")
     answers: dict[int, Tree | Exception] = {int(name): reply for name, reply in tree.items()}
     answers |= {place: _raised(*error) for place, error in found.errors.items()}
     return Response(found.session, found.serial, answers, frozenset(found.remembers))
 
 
-def _read(adapter: TypeAdapter[Any], content: bytes, what: str) -> tuple[Tree, Any]:
-    tree, meta = loads(content, what)
+def read_introduction(content: bytes) -> Introduction:
+    """Reads what a site says of itself.
+
+    Raises:
+        WireError: the bytes are no introduction, or one of what no site has.
+    """
+    if len(content) > MOST_INTRODUCED:
+        raise WireError(
+            f"an introduction must have {MOST_INTRODUCED} bytes at most, but has {len(content)}; "
+            "let a node have fewer clients"
+        )
     try:
+        said: Introduction = _INTRODUCTION.validate_json(content)
+    except ValidationError as error:
+        raise WireError(f"an introduction must be one, but {first_of(error)}") from error
+    problems: list[str] = []
+    check_introduction(said, problems)
+    if problems:
+        raise WireError(f"an introduction must be possible, but {'; '.join(problems)}")
+    return said
+
+
+def _read(adapter: TypeAdapter[Any], content: bytes, what: str) -> tuple[Tree, Any]:
+    try:
+        tree, meta = loads(content, what)
         # Strict, but keys of JSON are strings and its lists tuples.
         return tree, adapter.validate_json(json.dumps(meta), strict=True)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise UserError(
-            f"the header of {what} must be of this version of hyperfed, but "
-            f"{'.'.join(map(str, first['loc']))}: {first['msg']}; install the same one everywhere"
+        raise WireError(
+            f"the header of {what} must be of this version of hyperfed, but {first_of(error)}; "
+            "install the same one everywhere"
         ) from error
+    except UserError as error:
+        raise WireError(str(error)) from error
 
 
 def _batches(call: Call) -> list[str | int] | None:
@@ -250,4 +284,5 @@ def _batches(call: Call) -> list[str | int] | None:
 
 def _raised(kind: str, text: str) -> Exception:
     known = _RAISED.get(kind)
-    return SiteError(f"{kind}: {text}") if known is None else known(text)
+    text = one_line(text)
+    return SiteError(f"{one_line(kind, 100)}: {text}") if known is None else known(text)

@@ -1,0 +1,203 @@
+"""Who is where: what sites say of themselves, whose a name is, and who is not waited for."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives import serialization
+
+from hyperfed.data.roster import Introduction, Member, enrol
+from hyperfed.engines.flower import sites as module
+from hyperfed.engines.flower import wire
+from hyperfed.engines.flower.grid import fingerprint
+from hyperfed.engines.flower.sites import Sites
+from hyperfed.engines.flower.wire import WireError, read_introduction
+from hyperfed.engines.replies import NoAnswerError
+
+
+def said(*names: str, **changes: Any) -> Introduction:
+    made = Introduction(tuple(Member(n, 7, 3, 3) for n in names), (5,), "torch.float32", 3)
+    return replace(made, **changes)
+
+
+def as_bytes(introduction: Introduction) -> bytes:
+    return wire._INTRODUCTION.dump_json(introduction)
+
+
+class Nodes:
+    """What nodes say of themselves, and the clock while they do."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.keys: dict[int, str] = {}
+        self.says: dict[int, Any] = {}
+        self.takes: dict[int, float] = {}
+        self.asked: list[int] = []
+        self.now = 1000.0
+        monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(module.time, "sleep", self.wait)
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    def nodes(self) -> dict[int, str]:
+        return dict(self.keys)
+
+    def exchange(self, kind: str, contents: Mapping[int, bytes], timeout: float) -> dict[int, Any]:
+        self.asked += contents
+        self.now += max(self.takes.get(node, 0.0) for node in contents)
+        answers = {node: self.says[node] for node in contents if node in self.says}
+        return {n: as_bytes(a) if isinstance(a, Introduction) else a for n, a in answers.items()}
+
+
+@pytest.fixture
+def link(monkeypatch: pytest.MonkeyPatch) -> Nodes:
+    return Nodes(monkeypatch)
+
+
+def test_a_name_belongs_to_the_key_that_introduced_it_first(link: Nodes, caplog: Any) -> None:
+    link.keys, link.says = {1: "A", 2: "B"}, {1: said("ann"), 2: said("ann", "bob")}
+    sites = Sites(link, 10.0)
+    found = sites.gather(2)
+    assert [[member.name for member in each.members] for each in found] == [["ann"], ["bob"]]
+    roster = enrol(found, run=1, keys=sites.keys)
+    assert roster.keys == {"ann": "A", "bob": "B"}
+    assert "client ann: node 2: another key, B, says that it is its site" in caplog.text
+    assert sites.find(["ann", "bob"]) == {"ann": 1, "bob": 2}
+
+
+def test_another_key_is_refused_when_the_owner_is_gone_and_when_the_run_goes_on(
+    link: Nodes, caplog: Any
+) -> None:
+    link.keys, link.says = {2: "B"}, {2: said("ann", "bob")}
+    for keys in ({"ann": "A", "bob": "B"}, {"ann": "A"}):
+        sites = Sites(link, 10.0, keys)
+        assert sites.find(["ann", "bob"]) == {"bob": 2}
+        assert "belongs to A; if its site has a new key, see hyperfed move" in sites.refused["ann"]
+    link.keys = {2: "B", 3: "A"}  # it is back, as another node with the same key
+    link.says[3] = said("ann")
+    assert sites.find(["ann", "bob"]) == {"ann": 3, "bob": 2}
+    assert sites.refused == {}
+
+
+def test_a_node_without_a_key_is_not_one_with(link: Nodes) -> None:
+    link.keys, link.says = {2: ""}, {2: said("ann")}
+    assert Sites(link, 1.0, {"ann": "A"}).find(["ann"]) == {}
+    assert Sites(link, 1.0, {"ann": ""}).find(["ann"]) == {"ann": 2}
+    link.keys = {2: "B"}
+    assert Sites(link, 1.0, {"ann": ""}).find(["ann"]) == {"ann": 2}
+
+
+def test_a_site_of_which_all_is_refused_does_not_count(link: Nodes) -> None:
+    link.keys, link.says = {1: "A", 2: "B"}, {1: said("ann"), 2: said("ann")}
+    with pytest.raises(ValueError, match=r"engine.sites=2 .* but 1 did"):
+        Sites(link, 1.0).gather(2)
+
+
+def test_who_is_silent_is_asked_less_and_less_often(link: Nodes) -> None:
+    link.keys, link.says = {1: "A", 2: "B"}, {1: said("ann")}
+    link.takes = {2: 100.0}
+    sites = Sites(link, 100.0)
+    begin = link.now
+    while link.now < begin + 10_000:
+        sites.introduced()
+        link.now += 10.0
+    assert link.asked.count(1) == 1
+    assert 3 <= link.asked.count(2) <= 8  # each time it keeps all waiting for 100 s
+
+
+def test_strangers_are_not_asked_while_all_are_there(link: Nodes) -> None:
+    link.keys, link.says = {1: "A"}, {1: said("ann", "bob")}
+    sites = Sites(link, 100.0)
+    assert sites.find(["ann"]) == {"ann": 1}
+    link.keys[2] = "B"
+    assert sites.find(["bob"]) == {"bob": 1}
+    assert link.asked == [1]
+
+
+NO_NUMBER = {"mean": (0.5,), "std": (0.5,), "shape": (1, 8, 8), "dtype": "torch.uint8", "pixels": 7}
+
+IMPOSSIBLE: dict[str, tuple[Introduction | bytes, str]] = {
+    "garbage": (b"garbage", "must be one"),
+    "a list": (b"[]", "must be one"),
+    "longer than any": (b" " * (wire.MOST_INTRODUCED + 1), "bytes at most"),
+    "a name twice": (said("ann", "ann"), "is twice"),
+    "a name in two lines": (said("a\nb"), "printable, got a\\\\nb"),
+    "a name in colours": (said("\x1b[31mann"), "printable"),
+    "a name from the right": (said("\u202eann"), "printable"),
+    "an unknown dtype": (said("ann", dtype="float16"), "of dtype"),
+    "examples beyond memory": (said("ann", shape=(10**6, 10**6)), "numbers at most"),
+    "nothing to train on": (said("ann", members=(Member("a", 0, 3, 3),)), "an example to train on"),
+    "a mean of floats": (said("ann", mean=(0.5,), std=(0.5,)), "only images"),
+    "means of other channels": (said("ann", **NO_NUMBER | {"mean": (0.1, 0.2)}), "only images"),
+    "no deviation": (said("ann", **NO_NUMBER | {"std": ()}), "only images"),
+    "a mean above 1": (said("ann", **NO_NUMBER | {"mean": (1.5,)}), "from 0 to 1"),
+    "a deviation below 0": (said("ann", **NO_NUMBER | {"std": (-0.5,)}), "from 0 to 1"),
+    "more images than examples": (said("ann", **NO_NUMBER | {"pixels": 8}), "of no more"),
+}
+
+RAW: dict[str, tuple[str, Any]] = {
+    "examples below zero": ("members.0.examples", -1),
+    "2^62 examples": ("members.0.examples", 2**62),
+    "half an example": ("members.0.examples", 0.5),
+    "validation below zero": ("members.0.val", -1),
+    "no number for testing": ("members.0.test", None),
+    "an empty name": ("members.0.name", ""),
+    "a name of 1 MB": ("members.0.name", "a" * 10**6),
+    "a size of 1 MB": ("members.0.size", "a" * 10**6),
+    "classes below zero": ("classes", -1),
+    "10^9 classes": ("classes", 10**9),
+    "no axis": ("shape", []),
+    "an axis of nothing": ("shape", [0]),
+    "nine axes": ("shape", [1] * 9),
+    "a mean in words": ("mean", ["a"]),
+    "a fingerprint of 1 MB": ("fingerprint", "0" * 10**6),
+    "a key of its own": ("key", "A"),
+}
+
+
+@pytest.mark.parametrize("what", IMPOSSIBLE)
+def test_what_no_site_has_is_refused(what: str) -> None:
+    content, message = IMPOSSIBLE[what]
+    with pytest.raises(WireError, match=message):
+        read_introduction(content if isinstance(content, bytes) else as_bytes(content))
+
+
+@pytest.mark.parametrize("what", RAW)
+def test_what_no_introduction_says_is_refused(what: str) -> None:
+    path, value = RAW[what]
+    table = wire.json.loads(as_bytes(said("ann")))
+    *way, last = [int(part) if part.isdecimal() else part for part in path.split(".")]
+    inner = table
+    for part in way:
+        inner = inner[part]
+    inner[last] = value
+    with pytest.raises(WireError, match="an introduction must be one, but"):
+        read_introduction(wire.json.dumps(table).encode())
+
+
+def test_what_can_be_is_believed(link: Nodes) -> None:
+    images = said("ann", **NO_NUMBER)
+    assert read_introduction(as_bytes(images)) == images
+    link.keys, link.says = {1: "A", 2: "B"}, {1: b"{}", 2: images}
+    assert Sites(link, 10.0).gather(1) == [images]
+    link.says[1] = NoAnswerError("its app failed")
+    assert Sites(link, 10.0).gather(1) == [images]
+
+
+PUBLIC = (
+    b"ecdsa-sha2-nistp384 "
+    b"AAAAE2VjZHNhLXNoYTItbmlzdHAzODQAAAAIbmlzdHAzODQAAABhBCgIM9VDdjG0Rr+uYRhahxNy4C5q"
+    b"H6h4K/WHHQBOadf6dUM1vLgA/4zo0TPMlNnR2UbLVA3hhBjqoET6kANdFSWbPXiF8RdYJbhNi0Ic3SlJ"
+    b"beJNdwG57GgBalcVbc4Qrg=="
+)
+"""Made by ssh-keygen -t ecdsa -b 384, of which ssh-keygen -lf says what stands below."""
+
+
+def test_a_key_is_called_as_ssh_keygen_calls_it() -> None:
+    name = "SHA256:Q1UdGA8DZpeQKma5MYVMAxB09bxzJEXNYH9kGfpRRvI"
+    key = serialization.load_ssh_public_key(PUBLIC)
+    form = serialization.PublicFormat.SubjectPublicKeyInfo
+    assert fingerprint(PUBLIC) == name
+    assert fingerprint(key.public_bytes(serialization.Encoding.PEM, form)) == name
+    assert fingerprint(b"") == ""
