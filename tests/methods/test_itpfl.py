@@ -173,6 +173,11 @@ def test_phase_one_is_pfedhns_gradient_in_one_piece(clients: list[int], private:
     check_phase_one(clients, private=private)
 
 
+@pytest.mark.parametrize("settings", [{"hyper_net": "chunks", "chunk": 7}, {"head_rank": 2}])
+def test_so_it_is_with_every_kind_of_hypernetwork(settings: dict[str, Any]) -> None:
+    check_phase_one([0, 1, 2], **settings)
+
+
 DESCENTS: list[dict[str, Any]] = [
     {"cohort_reduction": "sum"},
     {"clip": 1e-3},  # a hundredth of the gradient's norm, or less

@@ -132,6 +132,13 @@ def test_the_update_is_the_gradient_of_the_one_piece_objective(
     check_two_rounds(clients, descriptor_net=descriptor_net, **settings)
 
 
+@pytest.mark.parametrize(
+    "settings", [{"hyper_net": "chunks", "chunk": 7}, {"head_rank": 2}, {"start": "target"}]
+)
+def test_so_it_is_with_every_kind_of_hypernetwork(settings: dict[str, Any]) -> None:
+    check_two_rounds([0, 1, 3], **settings)
+
+
 @pytest.mark.parametrize("descriptor_net", ["target", "linear"])
 def test_the_update_of_a_regression_is_that_gradient_too(descriptor_net: str) -> None:
     check_two_rounds([0, 1, 3], make_quadratic_task(), descriptor_net=descriptor_net)

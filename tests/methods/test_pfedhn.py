@@ -99,6 +99,21 @@ def test_embeddings_have_their_own_learning_rate_where_one_is_given() -> None:
     check_one_round("pfedhn", [0, 1, 3], embedding_lr=3.0)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"hyper_net": "single"},
+        {"hyper_net": "single", "head_rank": 2},
+        {"head_rank": 2},
+        {"hyper_net": "chunks", "chunk": 7, "chunk_embedding": 2},
+        {"hyper_net": "chunks", "start": "target"},
+        {"start": "target"},
+    ],
+)
+def test_so_it_is_with_every_kind_of_hypernetwork(settings: dict[str, Any]) -> None:
+    check_one_round("pfedhn", [0, 1, 3], **settings)
+
+
 def flipped(sent: trees.Tree, trained: trees.Tree) -> trees.Tree:
     return trees.tree_map(torch.neg, trees.subtract(sent, trained))
 

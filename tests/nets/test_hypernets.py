@@ -9,7 +9,15 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from hyperfed.errors import UserError
-from hyperfed.nets import Chunked, LeNet, MultiHead, PFedKTCNN, SingleOutput, shapes_of
+from hyperfed.nets import (
+    Chunked,
+    DescribedChunks,
+    LeNet,
+    MultiHead,
+    PFedKTCNN,
+    SingleOutput,
+    shapes_of,
+)
 from hyperfed.nets.hypernets import draw_weights, spread_of, update_norms
 from hyperfed.system.randomness import generator, seeded
 
@@ -184,6 +192,97 @@ class TestSingleOutput:
             "outputs.L.weight",
             "outputs.L.bias",
         }
+
+
+class TestLowRank:
+    @pytest.mark.parametrize("kind", [MultiHead, SingleOutput])
+    def test_equals_matrix_products(self, kind):
+        with seeded(12):
+            net = kind({"base": SMALL}, 4, hidden=5, hidden_layers=1, rank=2).double()
+        descriptor = draw(3, 4)
+        features = hand_made(descriptor, matrices(net, "trunk.0", "trunk.2"))  # no ReLU after it
+        heads, narrow = ("heads.base/conv/weight", "trunk.3")
+        if kind is SingleOutput:
+            features, heads, narrow = features.clamp(min=0), "outputs.base", "trunk.4"
+        ((a, bias),) = matrices(net, heads)
+        b = net.state_dict()[f"{narrow}.weight"]
+        assert b.shape == (2, 5)
+        assert f"{narrow}.bias" not in net.state_dict()
+        expected = (features @ (a @ b).T + bias)[:, :6].reshape(3, 2, 1, 3)
+        made = net(descriptor)["conv.weight"]
+        torch.testing.assert_close(made, expected, rtol=1e-12, atol=1e-12)
+
+    @pytest.mark.parametrize("kind", [MultiHead, SingleOutput])
+    def test_a_new_one_is_as_wide_as_a_full_one(self, kind):
+        """The matrix that the factors make, and the bias, whatever the rank."""
+        shapes = {"base": {"w": torch.Size([4000])}}
+        for rank in (1, 4, None):
+            products, biases = [], []
+            for seed in range(40):
+                with seeded(seed):
+                    net = kind(shapes, 3, hidden=50, rank=rank)
+                ((a, bias),) = matrices(
+                    net, "heads.base/w" if kind is MultiHead else "outputs.base"
+                )
+                matrix = a if rank is None else a @ net.trunk[-1].weight.detach()
+                products.append(matrix.square().mean())
+                biases.append(bias.square().mean())
+            assert torch.stack(products).mean().item() == pytest.approx(1 / 150, rel=0.1)
+            assert torch.stack(biases).mean().item() == pytest.approx(1 / 150, rel=0.05)
+
+    def test_its_size(self):
+        parameters = 16 * 76 + 32 * 401 + 120 * 801 + 84 * 121 + 10 * 85
+        net = MultiHead({"base": shapes_of(LeNet((3, 32, 32), 10))}, 13, rank=4)
+        trunk = 100 * 14 + 3 * 100 * 101 + 4 * 100
+        assert sum(value.numel() for value in net.parameters()) == trunk + 5 * parameters
+
+
+class TestDescribedChunks:
+    @pytest.mark.parametrize("chunk", [1, 4, 9, 20])
+    def test_equals_a_loop_over_clients_and_chunks(self, chunk):
+        sizes = {"base": SMALL, "other": SIZES["S"]}
+        with seeded(13):
+            net = DescribedChunks(
+                sizes,
+                4,
+                chunk=chunk,
+                embedding=3,
+                hidden=5,
+                hidden_layers=1,
+                spread={"base": {"conv.bias": 0.5}},
+            ).double()
+        layers = matrices(net, "network.0", "network.2", "network.4")
+        # A square of 1 into Linear(7, 5), halved by ReLU, Linear(5, 5), halved, Linear(5, chunk).
+        square = 1 / 3 + 1 / 21
+        for _ in range(2):
+            square = square / 2 / 3 + 1 / 15
+        net.common()["scale"].fill_(0.25)
+        descriptor = draw(2, 4)
+        model = net(descriptor)
+        assert list(model) == list(SMALL)
+        for row in range(2):
+            flat: list[float] = []
+            for embedding in net.state_dict()["ids.base.weight"]:
+                flat += hand_made(torch.cat([descriptor[row], embedding])[None], layers)[0].tolist()
+            flat[6:8] = [value * 0.5 / math.sqrt(square) for value in flat[6:8]]
+            flat[8] += 0.25
+            expected = torch.tensor(flat, dtype=torch.float64)
+            ours = torch.cat([tensor[row].flatten() for tensor in model.values()])
+            torch.testing.assert_close(ours, expected[:9])
+
+    def test_the_size_of_its_network_does_not_follow_the_targets(self):
+        small, large = (
+            DescribedChunks({"base": {"w": torch.Size([count])}}, 13) for count in (400, 400_000)
+        )
+        numbers = [sum(p.numel() for p in net.network.parameters()) for net in (small, large)]
+        assert numbers[0] == numbers[1] == 27 * 100 + 3 * 10_100 + 101 * 400
+        assert large.ids["base"].weight.shape == (1000, 13)
+
+    def test_only_the_size_asked_for_is_computed(self):
+        net = DescribedChunks(SIZES, 3, chunk=4, embedding=3, hidden=5)
+        net(torch.ones(1, 3), "S")["fc.weight"].sum().backward()
+        touched = {name for name, parameter in net.named_parameters() if parameter.grad is not None}
+        assert {name for name in touched if name.startswith("ids")} == {"ids.S.weight"}
 
 
 class TestChunked:
@@ -372,8 +471,9 @@ class TestSpectralNorm:
         lambda: MultiHead({"base": SMALL}, 4),
         lambda: SingleOutput({"base": SMALL}, 4),
         lambda: Chunked({"base": SMALL}),
+        lambda: DescribedChunks({"base": SMALL}, 4),
     ],
-    ids=["MultiHead", "SingleOutput", "Chunked"],
+    ids=["MultiHead", "SingleOutput", "Chunked", "DescribedChunks"],
 )
 def test_seeds_reproduce(build):
     states = []
@@ -410,11 +510,12 @@ class TestErrors:
             lambda: MultiHead(SIZES, 4)(torch.ones(1, 4), "XL"),
             lambda: SingleOutput(SIZES, 4)(torch.ones(1, 4), "XL"),
             lambda: Chunked(SIZES)("XL"),
+            lambda: DescribedChunks(SIZES, 4)(torch.ones(1, 4), "XL"),
         ):
             with pytest.raises(UserError, match="generates the sizes S, M, L, got 'XL'"):
                 call()
 
-    @pytest.mark.parametrize("kind", [MultiHead, SingleOutput])
+    @pytest.mark.parametrize("kind", [MultiHead, SingleOutput, DescribedChunks])
     @pytest.mark.parametrize("shape", [(4,), (1, 3), (1, 1, 4)])
     def test_wrong_descriptor(self, kind, shape):
         with pytest.raises(UserError, match=r"shape \(clients, 4\), got "):
@@ -428,6 +529,10 @@ class TestErrors:
             SingleOutput(shapes, 4, hidden=0)
         with pytest.raises(UserError, match="hidden_layers must be at least 0, got -1"):
             MultiHead(shapes, 4, hidden_layers=-1)
+        with pytest.raises(UserError, match="descriptor_size must be at least 1, got 0"):
+            DescribedChunks(shapes, 0)
+        with pytest.raises(UserError, match="rank must be at least 1, got 0"):
+            MultiHead(shapes, 4, rank=0)
         with pytest.raises(UserError, match="embedding must be at least 1, got 0"):
             Chunked(shapes, embedding=0)
         with pytest.raises(UserError, match="chunk must be at least 1, got 0"):

@@ -56,7 +56,7 @@ from hyperfed.federation import EVALUATION_BATCH, Cohort, Each, Outline, step
 from hyperfed.methods.parts.hypernet_training import HyperNetConfig, Reduction, descend
 from hyperfed.methods.parts.privacy import PrivacyConfig, sensitivity
 from hyperfed.nets.deepsets import DeepSet
-from hyperfed.nets.hypernets import MultiHead, shapes_of
+from hyperfed.nets.hypernets import HyperNet
 from hyperfed.training import (
     Epochs,
     LocalConfig,
@@ -131,6 +131,7 @@ class Config(PrivacyConfig, HyperNetConfig, LocalConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.check_hyper_net()
         if self.standardize and (self.bounded or self.encoder == "end_to_end"):
             raise UserError(
                 "standardised embeddings must be told by an encoder that is not bounded and learns "
@@ -278,10 +279,7 @@ class Server(federation.Server):
         self.embeddings = nn.Embedding(rows, length).to(outline.dtype)
         with torch.no_grad():
             self.embeddings.weight *= config.embedding_start
-        shapes = {size: shapes_of(net) for size, net in outline.models.items()}
-        self.hyper_net = MultiHead(
-            shapes, length, hidden=config.hidden, hidden_layers=config.hidden_layers
-        ).to(outline.dtype)
+        self.hyper_net = config.build(outline, length)
         self.tuned_net = copy.deepcopy(self.hyper_net)
         self.tuning = torch.tensor(False)  # a tensor, so that it is part of the state
         self.optimizer = config.sgd(
@@ -290,7 +288,7 @@ class Server(federation.Server):
         self.tuning_optimizer = config.sgd(hyper_net=self.tuned_net.parameters())
 
     @property
-    def novel_net(self) -> MultiHead:
+    def novel_net(self) -> HyperNet:
         """What makes novel clients' models: until phase 2 has begun, the network of phase 1."""
         return self.tuned_net if self.tuning else self.hyper_net
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.func import grad
@@ -22,10 +22,10 @@ from torch.optim import SGD, Adam, Optimizer
 
 from hyperfed import federation, trees
 from hyperfed.federation import EVALUATION_BATCH, Cohort, Each, Outline, Pending, step
+from hyperfed.methods.parts.generators import GeneratorConfig
 from hyperfed.methods.parts.hypernet_training import descend
 from hyperfed.methods.parts.presets import DEFAULT
 from hyperfed.nets.descriptors import LabelledTarget, LabelMap, Standard
-from hyperfed.nets.hypernets import MultiHead, SingleOutput, shapes_of
 from hyperfed.training import Batch, Batches, Epochs, LocalConfig, Steps, apply, sgd
 from hyperfed.trees import Model, Tree
 
@@ -33,7 +33,7 @@ DescriptorSize = Annotated[int, Field(ge=2)] | Literal["n/4", "1+n/4"]
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
-class Config(LocalConfig):
+class Config(GeneratorConfig, LocalConfig):
     """Settings of PeFLL; the defaults are those of the authors' code.
 
     At their learning rate the server needs thousands of rounds, so the preset ``default``, of a few
@@ -54,8 +54,6 @@ class Config(LocalConfig):
             but the descriptor network steps one round late and not by the last round's gradient.
         prediction: whether one batch or all training data describe a client to be served.
         standardize: descriptors by mean and deviation of the entries of the very first one.
-        hyper_net: with one output layer (table 4), or pFedHN's with one for each tensor.
-        hidden: width of its hidden layers, of which ``hidden_layers`` follow the first.
     """
 
     batch_size: PositiveInt = 32
@@ -71,9 +69,9 @@ class Config(LocalConfig):
     delayed_gradient: bool = False
     prediction: Literal["batch", "all"] = "all"
     standardize: bool = True
-    hyper_net: Literal["single", "heads"] = "heads"
-    hidden: PositiveInt = 100
-    hidden_layers: NonNegativeInt = 3
+
+    def __post_init__(self) -> None:
+        self.check_hyper_net()
 
     def length(self, outline: Outline) -> int:
         """Returns the length l of a descriptor."""
@@ -161,14 +159,11 @@ class Server(federation.Server):
     def __init__(self, outline: Outline, config: Config) -> None:
         super().__init__(outline, config)
         self.descriptor_net = Client.networks(outline, config)["descriptor_net"]
-        shapes = {size: shapes_of(net) for size, net in outline.models.items()}
-        single = config.hyper_net == "single"
-        build: type[SingleOutput | MultiHead] = SingleOutput if single else MultiHead
-        width, layers, length = config.hidden, config.hidden_layers, config.length(outline)
-        self.hyper_net = build(shapes, length, hidden=width, hidden_layers=layers).to(outline.dtype)
+        self.hyper_net = config.build(outline, config.length(outline))
         self.standard = Standard(fit=config.standardize).to(outline.dtype)
         self.buffers: Tree = {
-            size: trees.partition(outline.initial(size), shapes[size])[1] for size in shapes
+            size: trees.partition(outline.initial(size), trees.parameters_of(net))[1]
+            for size, net in outline.models.items()
         }
         self.late_gradient: Tree = {}
         self._posted: Pending | None = None

@@ -31,7 +31,7 @@ from hyperfed.methods.parts import a_distance, pools
 from hyperfed.methods.parts.hypernet_training import HyperNetConfig, clip_rows, descend
 from hyperfed.methods.parts.pools import POOL, PoolConfig
 from hyperfed.methods.parts.presets import PEFLL
-from hyperfed.nets.hypernets import MultiHead, draw_weights, shapes_of, update_norms
+from hyperfed.nets.hypernets import draw_weights, shapes_of, update_norms
 from hyperfed.nets.targets import head_names
 from hyperfed.training import PersonalConfig, count_classes
 from hyperfed.trees import Model, Tree, detach, partition, pull_back, subtract
@@ -63,6 +63,7 @@ class Config(PoolConfig, HyperNetConfig, PersonalConfig):
 
     def __post_init__(self) -> None:
         self.check_pool(possible=not self.head_layers and self.descriptor == "embedding")
+        self.check_hyper_net(spectral_norm=self.spectral_norm)
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -86,9 +87,10 @@ class Client(federation.Client):
     def train_model(self, model: Model) -> Model:
         """Returns delta after local SGD; keeps head and buffers.
 
-        A head that the client has none of yet is drawn: each client's is another.
+        A head that the client has none of yet is drawn: each client's is another. Where models
+        start at the target, so does it.
         """
-        if "head" not in self.memory:
+        if "head" not in self.memory and self.config.start == "random":
             start, _ = partition(self.initial, self.head)
             self.memory["head"] = draw_weights(self.module, self.generator, start)
         trained = self.train_own(
@@ -164,16 +166,13 @@ class Server(federation.Server):
         super().__init__(outline, config)
         learned = config.descriptor == "embedding"
         size = config.length(outline.clients) if learned else outline.classes
-        self.hyper_net = MultiHead(
-            {
-                name: partition(shapes_of(net), head_names(net, config.head_layers))[1]
-                for name, net in outline.models.items()
-            },
-            size,
-            hidden=config.hidden,
-            hidden_layers=config.hidden_layers,
-            spectral_norm=config.spectral_norm,
-        ).to(outline.dtype)
+        shapes = {
+            name: partition(shapes_of(net), head_names(net, config.head_layers))[1]
+            for name, net in outline.models.items()
+        }
+        self.hyper_net = config.build(
+            outline, size, shapes=shapes, spectral_norm=config.spectral_norm
+        )
         self.embeddings = nn.Embedding(outline.clients, size).to(outline.dtype)
         self.examples: Tree = {}  # {"count": (classes,)} of all known clients, once they were asked
         self.optimizer = config.sgd(

@@ -1,6 +1,14 @@
 """Networks: what clients run (``targets``) and what generates it (``hypernets``)."""
 
-from hyperfed.nets.hypernets import Chunked, MultiHead, Shapes, SingleOutput, shapes_of
+from hyperfed.nets.hypernets import (
+    Chunked,
+    DescribedChunks,
+    HyperNet,
+    MultiHead,
+    Shapes,
+    SingleOutput,
+    shapes_of,
+)
 from hyperfed.nets.layer_weights import LayerWeights
 from hyperfed.nets.targets import (
     MLP,
@@ -23,6 +31,8 @@ __all__ = [
     "TARGETS",
     "CharLSTM",
     "Chunked",
+    "DescribedChunks",
+    "HyperNet",
     "LayerWeights",
     "LeNet",
     "LeNetBN",

@@ -4,11 +4,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
-from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import ConfigDict, NonNegativeFloat, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from hyperfed.federation import Cohort
+from hyperfed.methods.parts.generators import GeneratorConfig
 from hyperfed.trees import Model, fill_gradients, pull_back, weighted_mean
 from hyperfed.trees.aggregation import is_plain
 
@@ -17,7 +18,7 @@ Reduction = Literal["mean", "sum"]
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
-class HyperNetConfig:
+class HyperNetConfig(GeneratorConfig):
     """The settings of a hypernetwork and of its training, under the same keys.
 
     Attributes:
@@ -32,8 +33,6 @@ class HyperNetConfig:
         cohort_reduction: whether the server steps by the mean of what its clients' deltas are
             pulled back to, or by their sum, as a loss does that is a sum over clients.
         embedding_size: length l of an embedding; 1 + n // 4 for n clients where not given.
-        hidden: width of the hypernetwork's hidden layers.
-        hidden_layers: their number.
     """
 
     lr: PositiveFloat = 1e-2
@@ -44,8 +43,6 @@ class HyperNetConfig:
     embedding_weight_decay: NonNegativeFloat | None = None
     cohort_reduction: Reduction = "mean"
     embedding_size: PositiveInt | None = None
-    hidden: PositiveInt = 100
-    hidden_layers: NonNegativeInt = 3
 
     def length(self, clients: int) -> int:
         """Returns the length l of an embedding for ``clients`` known clients."""

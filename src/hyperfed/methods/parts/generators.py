@@ -1,0 +1,102 @@
+"""What methods share whose server makes models with a hypernetwork: which one, and its start."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import ConfigDict, NonNegativeInt, PositiveInt
+from pydantic.dataclasses import dataclass
+
+from hyperfed.errors import UserError
+from hyperfed.federation import Outline
+from hyperfed.nets.hypernets import (
+    DescribedChunks,
+    HyperNet,
+    MultiHead,
+    Shapes,
+    SingleOutput,
+    shapes_of,
+    spread_of,
+    start_at,
+)
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class GeneratorConfig:
+    """The settings of a hypernetwork, under the same keys.
+
+    Attributes:
+        hyper_net: pFedHN's, with an output layer for each tensor; PeFLL's, with one for all (its
+            table 4); or one that makes a chunk at a time, whose size hardly follows the target's.
+        head_rank: rank of the output layers' matrices; full where not given. It divides their
+            memory by about ``hidden / head_rank``.
+        chunk: parameters that ``chunks`` makes at a time.
+        chunk_embedding: length of the embedding of a chunk.
+        start: whether models begin as a new hypernetwork happens to make them (the papers), or all
+            of them as the target that the task brings: what it was trained for is not lost.
+        hidden: width of the hypernetwork's hidden layers, of which ``hidden_layers`` follow the
+            first.
+        hidden_layers: their number.
+    """
+
+    hyper_net: Literal["heads", "single", "chunks"] = "heads"
+    head_rank: PositiveInt | None = None
+    chunk: PositiveInt = 400
+    chunk_embedding: PositiveInt = 13
+    start: Literal["random", "target"] = "random"
+    hidden: PositiveInt = 100
+    hidden_layers: NonNegativeInt = 3
+
+    def check_hyper_net(self, *, spectral_norm: bool = False) -> None:
+        """Raises ``UserError`` for settings that exclude one another."""
+        if self.head_rank is not None and self.hyper_net == "chunks":
+            raise UserError(
+                "head_rank must be of a hypernetwork with output layers of their own for a target, "
+                'got hyper_net = "chunks"; leave head_rank out, or choose heads or single'
+            )
+        if spectral_norm and (self.start == "target" or self.hyper_net == "chunks"):
+            raise UserError(
+                "a hypernetwork with spectral_norm must start at random and have heads or a single "
+                "output, for it gives every matrix the norm 1, but came "
+                f"start = {self.start!r}, hyper_net = {self.hyper_net!r}; set spectral_norm=false"
+            )
+
+    def build(
+        self,
+        outline: Outline,
+        length: int,
+        *,
+        shapes: Shapes | None = None,
+        spectral_norm: bool = False,
+    ) -> HyperNet:
+        """Builds the hypernetwork of a server.
+
+        Args:
+            outline: of the task; the targets are as they are to start with.
+            length: l, of a descriptor.
+            shapes: what to generate; all trained parameters of the targets where None.
+            spectral_norm: as of ``MultiHead``.
+        """
+        if shapes is None:
+            shapes = {size: shapes_of(net) for size, net in outline.models.items()}
+        net: HyperNet
+        layers: dict[str, Any] = {"hidden": self.hidden, "hidden_layers": self.hidden_layers}
+        if self.hyper_net == "chunks":
+            of_chunk = {"chunk": self.chunk, "embedding": self.chunk_embedding}
+            spread = _spreads(outline, shapes)
+            net = DescribedChunks(shapes, length, **layers, **of_chunk, spread=spread)
+        else:
+            kind = SingleOutput if self.hyper_net == "single" else MultiHead
+            outputs: dict[str, Any] = {"spectral_norm": spectral_norm, "rank": self.head_rank}
+            net = kind(shapes, length, **layers, **outputs)
+        net = net.to(outline.dtype)
+        if self.start == "target":
+            start_at(net, outline.models)
+        return net
+
+
+def _spreads(outline: Outline, shapes: Shapes) -> Mapping[str, Mapping[str, float]]:
+    """Returns the root mean square of every tensor to generate, as the targets have it now."""
+    return {
+        size: {name: value for name, value in spread_of(net).items() if name in shapes[size]}
+        for size, net in outline.models.items()
+    }
