@@ -22,6 +22,7 @@ import typer
 from typer import Argument, Option
 
 import hyperfed
+from hyperfed.apps.describe import describe
 from hyperfed.apps.flower import submit
 from hyperfed.apps.flower.commands import node, superexec
 from hyperfed.apps.printing import Json, print_json, print_table, say, table
@@ -276,6 +277,7 @@ def compare(
         print(figure)
 
 
+app.command()(describe)
 app.command()(node)
 app.command()(superexec)
 

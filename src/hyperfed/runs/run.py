@@ -77,7 +77,7 @@ class Run(Served):
         super().__init__(config, task)
         self.config = replace(config, task=tasks.settings_of(self.task))
         self._rule = Rule(config.robust.aggregation, config.robust.hostile)
-        if self._rule.name != "mean" and (size := self._cohort_size()) < 3:
+        if self._rule.name != "mean" and (size := self.cohort_size) < 3:
             raise UserError(
                 "a round must have at least 3 clients where robust.aggregation is not mean, as no "
                 f"two can outvote a third, came {size}; set cohort"
@@ -196,6 +196,11 @@ class Run(Served):
         """Whether all rounds are done."""
         return self.round >= self.config.rounds
 
+    @property
+    def bytes(self) -> Mapping[str, int]:
+        """What training has sent to clients, ``down``, and had from them, ``up``, so far."""
+        return dict(self._bytes)
+
     def train(self) -> Iterator[Progress]:
         """Runs the remaining rounds and yields after each; ends early after :meth:`stop`.
 
@@ -298,9 +303,11 @@ class Run(Served):
         """Draws the round's cohort uniformly, without replacement; a number above all means all."""
         draw = generator(self.config.seed, "cohort", self.round)
         order = torch.randperm(len(self.task.known), generator=draw)
-        return sorted(order[: self._cohort_size()].tolist())
+        return sorted(order[: self.cohort_size].tolist())
 
-    def _cohort_size(self) -> int:
+    @property
+    def cohort_size(self) -> int:
+        """How many clients take part in a round."""
         known, cohort = len(self.task.known), self.config.cohort
         if isinstance(cohort, int):
             return min(cohort, known)
@@ -363,7 +370,7 @@ class Run(Served):
             "method": self.config.method,
             "task": self.task.name,
             "engine": self.engine.name,
-            **self.engine.resources(self._cohort_size()),
+            **self.engine.resources(self.cohort_size),
             "seed": self.config.seed,
             "rounds": self.round,
             "best_round": best,

@@ -1,0 +1,118 @@
+"""Trains hypernetworks for large targets and prints what that took; see bench_large.py.
+
+``python large.py METHOD TARGET CLIENTS [KEY=VALUE ...]`` prints {"target": its parameters,
+"hypernetwork": those that make it, "gibibytes": the largest resident memory of the process,
+"round": seconds of a round, the median of those before the last, which evaluates all clients}.
+"""
+
+import json
+import resource
+import statistics
+import sys
+from collections.abc import Callable, Mapping
+from time import perf_counter
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hyperfed import trees
+from hyperfed.data.own import Task
+from hyperfed.nets.targets import LeNet
+from hyperfed.runs import config
+from hyperfed.runs.run import Run
+from random_images import CLASSES
+
+SHAPE = (3, 32, 32)
+
+EXAMPLES = 30
+"""Of each client."""
+
+ROUNDS = 4
+
+
+class Block(nn.Module):
+    """Two 3x3 convolutions with batch-norm, and what comes in added (He et al., CVPR 2016)."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.norm1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(outputs)
+        self.past = nn.Sequential()
+        if stride > 1 or inputs != outputs:
+            shortcut = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+            self.past = nn.Sequential(shortcut, nn.BatchNorm2d(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
+        return F.relu(y + self.past(x))
+
+
+def resnet18() -> nn.Module:
+    """ResNet-18 for images of 32 x 32: 11,173,962 parameters with 10 classes."""
+    first = [nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU()]
+    widths = ((64, 64, 1), (64, 128, 2), (128, 256, 2), (256, 512, 2))
+    blocks = [Block(*width) for width in widths]
+    more = [Block(outputs, outputs, 1) for _, outputs, _ in widths]
+    body = [block for pair in zip(blocks, more, strict=True) for block in pair]
+    end = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, CLASSES)]
+    return nn.Sequential(*first, *body, *end)
+
+
+class ViTTi(nn.Module):
+    """ViT-Ti (Touvron et al., ICML 2021) on patches of 4 x 4: 5.4 M parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 192, 4, 4)
+        self.first = nn.Parameter(torch.zeros(1, 1, 192))
+        self.places = nn.Parameter(0.02 * torch.randn(1, 65, 192))
+        layer = nn.TransformerEncoderLayer(
+            192, 3, 768, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        )
+        self.layers = nn.TransformerEncoder(layer, 12, nn.LayerNorm(192), False)
+        self.head = nn.Linear(192, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.patches(x).flatten(2).transpose(1, 2)  # (B, 64, 192)
+        tokens = torch.cat([self.first.expand(len(x), -1, -1), tokens], dim=1) + self.places
+        logits: Tensor = self.head(self.layers(tokens)[:, 0])
+        return logits
+
+
+TARGETS: Mapping[str, Callable[[], nn.Module]] = {
+    "resnet18": resnet18,
+    "vit_ti": ViTTi,
+    "lenet": lambda: LeNet(SHAPE, CLASSES),
+}
+
+
+def main(method: str, target: str, clients: int, *keys: str) -> None:
+    draw = torch.Generator().manual_seed(0)
+    total = EXAMPLES * clients
+    x = torch.randint(256, (total, *SHAPE), dtype=torch.uint8, generator=draw)
+    y = torch.randint(CLASSES, (total,), generator=draw)
+    owner = torch.arange(clients).repeat_interleave(EXAMPLES)
+    short = [f"rounds={ROUNDS}", f"evaluate_every={ROUNDS}", "cohort=5", "method.start=target"]
+    settings = config.load(method, [*short, "method.local_steps=5", "method.batch_size=8", *keys])
+    task = Task.from_arrays(x, y, client=owner.tolist(), model=TARGETS[target])
+    run = Run(settings, task)
+    rounds, seconds = run.train(), []
+    for _ in range(ROUNDS - 1):
+        begin = perf_counter()
+        next(rounds)
+        seconds.append(perf_counter() - begin)
+    next(rounds)  # with the evaluation
+    found = {
+        "target": sum(p.numel() for p in trees.parameters_of(task.models["base"]).values()),
+        "hypernetwork": sum(p.numel() for p in vars(run.server)["hyper_net"].parameters()),
+        "gibibytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        "round": statistics.median(seconds),
+    }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), *sys.argv[4:])
