@@ -41,7 +41,8 @@ class Task:
     Attributes:
         name: how the records call it.
         x: (N, ...) every example once: uint8 images (N, C, H, W), float features or int64 tokens.
-        y: (N,) int64 labels, or float targets for regression.
+        y: (N,) int64 labels, or float targets for regression; or (N, T) a label for every token,
+            of which -100 counts for nothing.
         train: for each client its examples, (m,) int64 indices into ``x`` and ``y``.
         val: the same, for choosing the best round.
         test: the same, for reporting.
@@ -527,8 +528,10 @@ class Client:
         training_labels_hidden = self._task.unlabelled and self.novel
         if not self.classes or training_labels_hidden:
             return None
-        labels = self._task.y[self._task.train[self.id]]
-        return labels.new_ones(self.classes, dtype=torch.bool).scatter(0, labels, False)
+        labels = self._task.y[self._task.train[self.id]].flatten()
+        seen = labels.where(labels >= 0, self.classes)  # what is ignored stands behind the classes
+        absent = labels.new_ones(self.classes + 1, dtype=torch.bool).scatter(0, seen, False)
+        return absent[: self.classes]
 
     def _count(self, model: Model, split: Split, absent: Tensor | None) -> Tree:
         score = self._task.score

@@ -19,6 +19,7 @@ from torch.linalg import vector_norm
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hyperfed import trees
+from hyperfed.errors import UserError
 from hyperfed.system.devices import CPU
 from hyperfed.trees import Model, mapped
 
@@ -262,8 +263,16 @@ def outputs_and_features(
 
     Returns:
         the outputs, and the features (B, F), flattened where the last layer takes more dimensions.
+
+    Raises:
+        UserError: what is last is not a layer but its adapter.
     """
     *_, last = filter(trees.is_trained, module.modules())
+    if last in trees.adapter_parts(module):
+        raise UserError(
+            f"features are what goes into a target's last layer, but of a {type(module).__name__} "
+            "an adapter alone is trained there; name the head in its modules_to_save"
+        )
     inputs: list[Tensor] = []
     hook = last.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
     try:

@@ -168,7 +168,9 @@ def test_a_loss_of_ones_own_is_kept():
             "integer labels because classes=3 was given, got torch.float",
         ),
         ({"y": np.full(100, np.inf), "model": linear(1)}, "y must be finite"),
-        ({"y": np.stack([Y, Y], 1)}, r"y must have shape \(N,\), got \(100, 2\)"),
+        ({"y": np.stack([X, X], 1)}, r"y must have shape \(N,\), .* got \(100, 2, 4\)"),
+        ({"y": np.stack([Y, Y], 1)}, r"must give 2 x 3 outputs per example, got shape \(2, 3\)"),
+        ({"y": np.stack([Y, Y - 1], 1)}, r"labels must lie in 0..2, got -1 at index 0 .34 such."),
         ({"client": np.stack([Y, Y], 1)}, "client must be one hashable id per example"),
         (
             {"client": [0] * 98 + [1] * 2, "val": 0.5, "test": 0.3},

@@ -23,6 +23,7 @@ from typer import Argument, Option
 
 import hyperfed
 from hyperfed.apps.describe import describe
+from hyperfed.apps.export import export
 from hyperfed.apps.flower import submit
 from hyperfed.apps.flower.commands import node, superexec
 from hyperfed.apps.printing import Json, print_json, print_table, say, table
@@ -278,6 +279,7 @@ def compare(
 
 
 app.command()(describe)
+app.command()(export)
 app.command()(node)
 app.command()(superexec)
 

@@ -17,6 +17,9 @@ from hyperfed.errors import UserError
 PARTS = ("train", "val", "test")
 """What an example is for, as a split says it; the position is its number."""
 
+IGNORED = -100
+"""The label of a token that counts for nothing, as of PyTorch's cross entropy."""
+
 
 def features(x: Any, problems: list[str]) -> Tensor:
     """Converts inputs to (N, ...) uint8 images, floats or int64 tokens.
@@ -55,14 +58,20 @@ def features(x: Any, problems: list[str]) -> Tensor:
 def targets(y: Any, classes: int | None, problems: list[str]) -> tuple[Tensor, int]:
     """Converts targets to (N,) int64 labels and their number, or (N,) floats and 0.
 
+    Labels may be those of tokens, (N, T), of which IGNORED counts for nothing.
+
     Args:
         y: NumPy array or tensor of integers (labels) or floats (regression).
         classes: number of labels; largest label + 1 where None.
         problems: what must hold and does not is appended here.
     """
     y = to_tensor(y, "y")
-    if y.ndim != 1:
-        problems.append(f"y must have shape (N,), got {tuple(y.shape)}; flatten it")
+    of_tokens = y.ndim == 2 and y.dtype != torch.bool and not y.is_floating_point()
+    if y.ndim != 1 and not of_tokens:
+        problems.append(
+            f"y must have shape (N,), or (N, T) for labels of tokens, got {tuple(y.shape)} "
+            f"{y.dtype}; flatten it"
+        )
         return y, classes or 0
     if y.is_floating_point():
         if classes is not None:
@@ -76,13 +85,17 @@ def targets(y: Any, classes: int | None, problems: list[str]) -> tuple[Tensor, i
         problems.append(f"y must be integer labels or float targets, got {y.dtype}; convert it")
         return y, 0
     y = y.long()
-    largest = int(y.max()) if len(y) else -1
+    largest = int(y.max()) if y.numel() else -1
     limit = largest + 1 if classes is None else classes
     wrong = (y < 0) | (y >= limit)
+    if of_tokens:
+        wrong &= y != IGNORED
     if wrong.any():
-        first = int(wrong.nonzero()[0])
+        first = (
+            int(wrong.flatten(1).any(dim=1).nonzero()[0]) if of_tokens else int(wrong.nonzero()[0])
+        )
         problems.append(
-            f"labels must lie in 0..{limit - 1}, got {int(y[first])} at index {first} "
+            f"labels must lie in 0..{limit - 1}, got {int(y[wrong][0])} at index {first} "
             f"({int(wrong.sum())} such); number them from 0"
             + ("" if classes is None else f" or raise classes from {classes}")
         )

@@ -16,6 +16,7 @@ from hyperfed.data.examples import Normalize, channel_statistics, fingerprint_of
 from hyperfed.data.partitions import Partition
 from hyperfed.errors import UserError
 from hyperfed.federation import BASE, accuracy
+from hyperfed.nets.pretrained import with_plain_output
 from hyperfed.system.randomness import seeded
 
 HELD_OUT = 0.15
@@ -50,12 +51,15 @@ def from_arrays(
             the task normalises by their channel statistics; floats (N, ...), converted to the
             model's precision; or integer tokens (N, ...).
         y: (N,) integer labels from 0; words, which are numbered in their order; or floats for
-            regression.
+            regression; or (N, T) integer labels of every token, for a model that gives
+            (B, T, classes): -100 counts for nothing.
         client: (N,) who holds each example: ids of any hashable type. Clients are numbered in the
             order of their first appearance; a client's name is its id as text.
         model: target network, or a function that makes one (called with seeded initialisation), or
             {size name: either} for several sizes, dealt out to equal groups of clients. Parameters
-            with ``requires_grad=False`` stay as they are and never travel.
+            with ``requires_grad=False`` stay as they are and never travel. Of what a model of
+            ``transformers`` returns its logits are taken, and it is told which tokens are padding.
+            A model of ``peft`` may stand here as it is.
         split: (N,) what each example is for: "train", "val" or "test". None to draw it.
         val: fraction of each client's examples for validation; None for 0.15, or what ``split``
             says.
@@ -102,10 +106,12 @@ def from_arrays(
     targets = targets.to(precision) if targets.is_floating_point() else targets
     if usable and aligned:
         batch = Normalize(*channel_statistics(inputs[:2]))(inputs[:2])
-        try_models(models, batch, classes if numbered and not (loss or score) else None, problems)
+        wanted = (*targets.shape[1:], classes) if numbered and not (loss or score) else None
+        try_models(models, batch, wanted, problems)
     arrays.raise_all(problems, "these arguments do not make a task")
     assert partition is not None, "its problem was raised"
 
+    usual_loss, usual_score = _usual(targets)
     known = torch.cat(partition.train[: clients - joining])
     frozen = fingerprint_of_frozen(models)
     return Task(
@@ -121,8 +127,8 @@ def from_arrays(
         novel=joining,
         unlabelled=unlabelled,
         transform=Normalize(*channel_statistics(inputs[known])),
-        loss=loss or (F.cross_entropy if classes else mean_squared_error),
-        score=score or (accuracy if classes else minus_squared_error),
+        loss=loss or usual_loss,
+        score=score or usual_score,
         fingerprint=hash_of(inputs, targets, partition.fingerprint, *filter(None, [frozen])),
         names=() if names == tuple(map(str, range(clients))) else names,
         labels=tuple(labels),
@@ -265,6 +271,27 @@ def rows_like(task: Task, table: Any, what: str) -> tables.Rows:
     return rows
 
 
+def _usual(y: Tensor) -> tuple[OfBatch, OfBatch]:
+    """Returns the loss and the score of targets of a kind."""
+    if y.is_floating_point():
+        return mean_squared_error, minus_squared_error
+    if y.ndim > 1:
+        return token_cross_entropy, token_accuracy
+    return F.cross_entropy, accuracy
+
+
+def token_cross_entropy(output: Tensor, y: Tensor) -> Tensor:
+    """Returns the mean over all tokens that count, for outputs (B, T, classes) and y (B, T)."""
+    return F.cross_entropy(output.flatten(0, 1), y.flatten(), ignore_index=arrays.IGNORED)
+
+
+def token_accuracy(output: Tensor, y: Tensor) -> Tensor:
+    """Returns (B,) the share of each example's tokens that are right, among those that count."""
+    counts = y != arrays.IGNORED
+    right = (output.argmax(dim=-1) == y) & counts
+    return right.sum(dim=1) / counts.sum(dim=1).clamp(min=1)
+
+
 def mean_squared_error(output: Tensor, y: Tensor) -> Tensor:
     """Returns the mean of (output - y)^2, for outputs (B,) or (B, 1) and targets (B,)."""
     return F.mse_loss(output.reshape(y.shape), y)
@@ -344,7 +371,7 @@ def _models(
         with seeded(seed, "target", size):
             given = _made(network)
         if isinstance(given, nn.Module):
-            made[size] = given
+            made[size] = with_plain_output(given)
         else:
             problems.append(
                 f"model {size!r} must be an nn.Module, or a function without arguments that makes "
@@ -373,12 +400,15 @@ def _precision(models: Mapping[str, nn.Module]) -> torch.dtype:
 
 
 def try_models(
-    models: Mapping[str, nn.Module], batch: Tensor, classes: int | None, problems: list[str]
+    models: Mapping[str, nn.Module],
+    batch: Tensor,
+    wanted: tuple[int, ...] | None,
+    problems: list[str],
 ) -> None:
     """Runs each network on a batch, and tells what is wrong with it or with what it gives.
 
-    Of classes it must give as many numbers per example, or more; for regression (``classes`` 0)
-    one. None asks for no number.
+    Of (classes,) it must give as many numbers per example, or more; for regression, where that is
+    0, one; for labels of tokens (T, classes) as many for each of T. None asks for no number.
     """
     for size, network in models.items():
         if not trees.parameters_of(network):
@@ -402,11 +432,22 @@ def try_models(
                 "part that is the output (a recurrent layer returns its state beside it)"
             )
             continue
-        given = output[0].numel() if output.ndim else 0
-        fits = given >= classes if classes else given == 1
-        if classes is not None and not (fits and len(output) == len(batch)):
+        if wanted is not None and not (_fits(output, *wanted) and len(output) == len(batch)):
             problems.append(
-                f"model {size!r} must give {classes or 1} outputs per example, got shape "
+                f"model {size!r} must give {_numbers(*wanted)} outputs per example, got shape "
                 f"{tuple(output.shape)} for {len(batch)} examples; change its last layer"
-                + ("" if classes else ", or convert y to integers if these floats are labels")
+                + ("" if wanted[-1] else ", or convert y to integers if these floats are labels")
             )
+
+
+def _fits(output: Tensor, *wanted: int) -> bool:
+    *tokens, classes = wanted
+    if tokens:
+        return list(output.shape[1:-1]) == tokens and output.shape[-1] >= classes
+    given = output[0].numel() if output.ndim else 0
+    return given >= classes if classes else given == 1
+
+
+def _numbers(*wanted: int) -> str:
+    *tokens, classes = wanted
+    return " x ".join(map(str, (*tokens, classes or 1)))

@@ -145,8 +145,10 @@ class Client(federation.Client):
     def descriptor_net_gradient(self, gradient: Tree) -> Model:
         """Back-propagates a descriptor's gradient through the batch and network that made it."""
         batch, by = Batch(self.scratch["x"], self.scratch["y"]), gradient["descriptor"]
-        pulled = grad(lambda net: self.embed(net, batch).mean(dim=0) @ by)
-        return dict(pulled(self.scratch["descriptor_net"]))
+        sent: Model = self.scratch["descriptor_net"]
+        whole = {name: value for name, value in sent.items() if not value.is_floating_point()}
+        pulled = grad(lambda net: self.embed(whole | net, batch).mean(dim=0) @ by)
+        return dict(pulled(trees.partition(sent, whole)[1]))
 
     def embed(self, descriptor_net: Model, batch: Batch) -> Tensor:
         """Returns (B, l), one embedding for each example."""

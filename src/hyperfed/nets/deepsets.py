@@ -2,7 +2,6 @@
 
 import copy
 from itertools import pairwise
-from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +34,7 @@ class DeepSet(nn.Module):
 
     Args:
         target: the target network. Its layers must be used in the order of their definition. It is
-            copied, without its weights but for frozen ones.
+            copied, without its weights but for frozen ones and those of adapters beside them.
         descriptor_size: l.
         units: outputs of the layer before pooling; an even number.
         bounded: whether samples are mapped onto the unit sphere and averaged.
@@ -54,12 +53,14 @@ class DeepSet(nn.Module):
                 f"got {descriptor_size} and {units}; choose others"
             )
         dtype = next(iter(trees.parameters_of(target).values())).dtype
-        widths = [part.out_features for part in target.modules() if _is_trained_linear(part)]
+        widths = [
+            part.out_features for _, part in _layers_of(target) if isinstance(part, nn.Linear)
+        ]
         self.bounded = bounded
         self.features = _features(target, units, dtype)
         self.layers = _layers([units, *widths[:-1], descriptor_size]).to(dtype)
-        for part in self.modules():
-            if isinstance(part, nn.Linear | _ConvNd) and trees.is_trained(part):
+        for _, part in _layers_of(self):
+            if isinstance(part, nn.Linear | _ConvNd):
                 nn.init.kaiming_normal_(part.weight, nonlinearity="relu")
 
     def forward(self, x: Tensor) -> Tensor:
@@ -73,14 +74,20 @@ class DeepSet(nn.Module):
         return descriptor
 
 
-def _is_trained_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
-    return isinstance(module, nn.Linear) and trees.is_trained(module)
+def _layers_of(network: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Returns (name, module) of those that have parameters to train, adapters' apart."""
+    beside = trees.adapter_parts(network)
+    return [
+        (name, part)
+        for name, part in network.named_modules()
+        if trees.is_trained(part) and part not in beside
+    ]
 
 
 def _features(target: nn.Module, units: int, dtype: torch.dtype) -> nn.Module:
     """Returns a copy of ``target`` that ends with its first linear layer, of ``units`` outputs."""
     network = nn.Sequential(copy.deepcopy(target))  # a parent, also for a target that is one layer
-    owners = [(name, part) for name, part in network.named_modules() if trees.is_trained(part)]
+    owners = _layers_of(network)
     for place, (name, module) in enumerate(owners):
         if isinstance(module, nn.Linear):
             network.set_submodule(name, nn.Linear(module.in_features, units).to(dtype))
@@ -88,8 +95,8 @@ def _features(target: nn.Module, units: int, dtype: torch.dtype) -> nn.Module:
                 network.set_submodule(later, nn.Identity())
             return network
     raise UserError(
-        f"a deep set needs a target with a linear layer, got a {type(target).__name__} without "
-        "one; choose another target"
+        f"a deep set needs a target that trains a linear layer, got a {type(target).__name__} "
+        "without one; choose another target, or name its head in the adapter's modules_to_save"
     )
 
 

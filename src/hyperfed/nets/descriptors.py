@@ -25,7 +25,8 @@ class LabelledTarget(nn.Module):
     last linear layer has l outputs and no activation after it.
 
     Of classes the label is one-hot, for regression it is the target's value as it is. Layers count
-    in the order of their definition; frozen ones do not, they stay as they are. Batch normalisation
+    in the order of their definition; frozen ones do not, nor what an adapter puts beside them: they
+    stay as they are. So a target on adapters sees the label at its last layer. Batch normalisation
     is left out: an embedding must depend on its own example only.
 
     Args:
@@ -46,16 +47,17 @@ class LabelledTarget(nn.Module):
             if isinstance(module, nn.modules.batchnorm._NormBase) and module not in frozen:
                 self.set_submodule(name, nn.Identity())
         more = label_features(classes)
-        layers = self._layers()
-        first = _with_labels(layers[0][1], more) if layers else None
+        layers, adapted = self._layers(), trees.adapter_parts(self)
+        first = _with_labels(layers[0][1], more) if layers and not adapted else None
         if first is not None:
             self.set_submodule(layers[0][0], first)
         linear = [(name, part) for name, part in self._layers() if isinstance(part, nn.Linear)]
         if not linear:
             raise UserError(
                 "a descriptor network that copies the target needs one that ends with a linear "
-                f"layer, got {type(target).__name__}, which has none; describe clients by their "
-                'labels alone (descriptor_net = "linear"), or choose another target'
+                f"layer, got {type(target).__name__}, which trains none; describe clients by their "
+                'labels alone (descriptor_net = "linear"), name its head in an adapter\'s '
+                "modules_to_save, or choose another target"
             )
         last_name, last = linear[-1]
         last_now: nn.Module
@@ -68,11 +70,19 @@ class LabelledTarget(nn.Module):
         self.set_submodule(last_name, last_now)
 
     def _layers(self) -> list[tuple[str, nn.Module]]:
-        """Returns (name, module) of the modules that have parameters to train."""
-        return [(name, part) for name, part in self.named_modules() if trees.is_trained(part)]
+        """Returns (name, module) of the modules that have parameters to train, adapters' apart."""
+        beside = trees.adapter_parts(self)
+        return [
+            (name, part)
+            for name, part in self.named_modules()
+            if trees.is_trained(part) and part not in beside
+        ]
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """Embeds examples x (B, ...) with labels or targets y (B,)."""
+        """Embeds examples x (B, ...) with labels or targets y (B,).
+
+        Of a target that says something of every token, (B, T, ...), it is the mean over tokens.
+        """
         (sees,) = (part for part in self.modules() if isinstance(part, _SeesLabels))
         dtype = x.dtype if x.is_floating_point() else next(sees.parameters()).dtype
         sees.label = encoded(y, self.classes, dtype)
@@ -80,7 +90,7 @@ class LabelledTarget(nn.Module):
             embedding: Tensor = self.net(x)
         finally:
             del sees.label
-        return embedding
+        return embedding.flatten(1, -2).mean(dim=1) if embedding.ndim > 2 else embedding
 
 
 def label_features(classes: int) -> int:
@@ -89,9 +99,16 @@ def label_features(classes: int) -> int:
 
 
 def encoded(y: Tensor, classes: int, dtype: torch.dtype) -> Tensor:
-    """Returns labels (B,) as (B, classes) one-hot rows; targets of regression as (B, 1)."""
+    """Returns labels (B,) as (B, classes) one-hot rows; targets of regression as (B, 1).
+
+    Of labels of every token, (B, T), it returns their shares in each example.
+    """
     if not classes:
         return y[:, None].to(dtype)
+    if y.ndim > 1:
+        rows = torch.eye(classes + 1, dtype=dtype, device=y.device)[y.where(y >= 0, classes)]
+        counts = rows[..., :classes].flatten(1, -2).sum(dim=1)
+        return counts / counts.sum(dim=1, keepdim=True).clamp(min=1)
     return torch.eye(classes, dtype=dtype, device=y.device)[y]
 
 
@@ -184,9 +201,9 @@ class LabelMap(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """Embeds labels y (B,); the examples x are not looked at."""
-        if self.classes:
+        if self.classes and y.ndim == 1:
             return self.linear.weight.T[y] + self.linear.bias
-        embedding: Tensor = self.linear(encoded(y, 0, self.linear.weight.dtype))
+        embedding: Tensor = self.linear(encoded(y, self.classes, self.linear.weight.dtype))
         return embedding
 
 

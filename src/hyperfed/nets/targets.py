@@ -375,15 +375,23 @@ def head_names(model: nn.Module, layers: int = 1) -> tuple[str, ...]:
         Names as in ``model.named_parameters()``, such as ``("fc3.weight", "fc3.bias")``.
 
     Raises:
-        UserError: the model has fewer such modules, or ``layers`` is negative.
+        UserError: the model has fewer such modules, or adapters in their place, or ``layers`` is
+            negative.
     """
-    owners = [own for part in _entries(model) if (own := part.parameters)]
+    owners = [part for part in _entries(model) if part.parameters]
     if not 0 <= layers <= len(owners):
         raise UserError(
             f"the head of a {type(model).__name__} must have 0 to {len(owners)} layers (modules "
             f"with parameters to train), got {layers}; choose such a number or another target"
         )
-    return tuple(name for names in owners[len(owners) - layers :] for name in names)
+    head = owners[len(owners) - layers :]
+    if adapters := [part.name for part in head if part.module in trees.adapter_parts(model)]:
+        raise UserError(
+            f"a head of {layers} must be layers that are trained whole, but {adapters[0]} belongs "
+            "to an adapter; name the target's head in its modules_to_save, or choose a method "
+            "without a head"
+        )
+    return tuple(name for part in head for name in part.parameters)
 
 
 def batch_norm_names(model: nn.Module) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from time import monotonic
 from types import ModuleType
 from typing import Any
@@ -18,6 +19,7 @@ from hyperfed.engines import Engine, EngineCohort
 from hyperfed.errors import UserError
 from hyperfed.federation import Server
 from hyperfed.methods import METHODS
+from hyperfed.nets.pretrained import save_adapter
 from hyperfed.runs import config as configuration
 from hyperfed.runs import records
 from hyperfed.runs.config import RunConfig
@@ -138,6 +140,18 @@ class Served:
         with self._at_best() as server:
             cohort = self.engine.cohort([client], number, training=False, fresh=novel)
             return self._export(server, cohort, self.task.size_of(client))
+
+    def adapter(self, client: int, folder: str | Path) -> None:
+        """Writes a client's model, where the target is one of ``peft``, as its adapter's folder.
+
+        It holds ``adapter_model.safetensors`` and ``adapter_config.json``, which
+        ``PeftModel.from_pretrained(backbone, folder)`` opens, without hyperfed.
+
+        Raises:
+            UserError: no such client, no such target, something beside the adapter is trained, or
+                the folder is there already. Nothing is written then.
+        """
+        save_adapter(self.model(client), Path(folder))
 
     def diagnostics(self) -> Tree:
         """Returns what the server had learned at the best round that tells how its method works.

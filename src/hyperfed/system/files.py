@@ -3,6 +3,7 @@
 import contextlib
 import os
 import secrets
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
@@ -36,6 +37,27 @@ def atomic_write(path: Path, content: bytes | Callable[[BinaryIO], object]) -> N
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def atomic_folder(path: Path, write: Callable[[Path], object]) -> None:
+    """Makes a folder as a whole: afterwards it is there with all that is in it, or not at all.
+
+    Args:
+        path: what must not be there yet; the folder around it must.
+        write: writes the files into the folder that it is given.
+
+    Raises:
+        UserError: the disk is full, read-only or otherwise refuses.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        temporary.mkdir()
+        write(temporary)
+        temporary.rename(path)
+    except OSError as error:
+        raise refused(path, error) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def refused(path: Path, error: OSError) -> UserError:

@@ -28,6 +28,7 @@ from hyperfed.trees.arithmetic import (
     tree_map,
 )
 from hyperfed.trees.modules import (
+    adapter_parts,
     buffers_of,
     fill,
     fill_frozen,
@@ -42,6 +43,7 @@ __all__ = [
     "Model",
     "Structure",
     "Tree",
+    "adapter_parts",
     "aggregating",
     "buffers_of",
     "clone",

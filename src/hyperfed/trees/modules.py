@@ -4,6 +4,7 @@ A parameter with ``requires_grad=False`` is *frozen*: a part of the task, which 
 the start. So are the buffers of a part of the network that is frozen whole.
 """
 
+import sys
 from collections.abc import Iterator
 
 import torch
@@ -43,6 +44,20 @@ def frozen_parts(module: nn.Module) -> Iterator[nn.Module]:
             yield from within(child, frozen)
 
     return within(module, False)
+
+
+def adapter_parts(module: nn.Module) -> set[nn.Module]:
+    """Returns what of a network PEFT has put around or beside its layers, such as LoRA's factors.
+
+    It is trained, but is nobody's first layer, nor a head. A head that PEFT trains whole
+    (``modules_to_save``) is not among it.
+    """
+    if "peft" not in sys.modules:  # nobody has made an adapter
+        return set()
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [part for part in module.modules() if isinstance(part, BaseTunerLayer)]
+    return {part for layer in layers for part in layer.modules()}
 
 
 def frozen_of(module: nn.Module) -> Model:
