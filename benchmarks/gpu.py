@@ -99,10 +99,10 @@ def _runs(device: torch.device, out: Path, settings: Sequence[str]) -> Iterator[
         command = ("-m", "hyperfed", "run", *chosen, "--out", str(out / name))
         return Step(name, command, seconds, chosen, **more)
 
-    pfedhn = ROOT / "experiments" / "pfedhn" / "table1-cifar10-50-pfedhn.toml"
+    pfedhn = ROOT / "experiments" / "pfedhn" / "table1.toml:cifar10-50-pfedhn"
     yield run("pfedhn", pfedhn, seconds=PARTS["pfedhn"])
 
-    pefll = ROOT / "experiments" / "pefll" / "table1-cifar10-100-pefll.toml"
+    pefll = ROOT / "experiments" / "pefll" / "table1.toml:cifar10-100-pefll"
     no_graphs = "" if device.type == "cuda" else "CUDA graphs need a GPU that has CUDA"
     for clients, cohort in ((100, "5"), (1000, "0.05")):  # as published: 5 % of the clients
         for kind, skip in (("vmap", ""), ("graphs", no_graphs)):

@@ -645,10 +645,22 @@ class TestList:
         (tmp_path / "paper").mkdir()
         (tmp_path / "paper" / "table1.toml").write_text('method = "pfedhn"\n')
         (tmp_path / "table2.toml").write_text('[method]\nname = "local"\n')
+        (tmp_path / "table3.toml").write_text(
+            '[table]\npaper = ""\ntitle = ""\nset.method.lr = 0.1\n[measures]\n'
+            '[columns.a]\nabout = ""\n[rows.local]\nabout = ""\n[rows.b]\nabout = ""\n'
+            'set.method = "fedavg"\n'
+        )
+        (tmp_path / "table4.toml").write_text("[rows.local]\n")
         entries = json.loads(cli("list", "experiments", "--folder", tmp_path, "--json").out)
         assert entries == [
             {"experiment": str(tmp_path / "paper" / "table1.toml"), "method": "pfedhn"},
             {"experiment": str(tmp_path / "table2.toml"), "method": "local"},
+            {"experiment": f"{tmp_path / 'table3.toml'}:a-local", "method": "local"},
+            {"experiment": f"{tmp_path / 'table3.toml'}:a-b", "method": "fedavg"},
+            {
+                "experiment": str(tmp_path / "table4.toml"),
+                "method": "(no experiment that can be read)",
+            },
         ]
 
     def test_says_where_there_is_nothing(self, cli, tmp_path):

@@ -31,7 +31,7 @@ from hyperfed.data import datasets, partition_files, tables, tasks
 from hyperfed.data.own import rows_like
 from hyperfed.errors import LostEverybodyError, UserError
 from hyperfed.methods import METHODS
-from hyperfed.runs import catalogue, clients, config, records, report
+from hyperfed.runs import catalogue, clients, config, experiments, records, report
 from hyperfed.runs.catalogue import Kind
 from hyperfed.runs.progress import watch
 from hyperfed.runs.run import Run
@@ -90,7 +90,7 @@ def run(
     source: Annotated[
         str,
         Argument(
-            metavar="METHOD|all|EXPERIMENT.toml",
+            metavar="METHOD|all|EXPERIMENT.toml[:CELL]",
             help="See: hyperfed list methods, experiments. all: every method, one after another.",
         ),
     ],
@@ -106,7 +106,7 @@ def run(
     if source == ALL:
         _train_all(settings or (), out, as_json=as_json, quiet=quiet)
         return
-    experiment = Path(source).stem if source.endswith(".toml") else ""
+    experiment = experiments.name(source)
     loaded = config.load(source, settings or ())
     if loaded.engine.name == "flower":
         _submit(loaded, submit.folder_for(loaded, out, experiment), as_json=as_json, quiet=quiet)
@@ -215,7 +215,8 @@ def export_partition(
     source: Annotated[
         str,
         Argument(
-            metavar="METHOD|EXPERIMENT.toml", help="What would be run; or a run's config.toml."
+            metavar="METHOD|EXPERIMENT.toml[:CELL]",
+            help="What would be run; or a run's config.toml.",
         ),
     ],
     settings: Annotated[

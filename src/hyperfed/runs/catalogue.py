@@ -1,12 +1,14 @@
 """What a run can be made of, for people to look up: methods, data sets, partitions, experiments."""
 
-import tomllib
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
 
 from hyperfed.data import datasets, partitions, pfllib, shares
+from hyperfed.errors import UserError
 from hyperfed.methods import METHODS
+from hyperfed.runs import experiments
 
 Entry = dict[str, str | list[str]]
 """Column -> text, or a list of texts."""
@@ -65,10 +67,7 @@ def entries(kind: Kind, folder: Path) -> list[Entry]:
             about = {name: _first_line(draw) for name, draw in PARTITIONS.items()}
             return [{"partition": name, "about": text} for name, text in {**about, **READ}.items()]
         case Kind.EXPERIMENTS:
-            return [
-                {"experiment": str(path), "method": _method(path)}
-                for path in sorted(folder.rglob("*.toml"))
-            ]
+            return [entry for path in sorted(folder.rglob("*.toml")) for entry in _runnable(path)]
 
 
 def _datasets() -> list[Entry]:
@@ -87,10 +86,23 @@ def _first_line(documented: object) -> str:
     return str(documented.__doc__).splitlines()[0]
 
 
-def _method(path: Path) -> str:
-    """Returns an experiment's method, or nothing where the file does not say."""
+def _runnable(path: Path) -> Iterator[Entry]:
+    """Yields an experiment file, or each cell of a table, with its method."""
     try:
-        method = tomllib.loads(path.read_text(encoding="utf-8")).get("method", "")
-    except (OSError, ValueError):
-        return "(not a readable TOML file)"
-    return str(method.get("name", "") if isinstance(method, dict) else method)
+        if not experiments.is_table(path):
+            yield {"experiment": str(path), "method": _method(experiments.layers(path))}
+            return
+        found = experiments.read(path)
+        for cell in found.cells:
+            yield {"experiment": found.source(cell), "method": _method(found.layers(cell))}
+    except UserError:
+        yield {"experiment": str(path), "method": "(no experiment that can be read)"}
+
+
+def _method(layers: Iterable[experiments.Settings]) -> str:
+    """Returns the method that settings name last, or nothing where they do not say."""
+    name = ""
+    for layer in layers:
+        method = layer.get("method", {})
+        name = method.get("name", name) if isinstance(method, dict) else method
+    return str(name)

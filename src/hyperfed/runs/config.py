@@ -13,7 +13,6 @@ begins at the file's folder, elsewhere at the current one; what is written is ab
 import dataclasses
 import difflib
 import json
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
@@ -35,6 +34,7 @@ from hyperfed.data.tasks import TaskConfig
 from hyperfed.engines import EngineConfig, Faults
 from hyperfed.errors import UserError
 from hyperfed.methods import METHODS
+from hyperfed.runs import experiments
 from hyperfed.system import toml
 from hyperfed.system.files import atomic_write
 from hyperfed.training import Precision
@@ -150,7 +150,8 @@ def load(
 
     Args:
         source: a method's name, or the path of an experiment file (or of a run's ``config.toml``),
-            which ends in ``.toml``.
+            which ends in ``.toml``, or of a table and its cell, ``FILE.toml:CELL``
+            (:mod:`hyperfed.runs.experiments`).
         overrides: ``key=value`` each. A value is read as a TOML literal; a bare word is a string.
         methods: name -> module with ``Config`` and ``PRESETS``.
 
@@ -158,7 +159,8 @@ def load(
         UserError: lists all errors at once.
     """
     problems: list[str] = []
-    written = _read(Path(source)) if source.endswith(".toml") else {"method.name": source}
+    file = experiments.split(source)
+    written = _read(Path(file[0]), file[1]) if file else {"method.name": source}
     return _build(written | dict(_parse(overrides, problems)), problems, methods)
 
 
@@ -261,16 +263,10 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     return table
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        written = dict(_flatten(tomllib.loads(path.read_text(encoding="utf-8"))))
-    except OSError as error:
-        raise UserError(
-            f"the experiment file must be readable: {path} is not ({error.strerror}); "
-            "give a method's name or the path of a .toml file"
-        ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"the experiment file must be TOML: in {path}, {error}") from error
+def _read(path: Path, cell: str) -> dict[str, Any]:
+    written: dict[str, Any] = {}
+    for layer in experiments.layers(path, cell):
+        written |= _flatten(layer)
     for key in _PATHS:
         if isinstance(value := written.get(key), str) and value != "none":
             written[key] = str(path.parent / value)

@@ -1,0 +1,365 @@
+"""Experiment files: the settings of one run, or a paper's table with what it published.
+
+A table has rows (methods, or whatever is compared), columns (tasks) and a cell for each of both,
+``COLUMN-ROW``, that can be run: ``experiments/pefll/table1.toml:cifar10-100-pefll``. Its settings
+are those of the table, on top of them the column's, the row's, and its own; published numbers stand
+beside them. In TOML::
+
+    [table]
+    paper = "PeFLL (Scott et al., ICLR 2024)"
+    title = "Accuracy on seen and unseen clients"
+    set.task.novel = 0.1                           # keys of a run, for all cells
+
+    [measures.seen]                                # what is compared to what was published
+    metric = "test_zeroed_accuracy"                # a number of a run's summary
+    place = "table 1a"
+
+    [columns.cifar10-100]
+    about = "CIFAR-10, 100 clients"
+    set.task = { name = "cifar10", clients = 100 }
+
+    [rows.pefll]
+    about = "PeFLL"
+    set.preset = "official"
+    published.seen = { cifar10-100 = [88.9, 0.7] } # mean and spread, or a number without any
+"""
+
+import difflib
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from pydantic import ConfigDict, PositiveInt, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from hyperfed.errors import UserError
+
+Settings = dict[str, Any]
+"""Keys of a run as TOML nests them."""
+
+_STRICT = ConfigDict(extra="forbid")
+
+
+@dataclass(frozen=True)
+class Published:
+    """A number of a paper, in the unit of its measure.
+
+    Attributes:
+        value: the number, mostly a mean.
+        spread: as it stands behind the ±; None where there is none.
+    """
+
+    value: float
+    spread: float | None = None
+
+
+@dataclass(frozen=True, config=_STRICT)
+class About:
+    """What ``[table]`` says.
+
+    Attributes:
+        paper: name, authors, venue and year.
+        title: what the table shows.
+        seeds: how many it is measured with.
+        spread: of what the published spreads are, such as "standard deviation over three seeds".
+        remarks: in what these settings differ from the paper's, or what it leaves open.
+        set: settings of every cell.
+    """
+
+    paper: str
+    title: str
+    seeds: PositiveInt = 3
+    spread: str = ""
+    remarks: tuple[str, ...] = ()
+    set: Settings = field(default_factory=dict)
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Measure:
+    """A number of a run that is set beside what was published.
+
+    Attributes:
+        metric: its key in ``summary.json``.
+        place: where the paper has it.
+        about: which one it is, in words.
+    """
+
+    metric: str
+    place: str
+    about: str = ""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Column:
+    """A task.
+
+    Attributes:
+        about: what it is, in words.
+        set: its settings.
+        like: the column whose published numbers stand for its own.
+        judged: whether settings are as near to the paper's as can be. Where they are not on
+            purpose, what was published is shown and no verdict given.
+        remarks: in what its settings differ from the paper's.
+    """
+
+    about: str
+    set: Settings = field(default_factory=dict)
+    like: str | None = None
+    judged: bool = True
+    remarks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Row:
+    """A method, or another thing that is compared.
+
+    Attributes:
+        about: its name in the paper.
+        set: its settings; without ``method`` the row is called as its method.
+        columns: in which it has a cell, patterns as of files; a leading ``!`` takes cells away.
+        cells: settings of single cells, by column.
+        published: measure -> column -> what the paper says.
+        like: the row whose published numbers stand for its own.
+        judged: as a column's.
+        remarks: in what its settings differ from the paper's.
+    """
+
+    about: str
+    set: Settings = field(default_factory=dict)
+    columns: tuple[str, ...] = ("*",)
+    cells: dict[str, Settings] = field(default_factory=dict)
+    published: dict[str, dict[str, Any]] = field(default_factory=dict)
+    like: str | None = None
+    judged: bool = True
+    remarks: tuple[str, ...] = ()
+
+    def has(self, column: str) -> bool:
+        """Whether there is a cell in a column: the last pattern that fits decides."""
+        there = False
+        for pattern in self.columns:
+            if fnmatchcase(column, pattern.removeprefix("!")):
+                there = not pattern.startswith("!")
+        return there
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A table of a paper.
+
+    Attributes:
+        id: ``paper/table``, the file's place.
+        path: the file.
+        table: what it says of itself.
+        measures: by name.
+        columns: by name.
+        rows: by name.
+    """
+
+    id: str
+    path: Path
+    table: About
+    measures: dict[str, Measure]
+    columns: dict[str, Column]
+    rows: dict[str, Row]
+
+    @property
+    def cells(self) -> dict[str, tuple[str, str]]:
+        """``COLUMN-ROW`` -> (column, row), column by column."""
+        return {
+            f"{column}-{row}": (column, row)
+            for column in self.columns
+            for row, of_row in self.rows.items()
+            if of_row.has(column)
+        }
+
+    def folder(self, cell: str) -> str:
+        """Returns where records of a cell go, below a folder for all: ``paper/table-cell``."""
+        return f"{self.id}-{cell}"
+
+    def source(self, cell: str) -> str:
+        """Returns what ``hyperfed run`` takes."""
+        return f"{self.path}:{cell}"
+
+    def matching(self, pattern: str) -> list[str]:
+        """Returns the cells whose name fits a pattern, as of files.
+
+        Raises:
+            UserError: none does.
+        """
+        found = [cell for cell in self.cells if fnmatchcase(cell, pattern)]
+        if not found:
+            raise UserError(
+                f"cells of {self.id} must fit a pattern such as '*-pfedhn', but none fits "
+                f"{pattern!r}; they are {', '.join(self.cells)}"
+            )
+        return found
+
+    def published(self, measure: str, cell: str) -> Published | None:
+        """Returns what the paper says of a cell, or of the one that it is like."""
+        column, row = self.cells[cell]
+        columns = self.columns[column].like or column
+        rows = self.rows[self.rows[row].like or row]
+        said = rows.published.get(measure, {}).get(columns)
+        if said is None:
+            return None
+        return Published(*said) if isinstance(said, list) else Published(said)
+
+    def judged(self, cell: str) -> bool:
+        """Whether a verdict can be given of a cell."""
+        column, row = self.cells[cell]
+        return self.columns[column].judged and self.rows[row].judged
+
+    def layers(self, cell: str) -> Iterator[Settings]:
+        """Yields the settings of a cell, the weakest first.
+
+        Raises:
+            UserError: the table has no such cell.
+        """
+        if cell not in self.cells:
+            near = difflib.get_close_matches(cell, self.cells, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"they are {', '.join(self.cells)}"
+            raise UserError(f"{self.path} must have the cell that is run, came {cell!r}; {hint}")
+        column, row = self.cells[cell]
+        yield self.table.set
+        yield self.columns[column].set
+        yield {"method": row}
+        yield self.rows[row].set
+        yield self.rows[row].cells.get(column, {})
+
+
+def split(source: str) -> tuple[str, str] | None:
+    """Returns the file and the cell, "" for none, that ``FILE.toml[:CELL]`` names; None for less.
+
+    A method's name is less.
+    """
+    path, end, cell = source.rpartition(".toml")
+    if end and (not cell or cell.startswith(":")):
+        return f"{path}{end}", cell[1:]
+    return None
+
+
+def name(source: str) -> str:
+    """Returns the name of the folder that runs of ``FILE.toml[:CELL]`` get; "" for a method."""
+    if (parts := split(source)) is None:
+        return ""
+    path, cell = parts
+    return "-".join(filter(None, (Path(path).stem, cell)))
+
+
+def layers(path: Path, cell: str = "") -> list[Settings]:
+    """Returns the settings that a file gives, the weakest first: of a run, or of a table's cell.
+
+    Raises:
+        UserError: the file cannot be read, or it is a table and the cell not one of it.
+    """
+    written = _written(path)
+    if "rows" not in written:
+        if cell:
+            raise UserError(f"{path} must be a table to have cells, but is one run; leave {cell!r}")
+        return [written]
+    experiment = _experiment(path, written)
+    if not cell:
+        raise UserError(
+            f"{path} is a table of {len(experiment.cells)} cells, of which one must be named, such "
+            f"as {experiment.source(next(iter(experiment.cells)))}; all: hyperfed reproduce "
+            f"{experiment.id}"
+        )
+    return list(experiment.layers(cell))
+
+
+def is_table(path: Path) -> bool:
+    """Whether a file is a table.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    return "rows" in _written(path)
+
+
+def read(path: Path) -> Experiment:
+    """Reads a table.
+
+    Raises:
+        UserError: the file cannot be read or is no table; tells all errors at once.
+    """
+    written = _written(path)
+    if "rows" not in written:
+        raise UserError(f"{path} must be a table with rows and columns, but is one run")
+    return _experiment(path, written)
+
+
+def find(id: str, folder: Path) -> Experiment:
+    """Reads the table ``paper/table`` of a folder of experiments.
+
+    Raises:
+        UserError: there is none.
+    """
+    path = folder / f"{id}.toml"
+    if not path.is_file():
+        known = [experiment.id for experiment in find_all(folder)]
+        raise UserError(
+            f"an experiment must be one of {', '.join(known) or 'none'} (in {folder.resolve()}), "
+            f"came {id}; name one of them, or another folder with --experiments"
+        )
+    return read(path)
+
+
+def find_all(folder: Path) -> list[Experiment]:
+    """Reads all tables of a folder, by name."""
+    return [read(path) for path in sorted(folder.glob("*/*.toml")) if is_table(path)]
+
+
+def _written(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(
+            f"the experiment file must be readable: {path} is not ({error.strerror}); "
+            "give a method's name or the path of a .toml file"
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"the experiment file must be TOML: in {path}, {error}") from error
+
+
+def _experiment(path: Path, written: Mapping[str, Any]) -> Experiment:
+    try:
+        found = _EXPERIMENT.validate_python(
+            {"id": f"{path.absolute().parent.name}/{path.stem}", "path": path, **written}
+        )
+    except ValidationError as error:
+        told = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+        raise UserError("\n  - ".join([f"{path} must be a table, but:", *told])) from error
+    if problems := list(_problems(found)):
+        raise UserError("\n  - ".join([f"{path} must be a table, but:", *problems]))
+    return found
+
+
+_EXPERIMENT = TypeAdapter(Experiment)
+
+
+def _problems(experiment: Experiment) -> Iterator[str]:
+    """Yields what names something that is not there, or is no published number."""
+    rows, columns, measures = experiment.rows, experiment.columns, experiment.measures
+    for kind, known in (("columns", columns), ("rows", rows)):
+        for name, part in known.items():
+            if part.like is not None and part.like not in known:
+                yield f"{kind}.{name}.like: must be one of {', '.join(known)}, came {part.like}"
+    for name, row in rows.items():
+        for column in row.cells:
+            if column not in columns or not row.has(column):
+                yield f"rows.{name}.cells: must be columns with a cell of it, came {column}"
+        for measure, numbers in row.published.items():
+            if measure not in measures:
+                yield f"rows.{name}.published: must be of {', '.join(measures)}, came {measure}"
+            for column, said in numbers.items():
+                if column not in columns:
+                    yield f"rows.{name}.published.{measure}: {column} must be a column"
+                pair = said if isinstance(said, list) else [said]
+                if len(pair) not in (1, 2) or not all(isinstance(n, int | float) for n in pair):
+                    yield (
+                        f"rows.{name}.published.{measure}.{column}: must be a number, or "
+                        f"[mean, spread], came {said}"
+                    )

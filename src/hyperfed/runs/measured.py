@@ -1,0 +1,230 @@
+"""Records beside what papers published: which are of a cell, what they differ in, the verdict."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from hyperfed.runs import config, origin, records, statistics
+from hyperfed.runs.experiments import Experiment, Published
+from hyperfed.runs.origin import Origin
+from hyperfed.runs.records import Number, RunRecord
+from hyperfed.runs.report import CHANGE_NO_NUMBER
+from hyperfed.runs.statistics import Scores, Spread
+from hyperfed.system.toml import literal
+
+POINTS = 1.5
+"""By how many points a mean may miss the published one where its spread is small."""
+
+SPREADS = 2
+"""By how many published spreads it may."""
+
+MEBIBYTE = 2**20
+
+
+def _percent(key: str) -> tuple[str, Callable[[Mapping[str, Any]], Number]]:
+    def of(summary: Mapping[str, Any]) -> Number:
+        value = summary.get(key)
+        return None if value is None else 100 * float(value)
+
+    return "%", of
+
+
+def _eighth(summary: Mapping[str, Any]) -> Number:
+    return float(summary["bytes_down"] + summary["bytes_up"]) / 8 / MEBIBYTE
+
+
+UNITS: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], Number]]] = MappingProxyType(
+    {
+        **{
+            key: _percent(key)
+            for split in ("test", "novel")
+            for key in (
+                f"{split}_accuracy",
+                f"{split}_masked_accuracy",
+                f"{split}_zeroed_accuracy",
+            )
+        },
+        "test_accuracy_client_mean": _percent("test_accuracy_client_mean"),
+        "eighth_mebibytes": ("MiB", _eighth),
+    }
+)
+"""Metric of a measure -> its unit, and how it is read from a summary."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A record of a cell.
+
+    Attributes:
+        record: the run.
+        origin: of which cell it is.
+        differing: key -> (its value, that of the cell), as TOML; settings of the record that are
+            not the cell's and change numbers.
+    """
+
+    record: RunRecord
+    origin: Origin
+    differing: Mapping[str, tuple[str, str]]
+
+    @property
+    def summary(self) -> Mapping[str, Any]:
+        """The final numbers."""
+        return self.record.summary or {}
+
+    @property
+    def counts(self) -> bool:
+        """Whether a verdict can rest on it: all rounds, the cell's settings, code that stands."""
+        return self.origin.scale == 1 and not self.differing and not self.origin.superseded
+
+    def value(self, metric: str) -> Number:
+        """Returns a number of the run, in its unit; None where it was not measured."""
+        return UNITS[metric][1](self.summary)
+
+    def scores(self, metric: str) -> Scores:
+        """Returns the accuracy of each client that the metric is about."""
+        split = "novel" if metric.startswith("novel") else "test"
+        return statistics.scores(self.record, split)
+
+
+Cell = tuple[str, str]
+"""(table, cell)."""
+
+
+def collect(
+    folder: Path, experiments: Sequence[Experiment]
+) -> tuple[dict[Cell, list[Measurement]], list[RunRecord]]:
+    """Reads all records that are done, those of a cell apart from the others.
+
+    A record is of the cell that its ``experiment.json`` names. Where it has none, it is of the one
+    after which the folders are called: ``paper/table-cell/RUN``.
+
+    Args:
+        folder: of records, at any depth.
+        experiments: all tables.
+
+    Raises:
+        UserError: a record is damaged, or names a cell that there is not.
+    """
+    tables = {experiment.id: experiment for experiment in experiments}
+    called = {e.folder(cell): (e.id, cell) for e in experiments for cell in e.cells}
+    wanted: dict[Cell, dict[str, str]] = {}
+    found: dict[Cell, list[Measurement]] = defaultdict(list)
+    others = []
+    for path in records.find_runs(folder):
+        record = records.read_run(path)
+        if record.summary is None:
+            continue
+        of = origin.read(path)
+        if of is None:
+            name = "/".join(path.absolute().parts[-3:-1])
+            of = Origin(*called[name]) if name in called else None
+        if of is None or of.table not in tables or of.cell not in tables[of.table].cells:
+            others.append(record)
+            continue
+        cell = (of.table, of.cell)
+        if cell not in wanted:
+            wanted[cell] = flat(config.load(tables[of.table].source(of.cell)))
+        found[cell].append(Measurement(record, of, differing(record.config, wanted[cell])))
+    return dict(found), others
+
+
+def flat(settings: config.RunConfig | Mapping[str, Any]) -> dict[str, str]:
+    """Returns {dotted key: value as TOML} of settings that change numbers, but for the seed."""
+    nested = settings if isinstance(settings, Mapping) else config.to_dict(settings)
+    told = {}
+    for key, value in _flat(nested):
+        if key != "seed" and not key.startswith(CHANGE_NO_NUMBER):
+            here = Path(value).name if key == "task.partition_file" and value else value
+            told[key] = literal(here)
+    return told
+
+
+def differing(
+    settings: config.RunConfig | Mapping[str, Any], wanted: Mapping[str, str]
+) -> dict[str, tuple[str, str]]:
+    """Returns key -> (its value, that of ``wanted``) of settings that differ.
+
+    A key that only one of both has, as of another version, says nothing of its value.
+    """
+    own = flat(settings)
+    return {
+        key: (own[key], value) for key, value in wanted.items() if key in own and own[key] != value
+    }
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def alike(measurements: Iterable[Measurement]) -> list[list[Measurement]]:
+    """Groups a cell's records by settings, so that each group differs in seeds alone.
+
+    Those that a verdict can rest on come first; of a seed that comes twice, the latter counts.
+    """
+    groups: dict[tuple[object, ...], dict[int, Measurement]] = defaultdict(dict)
+    for one in measurements:
+        key = (one.origin.scale, tuple(sorted(one.differing.items())), one.origin.superseded)
+        groups[key][one.summary.get("seed", 0)] = one
+    found = [list(group.values()) for group in groups.values()]
+    return sorted(found, key=lambda group: not group[0].counts)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a cell's mean is against what was published.
+
+    Attributes:
+        reproduced: whether it lies within the band; None where no verdict is given.
+        why: the band, or why there is no verdict.
+    """
+
+    reproduced: bool | None
+    why: str
+
+
+def over_seeds(group: Sequence[Measurement], metric: str) -> Spread | None:
+    """Returns the mean of a group's numbers, in their unit, and their spread; None without any."""
+    values = [value for one in group if (value := one.value(metric)) is not None]
+    return statistics.spread(values) if values else None
+
+
+def verdict(
+    group: Sequence[Measurement], metric: str, published: Published | None, *, judged: bool
+) -> Verdict:
+    """Judges a group of records: reproduced where the mean over seeds lies within the band.
+
+    The band is the published mean ± the larger of two of its spreads and 1.5 points.
+
+    Args:
+        group: records of one cell that differ in seeds alone, at least one.
+        metric: what is judged.
+        published: what the paper says.
+        judged: whether the cell's settings are as near to the paper's as can be.
+    """
+    first, unit = group[0], UNITS[metric][0]
+    mean = over_seeds(group, metric)
+    if first.origin.scale != 1:
+        return Verdict(None, f"scaled: {first.origin.scale:g} of the rounds")
+    if first.origin.superseded:
+        return Verdict(None, f"superseded: {first.origin.superseded}")
+    if first.differing:
+        told = ", ".join(f"{k}={a} for {b}" for k, (a, b) in first.differing.items())
+        return Verdict(None, f"other settings: {told}")
+    if published is None:
+        return Verdict(None, "nothing published")
+    if not judged:
+        return Verdict(None, "not the paper's settings, on purpose")
+    if mean is None:
+        return Verdict(None, "not measured by these records")
+    if unit != "%":
+        return Verdict(None, "no accuracy")
+    band = max(SPREADS * (published.spread or 0), POINTS)
+    within = abs(mean.mean - published.value) <= band + 1e-9  # as decimal numbers have it
+    return Verdict(within, f"within {published.value:g} ± {band:g}")

@@ -1,0 +1,141 @@
+"""What can be said of a number over seeds, and of two methods on the same clients."""
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from scipy import stats
+
+from hyperfed.runs.records import Evaluation, Number
+
+CONFIDENCE = 0.95
+"""Of every interval."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A number over seeds.
+
+    Attributes:
+        mean: over seeds.
+        std: sample standard deviation (over S - 1); None for one seed.
+        seeds: their number S.
+    """
+
+    mean: float
+    std: Number
+    seeds: int
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The accuracy of each client of a run.
+
+    Attributes:
+        seed: of the run.
+        data: fingerprint of the data and of who holds what: a client is the same in two runs where
+            it is.
+        clients: id -> accuracy, 0 to 1; without those that have no examples.
+    """
+
+    seed: int
+    data: str
+    clients: Mapping[int, float]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What clients gain by one method over another.
+
+    Attributes:
+        mean: of ours less theirs, over clients.
+        low: where the interval begins, by Student's t over clients; None for a single client.
+        high: where it ends.
+        clients: over how many.
+        gaining: the share of them that ours serves better.
+        agree: whether each pair of runs says the same of which one is better.
+    """
+
+    mean: float
+    low: Number
+    high: Number
+    clients: int
+    gaining: float
+    agree: bool
+
+    @property
+    def within_noise(self) -> bool:
+        """Whether the interval has zero in it, seeds disagree, or there is no interval."""
+        if self.low is None or self.high is None:
+            return True
+        return self.low <= 0 <= self.high or not self.agree
+
+
+class Measured(Protocol):
+    """A run that is done, or its record."""
+
+    @property
+    def evaluations(self) -> Sequence[Evaluation]:
+        """In the order of the run."""
+
+    @property
+    def summary(self) -> Mapping[str, Any] | None:
+        """The final numbers."""
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Returns mean and deviation of a number, one value for each seed, at least one."""
+    std = statistics.stdev(values) if len(values) > 1 else None
+    return Spread(statistics.fmean(values), std, len(values))
+
+
+def scores(run: Measured, split: str = "test") -> Scores:
+    """Returns each client's accuracy, at the best validation round; of novel clients, the last."""
+    summary = run.summary or {}
+    best = summary.get("best_round")
+    found: dict[int, float] = {}
+    for e in run.evaluations:
+        if e.split == split and (split == "novel" or e.round == best):
+            pairs = zip(e.clients, e.client_accuracy, strict=True)
+            found = {client: value for client, value in pairs if value is not None}
+    return Scores(summary.get("seed", 0), str(summary.get("data_fingerprint")), found)
+
+
+def difference(ours: Iterable[Scores], theirs: Iterable[Scores]) -> Difference | None:
+    """Compares two methods on the clients that both have served, seed by seed.
+
+    A client that several seeds have, where data are the same for all of them, counts once, by its
+    mean difference. The interval is over clients: of which there might have been others. Of seeds
+    there are too few for one; whether they agree is told instead.
+
+    Args:
+        ours: of one method, each seed once.
+        theirs: of the other.
+
+    Returns:
+        None where no pair of runs has a seed, its data and clients in common.
+    """
+    by_run = {(run.seed, run.data): run.clients for run in theirs}
+    gains: dict[tuple[str, int], list[float]] = defaultdict(list)
+    means: list[float] = []
+    for run in ours:
+        other = by_run.get((run.seed, run.data), {})
+        both = [client for client in run.clients if client in other]
+        for client in both:
+            gains[run.data, client].append(run.clients[client] - other[client])
+        if both:
+            means.append(statistics.fmean(run.clients[c] - other[c] for c in both))
+    if not means:
+        return None
+    values = [statistics.fmean(several) for several in gains.values()]
+    mean, low, high = statistics.fmean(values), None, None
+    if (n := len(values)) > 1:
+        reach = float(stats.t.ppf((1 + CONFIDENCE) / 2, n - 1))
+        reach *= statistics.stdev(values) / math.sqrt(n)
+        low, high = mean - reach, mean + reach
+    agree = all(value > 0 for value in means) or all(value < 0 for value in means)
+    gaining = sum(value > 0 for value in values) / n
+    return Difference(mean, low, high, n, gaining, agree)

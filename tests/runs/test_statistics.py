@@ -1,0 +1,81 @@
+"""Statistics of seeds and clients, against sums by hand and against scipy's own tests."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+from scipy import stats
+
+from hyperfed.runs.records import summarise
+from hyperfed.runs.statistics import Scores, difference, scores, spread
+
+
+def test_the_spread_over_seeds_is_the_sample_deviation() -> None:
+    assert (spread([0.5]).mean, spread([0.5]).std) == (0.5, None)
+    three = spread([1.0, 2.0, 6.0])
+    assert (three.mean, three.seeds) == (3.0, 3)
+    assert three.std == pytest.approx(math.sqrt((4 + 1 + 9) / 2))
+
+
+OURS = {0: 0.9, 1: 0.8, 2: 0.7, 3: 0.4}
+THEIRS = {0: 0.5, 1: 0.7, 2: 0.75, 3: 0.3, 9: 0.0}
+
+
+def test_the_interval_is_that_of_a_paired_t_test() -> None:
+    found = difference([Scores(0, "a", OURS)], [Scores(0, "a", THEIRS)])
+    assert found is not None
+    test = stats.ttest_rel(list(OURS.values()), [THEIRS[c] for c in OURS])
+    low, high = test.confidence_interval(0.95)
+    assert found.mean == pytest.approx(0.55 / 4)
+    assert (found.low, found.high) == (pytest.approx(low), pytest.approx(high))
+    assert (found.clients, found.gaining) == (4, 0.75)
+    assert found.within_noise  # the test's p is 0.26
+    assert test.pvalue > 0.05
+
+
+def test_clients_of_the_same_data_count_once_and_seeds_must_agree() -> None:
+    up, down = ({c: OURS[c] + step for c in OURS} for step in (0.2, -0.1))
+    both = difference(
+        [Scores(0, "a", up), Scores(1, "a", down)], [Scores(0, "a", OURS), Scores(1, "a", OURS)]
+    )
+    assert both is not None
+    assert (both.clients, both.agree, both.within_noise) == (4, False, True)
+    assert both.mean == pytest.approx(0.05)
+    apart = difference(
+        [Scores(0, "a", up), Scores(1, "b", up)], [Scores(0, "a", OURS), Scores(1, "b", OURS)]
+    )
+    assert apart is not None
+    assert (apart.clients, apart.agree, apart.within_noise) == (8, True, False)
+    assert apart.mean == pytest.approx(0.2)
+    worse = difference([Scores(0, "a", down)], [Scores(0, "a", OURS)])
+    assert worse is not None
+    assert not worse.within_noise
+    assert worse.gaining == 0
+
+
+def test_runs_of_other_data_or_seeds_are_not_compared() -> None:
+    assert difference([Scores(0, "a", OURS)], [Scores(0, "b", OURS)]) is None
+    assert difference([Scores(0, "a", OURS)], [Scores(1, "a", OURS)]) is None
+    one = difference([Scores(0, "a", {1: 0.5})], [Scores(0, "a", {1: 0.25})])
+    assert one is not None
+    assert (one.low, one.high, one.within_noise) == (None, None, True)
+
+
+def test_scores_are_those_of_the_best_round_and_of_novel_clients_the_last() -> None:
+    def evaluation(number: int, split: str, correct: list[int]):
+        return summarise(
+            round=number, split=split, clients=[3, 4], count=[10, 0], correct=correct, loss=[0, 0],
+            masked_correct=correct, zeroed_correct=correct, bytes_down=0, bytes_up=0, seconds=0,
+        )  # fmt: skip
+
+    done = SimpleNamespace(
+        evaluations=[
+            evaluation(1, "test", [1, 0]),
+            evaluation(2, "test", [2, 0]),
+            evaluation(3, "test", [3, 0]),
+            evaluation(3, "novel", [7, 0]),
+        ],
+        summary={"best_round": 2, "seed": 5, "data_fingerprint": "f"},
+    )
+    assert scores(done) == Scores(5, "f", {3: 0.2})
+    assert scores(done, "novel").clients == {3: 0.7}
