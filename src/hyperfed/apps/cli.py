@@ -27,6 +27,7 @@ from hyperfed.apps.export import export
 from hyperfed.apps.flower import submit
 from hyperfed.apps.flower.commands import node, superexec
 from hyperfed.apps.printing import Json, print_json, print_table, say, table
+from hyperfed.apps.tables import reproduce
 from hyperfed.data import datasets, partition_files, tables, tasks
 from hyperfed.data.own import rows_like
 from hyperfed.errors import LostEverybodyError, UserError
@@ -283,6 +284,7 @@ app.command()(describe)
 app.command()(export)
 app.command()(node)
 app.command()(superexec)
+app.command()(reproduce)
 
 
 @app.command("list")

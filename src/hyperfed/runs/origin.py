@@ -21,7 +21,7 @@ class Origin:
         table: ``paper/table``.
         cell: ``COLUMN-ROW``.
         scale: the part of the rounds that was run; 1.0 for all.
-        command: what makes the record again.
+        command: what makes the record again; RUN is the folder that its first part prints.
         trained: the record, from this one's folder, of the training that was served here in
             another way; "" where this run was trained.
         superseded: why no verdict can be given by it any more; "" where one can.

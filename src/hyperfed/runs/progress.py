@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from hyperfed.runs.run import Progress, Run
 
 
-def watch(run: "Run", show: bool = True) -> None:
+def watch(run: "Run", show: bool = True, told: Callable[["Progress"], None] | None = None) -> None:
     """Trains until the run is done or stopped.
 
     A run with a folder gets a line in ``log.txt`` for each evaluation, the lost clients and why
@@ -36,6 +36,7 @@ def watch(run: "Run", show: bool = True) -> None:
     Args:
         run: what to train.
         show: shows a progress bar on standard error, where that is a terminal.
+        told: is called after every round.
 
     Raises:
         UserError: the disk refuses a record. The run can be resumed once it does not.
@@ -43,7 +44,7 @@ def watch(run: "Run", show: bool = True) -> None:
     log = _Log(run.folder)
     log.write(f"{run.config.method} on {run.task.name}: {run.round} of {run.config.rounds} rounds")
     try:
-        _train(run, log, show)
+        _train(run, log, show, told)
     except KeyboardInterrupt:
         log.write_if_possible(f"aborted after round {run.round}")
         raise
@@ -58,7 +59,7 @@ def watch(run: "Run", show: bool = True) -> None:
     log.write(f"{'done' if run.done else 'stopped'} after round {run.round}")
 
 
-def _train(run: "Run", log: "_Log", show: bool) -> None:
+def _train(run: "Run", log: "_Log", show: bool, told: Callable[["Progress"], None] | None) -> None:
     with ExitStack() as stack:
         bar = stack.enter_context(_bar(run)) if show and sys.stderr.isatty() else None
         record = None
@@ -71,6 +72,8 @@ def _train(run: "Run", log: "_Log", show: bool) -> None:
                 log.write(_line(progress, run.task.name_of))
                 if record is not None:
                     record(progress.evaluation)
+            if told is not None:
+                told(progress)
 
 
 class _Log:

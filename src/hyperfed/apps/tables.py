@@ -1,0 +1,63 @@
+"""The commands about papers' tables: make them again, and set them beside what was published."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Argument, Option
+
+from hyperfed.apps.printing import Json, print_json, say
+from hyperfed.errors import UserError
+from hyperfed.runs import reproduction, side_by_side
+
+STOPPED = 3
+"""Exit code where something was stopped and can be gone on with."""
+
+Experiments = Annotated[Path, Option(help="The folder of the tables.")]
+
+
+def reproduce(
+    table: Annotated[
+        str, Argument(metavar="PAPER/TABLE", help="Such as pfedhn/table1; see: list experiments.")
+    ],
+    *,
+    cells: Annotated[str, Option(metavar="GLOB", help="Which cells, such as '*-pfedhn'.")] = "*",
+    seeds: Annotated[
+        int | None, Option(help="How many, from 0; default: as many as the table says.")
+    ] = None,
+    scale: Annotated[
+        float, Option(help="The part of the rounds to run. A scaled record gets no verdict.")
+    ] = 1.0,
+    jobs: Annotated[int | None, Option(help="Processes at once; default: cores.")] = None,
+    out: Annotated[Path, Option(help="Where records are and go.")] = Path("results"),
+    experiments: Experiments = Path("experiments"),
+    as_json: Json = False,
+    quiet: Annotated[bool, Option("--quiet", "-q", help="Show no progress.")] = False,
+) -> None:
+    """Run a paper's table, all cells or some: side by side, resumed where half done."""
+    experiment, chosen = reproduction.find(table, experiments, cells)
+    seeds = experiment.table.seeds if seeds is None else seeds
+    if jobs is not None and jobs < 1:
+        raise UserError(f"--jobs must be at least 1, came {jobs}")
+    planned = reproduction.plan(experiment, chosen, seeds=seeds, scale=scale, out=out)
+    todo = [job for job in planned if not job.done]
+    found = side_by_side.run(todo, jobs or side_by_side.cores(), show=not quiet, say=say)
+    if as_json:
+        print_json(
+            {
+                "records": [str(job.folder) for job in planned if job.done],
+                "stopped": [str(job.folder) for job in found.stopped],
+                "failed": {str(job.folder): why for job, why in found.failed},
+            }
+        )
+    else:
+        for job in planned:
+            if job.done:
+                print(job.folder)
+    for job, why in found.failed:
+        say(f"error: {job.name}: {why}")
+    if found.stopped:
+        say(f"stopped, {len(found.stopped)} left; go on with the same command")
+        raise typer.Exit(STOPPED)
+    if found.failed:
+        raise typer.Exit(1 if found.ours else 2)

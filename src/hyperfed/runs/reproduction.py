@@ -1,0 +1,303 @@
+"""Reproducing a table: which runs it takes, and one of them in a process of its own.
+
+A run is one cell with one seed, in a folder of its own, ``OUT/paper/table-cell/seed<k>``: what is
+done is left alone, what is half done goes on from its checkpoint. Cells that differ in nothing but
+how novel clients are served share one training.
+"""
+
+import math
+import shlex
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import count
+from os.path import relpath
+from pathlib import Path
+from time import monotonic
+from types import FrameType
+
+import torch
+
+from hyperfed.errors import UserError
+from hyperfed.runs import config as configuration
+from hyperfed.runs import experiments, measured, records
+from hyperfed.runs.config import RunConfig, TooShortError
+from hyperfed.runs.experiments import Experiment
+from hyperfed.runs.origin import Origin
+from hyperfed.runs.progress import watch
+from hyperfed.runs.records import RunFolder
+from hyperfed.runs.run import Progress, Run
+from hyperfed.system.files import refused
+
+ONE_THREAD = ("engine.workers=1", "engine.cores_per_client=1")
+"""Settings by which a process keeps one core busy, and numbers do not depend on how many run."""
+
+SERVED = ("task.novel_alpha", "task.novel_corruption", "task.unlabelled", "method.novel_")
+"""How the keys begin that say how novel clients are served, and change nothing in training."""
+
+SECONDS = 0.5
+"""Between two messages of a process, at least."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A cell with a seed.
+
+    Attributes:
+        experiment: the table.
+        cell: of it.
+        seed: of the run.
+        folder: of its record.
+        config: all settings.
+        origin: what its ``experiment.json`` says.
+        trained: the folder of the run whose clients it serves in another way; None where it trains.
+    """
+
+    experiment: Experiment
+    cell: str
+    seed: int
+    folder: Path
+    config: RunConfig
+    origin: Origin
+    trained: Path | None = None
+
+    @property
+    def name(self) -> str:
+        """What a person is told."""
+        return f"{self.experiment.id} {self.cell} seed {self.seed}"
+
+    @property
+    def done(self) -> bool:
+        """Whether there is a record of it."""
+        return RunFolder(self.folder).summary.exists()
+
+    @property
+    def rounds(self) -> int:
+        """Rounds that it trains."""
+        return 0 if self.trained else self.config.rounds
+
+
+def plan(
+    experiment: Experiment, cells: Sequence[str], *, seeds: int, scale: float, out: Path
+) -> list[Job]:
+    """Returns the runs of some cells, done or not: all cells with one seed before the next seed.
+
+    Args:
+        experiment: the table.
+        cells: of it.
+        seeds: how many, from 0.
+        scale: the part of the rounds, and of the phases among them, that is run: above 0 to 1.
+        out: the folder for all records.
+
+    Raises:
+        UserError: the scale is none, settings are wrong, or a folder holds a run with others; tells
+            all of these at once.
+    """
+    if not 0 < scale <= 1:
+        raise UserError(f"--scale must be a part of the rounds, above 0 to 1, came {scale:g}")
+    if seeds < 1:
+        raise UserError(f"--seeds must be at least 1, came {seeds}")
+    every = {
+        (seed, cell): _job(experiment, cell, seed, scale, out)
+        for seed in range(seeds)
+        for cell in experiment.cells
+    }
+    # Whoever is first among those that share a training trains, or has done so.
+    first: dict[tuple[str, ...], Job] = {}
+    jobs: list[Job] = []
+    for (_, cell), job in every.items():
+        wanted = cell in cells
+        if not wanted and not (job.done and not job.origin.trained):
+            continue
+        key = _training(job.config)
+        leader = first.setdefault(key, job)
+        if wanted:
+            jobs.append(job if leader is job else _served_by(job, leader))
+    problems = [problem for job in jobs if (problem := _conflict(job))]
+    if problems:
+        told = "\n  - ".join(["folders must hold runs of these settings, but:", *problems])
+        raise UserError(f"{told}\nmove them away, or give another folder with --out")
+    return jobs
+
+
+def _job(experiment: Experiment, cell: str, seed: int, scale: float, out: Path) -> Job:
+    source = experiment.source(cell)
+    settings = [f"seed={seed}", *ONE_THREAD]
+    config = configuration.load(source, settings)
+    if scale < 1:
+        settings += _scaled(source, config, scale)
+        config = configuration.load(source, settings)
+    command = shlex.join(["hyperfed", "run", source, *settings])
+    name = f"seed{seed}" if scale == 1 else f"seed{seed}-scale{scale:g}"
+    folder = out / experiment.folder(cell) / name
+    return Job(experiment, cell, seed, folder, config, Origin(experiment.id, cell, scale, command))
+
+
+def _scaled(source: str, config: RunConfig, scale: float) -> list[str]:
+    """Returns settings with fewer rounds, and the phases that they are parted into as well."""
+    phases = [
+        f"method.{name}={max(1, math.floor(value * scale))}"
+        for name, value in vars(config.settings).items()
+        if name.endswith("_rounds") and not name.startswith("novel_") and value
+    ]
+    for rounds in count(math.ceil(config.rounds * scale)):  # no phase may be left without a round
+        settings = [f"rounds={rounds}", *phases]
+        try:
+            configuration.load(source, settings)
+        except TooShortError:
+            continue
+        return settings
+    raise AssertionError
+
+
+def _training(config: RunConfig) -> tuple[str, ...]:
+    """Returns what decides what is trained."""
+    settings = measured.flat(config) | {"seed": str(config.seed)}
+    return tuple(f"{key}={settings[key]}" for key in settings if not key.startswith(SERVED))
+
+
+def _served_by(job: Job, leader: Job) -> Job:
+    """Returns a job that serves the clients of another's training."""
+    serve = shlex.join(["hyperfed", "evaluate", "RUN", "--novel", *_serving(job, leader.config)])
+    origin = replace(
+        job.origin,
+        command=f"{leader.origin.command}; {serve}",
+        trained=relpath(leader.folder, job.folder),
+    )
+    return replace(job, trained=leader.folder, origin=origin)
+
+
+def _serving(job: Job, trained: RunConfig) -> list[str]:
+    """Returns the settings by which a job serves clients otherwise than the run that trained."""
+    wanted, own = measured.flat(job.config), measured.flat(trained)
+    return [f"{key}={wanted[key]}" for key in wanted if wanted[key] != own[key]]
+
+
+def _conflict(job: Job) -> str:
+    """Returns what is wrong with a folder that is there, or nothing."""
+    folder = RunFolder(job.folder)
+    if not folder.config.exists():
+        return ""
+    found = measured.differing(records.read_run(job.folder).config, measured.flat(job.config))
+    told = ", ".join(f"{key}={own} for {wanted}" for key, (own, wanted) in found.items())
+    return f"{job.folder}: {told}" if told else ""
+
+
+# In the process of a job.
+
+Tell = Callable[[tuple[object, ...]], None]
+"""Takes a message: ("round", done, of all), ("done",), ("stopped",) or ("failed", why, ours)."""
+
+
+def carry_out(job: Job, tell: Tell) -> None:
+    """Does a job, with one thread, until it is done or a signal asks this process to stop.
+
+    SIGINT and SIGTERM end it after the round it is in, with a checkpoint.
+
+    Args:
+        job: not done yet.
+        tell: takes its messages, of which the last is one of its end; an ``OSError`` of it, where
+            nobody listens any more, ends the run as a signal does.
+    """
+    torch.set_num_threads(1)
+    stopping = _Stopping()
+    try:
+        done = _serve(job) if job.trained else _train(job, tell, stopping)
+    except UserError as error:
+        tell(("failed", str(error), False))
+    except Exception as error:
+        tell(("failed", f"{type(error).__name__}: {error}", True))
+        raise
+    else:
+        tell(("done",) if done else ("stopped",))
+
+
+class _Stopping:
+    """Has signals stop a run, also one that is not there yet."""
+
+    def __init__(self) -> None:
+        self._asked = False
+        self._run: Run | None = None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._ask)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self.ask()
+
+    def ask(self) -> None:
+        """Stops the run, or the one that comes."""
+        self._asked = True
+        if self._run is not None:
+            self._run.stop()
+
+    def watch(self, run: Run) -> None:
+        """From now on it is this run that is stopped."""
+        self._run = run
+        if self._asked:
+            run.stop()
+
+
+def _train(job: Job, tell: Tell, stopping: _Stopping) -> bool:
+    """Trains, and returns whether it came to the end."""
+    if RunFolder(job.folder).config.exists():
+        run = Run.resume(job.folder)
+    else:
+        run = Run(job.config)
+        run.folder = _new(job)
+    with closing(run):
+        stopping.watch(run)
+        last = 0.0
+
+        def told(progress: Progress) -> None:
+            nonlocal last
+            if (now := monotonic()) - last >= SECONDS:
+                last = now
+                try:
+                    tell(("round", progress.round, progress.rounds))
+                except OSError:
+                    stopping.ask()
+
+        watch(run, show=False, told=told)
+        return bool(run.summary)
+
+
+def _new(job: Job) -> RunFolder:
+    """Makes the folder of a record; its settings come last, so that a folder with some is whole."""
+    folder = RunFolder(job.folder)
+    try:
+        folder.state.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise refused(job.folder, error) from error
+    job.origin.write(job.folder)
+    configuration.dump(job.config, folder.config)
+    return folder
+
+
+def _serve(job: Job) -> bool:
+    """Serves the novel clients of a run that is done by the settings of this cell."""
+    assert job.trained is not None
+    with closing(Run.open(job.trained)) as run:
+        with closing(run.served_otherwise(_serving(job, run.config))) as served:
+            novel = served.evaluate_novel()
+        folder = _new(job)
+        folder.truncate_after(0)
+        for evaluation in (*(e for e in run.evaluations if e.split != "novel"), novel):
+            folder.append(evaluation)
+        numbers: Mapping[str, object] = {
+            "novel_accuracy": novel.accuracy,
+            "novel_masked_accuracy": novel.masked_accuracy,
+            "novel_zeroed_accuracy": novel.zeroed_accuracy,
+        }
+        folder.write_summary({**run.summary, **numbers})
+    return True
+
+
+def find(id: str, folder: Path, cells: str) -> tuple[Experiment, list[str]]:
+    """Returns a table and those of its cells that fit a pattern.
+
+    Raises:
+        UserError: there is no such table, or no such cell.
+    """
+    experiment = experiments.find(id, folder)
+    return experiment, experiment.matching(cells)

@@ -1,0 +1,266 @@
+"""A table made again: what is planned, what a process does, and the command as a whole."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from commands import start
+from hyperfed.apps.cli import main
+from hyperfed.errors import UserError
+from hyperfed.runs import origin, reproduction
+from hyperfed.runs.reproduction import Job, carry_out
+from hyperfed.runs.run import Run
+
+TABLE = """
+[table]
+paper = "Nobody, 2026"
+title = "Digits"
+seeds = 2
+set.rounds = 6
+set.evaluate_every = 2
+set.cohort = 2
+set.task = { clients = 6, novel = 0.34, partition = "dirichlet_equal", unlabelled = true }
+set.method.local_steps = 2
+
+[measures.novel]
+metric = "novel_accuracy"
+place = "table 1"
+
+[columns.like]
+about = "alike"
+
+[columns.unlike]
+about = "unlike"
+set.task.novel_alpha = 10.0
+
+[rows.sampled]
+about = "pFedHN-sampled"
+set.method = { name = "pfedhn", novel_models = "sampled" }
+
+[rows.itpfl]
+about = "IT-PFL-HN"
+columns = ["like"]
+set.method.phase_one_rounds = 4
+"""
+DEADLINE = 120.0
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "experiments" / "made" / "table1.toml"
+    path.parent.mkdir(parents=True)
+    path.write_text(TABLE)
+    return path.parents[1]
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    """What a process of its own may change."""
+    threads = torch.get_num_threads()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def planned(folder: Path, cells: str = "*", **options: Any) -> list[Job]:
+    experiment, chosen = reproduction.find("made/table1", folder, cells)
+    defaults: dict[str, Any] = {"seeds": 1, "scale": 1.0, "out": folder.parent / "results"}
+    return reproduction.plan(experiment, chosen, **(defaults | options))
+
+
+def told(job: Job) -> list[tuple[object, ...]]:
+    messages: list[tuple[object, ...]] = []
+    carry_out(job, messages.append)
+    return messages
+
+
+def numbers(folder: Path) -> Any:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    summary = json.loads((folder / "summary.json").read_text())
+    for record in (*lines, summary):
+        del record["seconds"]
+    return lines, summary
+
+
+def test_all_cells_come_with_one_seed_and_then_with_the_next(folder: Path) -> None:
+    jobs = planned(folder, seeds=2)
+    out = folder.parent / "results" / "made"
+    assert [job.folder.relative_to(out) for job in jobs] == [
+        Path(f"table1-{cell}/seed{seed}")
+        for seed in (0, 1)
+        for cell in ("like-sampled", "like-itpfl", "unlike-sampled")
+    ]
+    assert [job.config.seed for job in jobs] == [0, 0, 0, 1, 1, 1]
+    assert {job.config.engine.cores_per_client for job in jobs} == {1}
+
+
+def test_cells_that_differ_in_serving_share_a_training(folder: Path) -> None:
+    trained, other, served = planned(folder)
+    assert (trained.trained, other.trained, served.trained) == (None, None, trained.folder)
+    assert (trained.rounds, served.rounds) == (6, 0)
+    assert served.origin.trained == "../../table1-like-sampled/seed0"
+    command, serve = served.origin.command.split("; ")
+    assert command == trained.origin.command
+    assert serve == "hyperfed evaluate RUN --novel task.novel_alpha=10.0"
+    (alone,) = planned(folder, "unlike-sampled")
+    assert alone.trained is None
+
+
+def test_a_scale_shortens_the_phases_too_and_leaves_each_a_round(folder: Path) -> None:
+    def lengths(scale: float) -> tuple[int, int]:
+        (job,) = planned(folder, "like-itpfl", scale=scale)
+        assert job.origin.scale == scale
+        assert job.folder.name == f"seed0-scale{scale:g}"
+        return job.config.rounds, job.config.settings.phase_one_rounds
+
+    assert lengths(0.5) == (3, 2)
+    assert lengths(0.01) == (2, 1)
+
+
+def test_what_is_wrong_is_told_before_anything_is_written(folder: Path) -> None:
+    for scale in (0.0, 1.5):
+        with pytest.raises(UserError, match="--scale must be a part of the rounds"):
+            planned(folder, scale=scale)
+    with pytest.raises(UserError, match="--seeds must be at least 1, came 0"):
+        planned(folder, seeds=0)
+    (job,) = planned(folder, "like-itpfl")
+    job.folder.mkdir(parents=True)
+    (job.folder / "config.toml").write_text('rounds = 7\n[method]\nname = "itpfl"\n')
+    with pytest.raises(UserError, match=r"itpfl/seed0: rounds=7 for 6\nmove them away, or give"):
+        planned(folder)
+    assert [path.name for path in job.folder.iterdir()] == ["config.toml"]
+
+
+def test_a_job_leaves_the_record_of_its_run_and_of_which_cell_it_is(folder: Path) -> None:
+    trained, _, served = planned(folder, scale=0.5)
+    assert told(trained)[-1] == ("done",)
+    assert origin.read(trained.folder) == trained.origin
+    assert told(served) == [("done",)]
+    with_others = origin.read(served.folder)
+    assert with_others is not None
+    assert with_others.trained == "../../table1-like-sampled/seed0-scale0.5"
+    ours, theirs = numbers(trained.folder), numbers(served.folder)
+    assert ours[0][:-1] == theirs[0][:-1]
+    assert {key for key in ours[1] if ours[1][key] != theirs[1][key]} <= {
+        "novel_accuracy",
+        "novel_masked_accuracy",
+        "novel_zeroed_accuracy",
+    }
+    run = Run.open(trained.folder)
+    again = run.served_otherwise(["task.novel_alpha=10.0"]).evaluate_novel()
+    assert theirs[1]["novel_accuracy"] == again.accuracy
+    assert theirs[0][-1]["split"] == "novel"
+    assert theirs[0][-1]["client_loss"] == list(again.client_loss)
+    assert theirs[0][-1]["client_loss"] != ours[0][-1]["client_loss"]
+    assert all(job.done for job in (trained, served))
+    # A later plan of the other cell alone finds the training that is done.
+    (alone,) = planned(folder, "unlike-sampled", scale=0.5)
+    assert alone.trained == trained.folder
+
+
+def test_a_job_that_nobody_listens_to_any_more_stops_and_goes_on_later(folder: Path) -> None:
+    (job,) = planned(folder, "like-sampled")
+    ends = []
+
+    def gone(message: tuple[object, ...]) -> None:
+        if message[0] == "round":
+            raise BrokenPipeError
+        ends.append(message)
+
+    carry_out(job, gone)
+    assert ends == [("stopped",)]
+    assert not job.done
+    assert told(job)[-1] == ("done",)
+    whole = planned(folder, "like-sampled", out=folder.parent / "whole")[0]
+    told(whole)
+    assert numbers(job.folder) == numbers(whole.folder)
+
+
+def test_a_job_tells_why_it_failed_and_whose_fault_it_is(folder: Path, monkeypatch: Any) -> None:
+    (job,) = planned(folder, "like-sampled")
+
+    def raising(error: Exception) -> None:
+        def build(*_: object) -> None:
+            raise error
+
+        monkeypatch.setattr(reproduction, "Run", build)
+
+    raising(UserError("no such data"))
+    assert told(job) == [("failed", "no such data", False)]
+    raising(KeyError("x"))
+    messages: list[tuple[object, ...]] = []
+    with pytest.raises(KeyError):
+        carry_out(job, messages.append)
+    assert messages == [("failed", "KeyError: 'x'", True)]
+
+
+def reproduce(folder: Path, *options: str) -> int:
+    out = str(folder.parent / "results")
+    arguments = ["reproduce", "made/table1", "--experiments", str(folder), "--out", out, *options]
+    with pytest.raises(SystemExit) as leaving:
+        main(arguments)
+    assert isinstance(leaving.value.code, int)
+    return leaving.value.code
+
+
+def test_the_command_makes_what_is_not_done_and_nothing_else(folder: Path, capsys: Any) -> None:
+    assert reproduce(folder, "--seeds", "1", "--scale", "0.5", "--jobs", "2") == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines() == [str(job.folder) for job in planned(folder, scale=0.5)]
+    assert sorted(line.partition(": ")[2].split(" (")[0] for line in err.splitlines()) == [
+        "done",
+        "done",
+        "done",
+    ]
+    assert err.splitlines()[-1].endswith("(3 of 3)")
+    before = {
+        job.folder: (job.folder / "summary.json").stat() for job in planned(folder, scale=0.5)
+    }
+    assert reproduce(folder, "--seeds", "1", "--scale", "0.5", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == {"records": [str(path) for path in before], "stopped": [], "failed": {}}
+    assert all((path / "summary.json").stat() == stat for path, stat in before.items())
+
+
+def test_the_command_says_what_it_cannot_do(folder: Path, capsys: Any) -> None:
+    path = folder / "made" / "table1.toml"
+    path.write_text(TABLE.replace("task = {", 'task = { name = "nowhere.npz",'))
+    assert reproduce(folder, "--cells", "like-sampled", "--seeds", "1") == 2
+    assert "error: made/table1 like-sampled seed 0: " in capsys.readouterr().err
+    assert reproduce(folder, "--jobs", "0") == 2
+    assert reproduce(folder, "--cells", "x") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("kill")
+def test_ctrl_c_stops_all_cells_and_the_same_command_goes_on(folder: Path) -> None:
+    path = folder / "made" / "table1.toml"
+    path.write_text(TABLE.replace("set.rounds = 6", "set.rounds = 80"))
+    out = folder.parent / "results"
+    arguments = ["reproduce", "made/table1", "--experiments", str(folder), "--out", str(out)]
+    process = start(*arguments, "--cells", "like-sampled", "--seeds", "2", "--jobs", "2")
+    deadline = time.monotonic() + DEADLINE
+    while len(list(out.glob("*/*/*/metrics.jsonl"))) < 2:
+        assert process.is_alive()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGINT)
+    process.join(DEADLINE)
+    assert process.exitcode == 3
+    jobs = planned(folder, "like-sampled", seeds=2)
+    assert not any(job.done for job in jobs)
+    whole = planned(folder, "like-sampled", out=folder.parent / "whole")
+    for job in (*jobs, *whole):
+        assert told(job)[-1] == ("done",)
+    assert numbers(jobs[0].folder) == numbers(whole[0].folder)
