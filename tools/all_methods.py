@@ -58,7 +58,7 @@ class Federation:
     def visits(self) -> int:
         """Rounds in which a client takes part, on average."""
         clients = int(self.task["clients"])
-        known = clients - round(self.task["novel"] * clients)
+        known: int = clients - round(self.task["novel"] * clients)
         return self.rounds * self.cohort // known
 
 
