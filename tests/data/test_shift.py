@@ -4,9 +4,17 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
-from hyperfed.data.shift import kl_divergence, nearest_total_variation, total_variation
+from hyperfed.data.shift import (
+    LabelShift,
+    kl_divergence,
+    label_shift,
+    nearest_total_variation,
+    total_variation,
+)
 from hyperfed.errors import UserError
+from hyperfed.federation import Task
 
 P = torch.tensor([[0.5, 0.5, 0.0], [0.2, 0.3, 0.5]], dtype=torch.float64)
 Q = torch.tensor([[0.5, 0.25, 0.25], [0.0, 0.0, 1.0], [0.2, 0.3, 0.5]], dtype=torch.float64)
@@ -40,6 +48,37 @@ def test_smoothing_makes_kl_finite():
     p, q = [0.6 / 1.3, 0.6 / 1.3, 0.1 / 1.3], [0.1 / 1.3, 0.1 / 1.3, 1.1 / 1.3]
     expected = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
     assert kl_divergence(P[:1], Q[1:2], smoothing=0.1).item() == pytest.approx(expected)
+
+
+def task_of(*labels: list[int], novel: int = 0, **options: object) -> Task:
+    """A task whose clients have these labels for training, and others for testing."""
+    y = torch.tensor([label for own in labels for label in own])
+    rows = list(torch.arange(len(y)).split([len(own) for own in labels]))
+    settings = {"x": torch.zeros(len(y), 1), "y": y, "classes": 3, "novel": novel} | options
+    return Task(
+        "made", train=rows, val=rows, test=rows[::-1], models={"base": nn.Linear(1, 3)}, **settings
+    )
+
+
+def test_the_label_shift_of_a_task_by_hand():
+    # (1/2, 1/2, 0), (0, 1, 0) and (1/2, 0, 1/2) of the known: 1/2, 1/2 and 1 apart. The first novel
+    # one, (1/4, 3/4, 0), is 1/4 from the first two; KL to the first is 1/4 log(1/2) + 3/4 log(3/2),
+    # to the others infinite. Each known one lacks a class of the second novel one, (1/3, 1/3, 1/3).
+    known = [0, 1, 0, 1], [1], [0, 2]
+    found = label_shift(task_of(*known, [0, 1, 1, 1], [0, 1, 2], [], novel=3))
+    assert found.total_variation == pytest.approx(2 / 3)
+    assert found.novel_total_variation == pytest.approx((1 / 4, 1 / 3, None))
+    divergence = math.log(1 / 2) / 4 + 3 / 4 * math.log(3 / 2)
+    assert found.novel_kl_divergence == pytest.approx((divergence, math.inf, None))
+    assert label_shift(task_of([0], [], [1])).total_variation == 1  # who has nothing counts not
+
+
+def test_a_task_without_labels_to_compare_has_no_label_shift():
+    nothing = LabelShift()
+    assert label_shift(task_of([0], [1], classes=0)) == nothing
+    assert label_shift(task_of([0], [1], novel=1)) == nothing  # one client to train
+    at_sites = task_of([0], [1], y=torch.zeros(0, dtype=torch.int64))
+    assert label_shift(at_sites) == nothing
 
 
 @pytest.mark.parametrize(

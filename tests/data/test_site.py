@@ -145,8 +145,8 @@ def test_a_site_trains_its_own_clients_under_their_numbers(tmp_path: Path) -> No
         ({"x": np.full((30, 2), np.nan)}, "x must be finite"),
         ({"split": np.array(["train", "dev"] * 15)}, "split must be one of train, val, test"),
         ({"split": np.array(["train"] * 20 + ["test"] * 10)}, "but bob has none"),
-        ({"client": np.array(["a" * 101] * 30)}, "1 to 100 letters"),
-        ({"client": np.array([""] * 30)}, "1 to 100 letters"),
+        ({"client": np.array(["a" * 101] * 30)}, "1 to 100 printable letters"),
+        ({"client": np.array([""] * 30)}, "1 to 100 printable letters"),
     ],
 )
 def test_wrong_data_are_refused(tmp_path: Path, changes: dict, message: str) -> None:

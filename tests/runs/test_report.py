@@ -78,7 +78,8 @@ def test_rows_are_the_summaries_in_order():
     assert (other.label, other.test_accuracy, other.best_round) == ("local", 0.75, 20)
     assert other.novel_accuracy is None
     assert first.summary is not None
-    assert all(vars(one)[name] == first.summary[name] for name in vars(one) if name != "label")
+    expected = {"label": "pfedhn", "total_variation": None} | first.summary
+    assert all(vars(one)[name] == expected[name] for name in vars(one))
 
 
 def test_labels_tell_runs_apart_by_what_differs_and_then_by_number():
@@ -133,6 +134,22 @@ def test_table_fits_into_80_columns_and_has_every_number():
         *("pfedhn_pc", "5000", "10", "75.0", "75.1", "±", "25.0", "50.0", "100.0"),
         *("1.5", "2.0", "12.3"),
     ]
+
+
+def test_how_far_apart_clients_are_stands_below_runs_on_the_same_clients():
+    def printed(*shifts: float | None) -> str:
+        runs = [finished("local", seed, total_variation=v) for seed, v in enumerate(shifts)]
+        out = StringIO()
+        Console(width=80, file=out).print(table(comparison(runs)))
+        return out.getvalue()
+
+    told = "total variation between the labels of two clients: 0.81"
+    assert told in printed(0.8125, 0.8125)
+    for shifts in ((0.8125, 0.5), (None, None), (None, 0.8125)):
+        assert "total variation" not in printed(*shifts)
+    assert "total variation" not in printed()
+    old = comparison([finished("local")])  # a record of before it was measured
+    assert old[0].total_variation is None
 
 
 def test_numbers_that_are_not_there_are_dashes():

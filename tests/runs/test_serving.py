@@ -126,6 +126,15 @@ def test_a_summary_says_how_good_other_clients_models_are() -> None:
     assert run.summary["others_accuracy"] == accuracy(before)
     assert accuracy(before) not in (accuracy(behind), accuracy(own)), "choose another seed"
 
+    share = [run.task.y[rows].bincount(minlength=3) / len(rows) for rows in run.task.train]
+    apart = [[float((p - q).abs().sum()) / 2 for q in share[:3]] for p in share]
+    assert run.summary["total_variation"] == pytest.approx(sum(map(sum, apart[:3])) / 6)
+    novel = run.evaluations[-1]
+    assert novel.client_total_variation == pytest.approx([min(apart[3])])
+    nearest = min(float((share[3] * (share[3] / q).log()).sum()) for q in share[:3])
+    assert novel.client_kl_divergence == pytest.approx([nearest], rel=1e-5)
+    assert not any(e.client_total_variation for e in run.evaluations if e.split != "novel")
+
 
 @pytest.mark.parametrize(
     ("method", "keys"),

@@ -3,10 +3,14 @@
 Distributions are rows (..., classes) that sum to one, such as ``Partition.class_proportions``.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from hyperfed.errors import UserError
+from hyperfed.federation import Task
+from hyperfed.training import count_classes
 
 
 def total_variation(p: Tensor, q: Tensor) -> Tensor:
@@ -64,6 +68,45 @@ def nearest_total_variation(novel: Tensor, train: Tensor) -> Tensor:
         (n,) distances in [0, 1].
     """
     return total_variation(novel, train).amin(dim=1)
+
+
+@dataclass(frozen=True)
+class LabelShift:
+    """How far apart the class distributions of a task's clients are, by their training examples.
+
+    Attributes:
+        total_variation: the mean over pairs of known clients; None of fewer than two.
+        novel_total_variation: of each novel client to its nearest known one (pFedHN, figures 2 and
+            7); None of a client without examples.
+        novel_kl_divergence: KL(novel || known), in nats, to the known client where it is least
+            (IT-PFL-HN, figure 3); infinite where each of them lacks a class of the novel one.
+    """
+
+    total_variation: float | None = None
+    novel_total_variation: tuple[float | None, ...] = ()
+    novel_kl_divergence: tuple[float | None, ...] = ()
+
+
+def label_shift(task: Task) -> LabelShift:
+    """Measures the label shift of a task; an empty one of regression, and of clients at sites."""
+    if not task.classes or not len(task.y):
+        return LabelShift()
+    held = [task.y[rows] for rows in task.train]
+    count = torch.stack([count_classes(y, task.classes) for y in held]).double()
+    share = count / count.sum(dim=1, keepdim=True)  # (clients, classes), nan without examples
+    known = share[: len(task.known)]
+    known = known[known.isfinite().all(dim=1)]
+    if len(known) < 2:
+        return LabelShift()
+    pairs = len(known) * (len(known) - 1)
+    mean = float(total_variation(known, known).sum()) / pairs  # 0 to itself
+    variation: list[float | None] = []
+    divergence: list[float | None] = []
+    for row in share[len(task.known) :, None]:  # (1, classes); all at once would fill the memory
+        there = bool(row.isfinite().all())
+        variation.append(float(nearest_total_variation(row, known)) if there else None)
+        divergence.append(float(kl_divergence(row, known).min()) if there else None)
+    return LabelShift(mean, tuple(variation), tuple(divergence))
 
 
 def _check(*distributions: Tensor) -> None:

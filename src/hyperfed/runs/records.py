@@ -132,6 +132,9 @@ class Evaluation:
         lost: clients lost since the evaluation before.
         void: rounds that were taken back since the evaluation before.
         missed: clients that this evaluation is without, since they gave it no usable answer.
+        client_total_variation: of ``novel``, (C,) between the labels of a client and those of the
+            known client nearest to it, from 0 to 1; () where labels are not known here.
+        client_kl_divergence: the same in KL, in nats; None where it is infinite.
     """
 
     round: int
@@ -155,6 +158,8 @@ class Evaluation:
     diagnostics: dict[str, Any] = field(default_factory=dict, hash=False)
     void: tuple[Void, ...] = ()
     missed: tuple[Lost, ...] = ()
+    client_total_variation: tuple[Number, ...] = ()
+    client_kl_divergence: tuple[Number, ...] = ()
 
     @property
     def evaluated(self) -> str:

@@ -71,6 +71,8 @@ class Row:
         bytes_up: sent by clients.
         seconds: of the run.
         data_fingerprint: a hash of the data and of who holds what.
+        total_variation: the mean between the labels of two known clients, from 0 to 1; None where
+            labels are not known here, and in records of before it was measured.
     """
 
     label: str
@@ -87,6 +89,7 @@ class Row:
     bytes_up: int
     seconds: float
     data_fingerprint: str
+    total_variation: Number = None
 
 
 def comparison(runs: Sequence[FinishedRun]) -> list[Row]:
@@ -102,9 +105,13 @@ def comparison(runs: Sequence[FinishedRun]) -> list[Row]:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """Returns the comparison for a :class:`rich.console.Console` to print."""
+    """Returns the comparison for a :class:`rich.console.Console` to print.
+
+    Below it stands how far apart clients are by their labels, where that is the same for all rows.
+    """
     # Two-line headers and narrow gaps: it is to fit into 80 columns.
     shown = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=True)
+    shown.caption_justify = "left"
     shown.add_column("\nmethod")
     for column in (
         "\nrounds",
@@ -131,6 +138,9 @@ def table(rows: Sequence[Row]) -> Table:
             megabytes(row.bytes_up),
             f"{row.seconds:.1f}",
         )
+    apart = {row.total_variation for row in rows}
+    if len(apart) == 1 and (variation := apart.pop()) is not None:
+        shown.caption = f"total variation between the labels of two clients: {variation:.2f}"
     return shown
 
 
@@ -309,13 +319,13 @@ def _numbers(run: FinishedRun) -> dict[str, Any]:
     if not run.summary:
         raise UserError("a run to compare must be done, but one has no summary; resume it first")
     names = [field.name for field in fields(Row) if field.name != "label"]
-    missing = [name for name in names if name not in run.summary]
+    missing = [name for name in names if name not in run.summary and name != "total_variation"]
     if missing:
         raise UserError(
             f"a run's summary must have {', '.join(names)}, but one lacks {', '.join(missing)}; "
             "run it again with this version of hyperfed"
         )
-    return {name: run.summary[name] for name in names}
+    return {name: run.summary.get(name) for name in names}
 
 
 def _labels(runs: Sequence[FinishedRun]) -> list[str]:

@@ -387,6 +387,7 @@ class Run(Served):
             "novel_masked_accuracy": novel.masked_accuracy if novel else None,
             "novel_zeroed_accuracy": novel.zeroed_accuracy if novel else None,
             "novel_evaluated": novel.evaluated if novel else None,
+            "total_variation": self.label_shift.total_variation,
             "bytes_down": self._bytes["down"],
             "bytes_up": self._bytes["up"],
             "void_rounds": self._voided,

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from time import monotonic
 from types import ModuleType
@@ -15,6 +16,7 @@ from hyperfed import engines, trees
 from hyperfed.data import tasks
 from hyperfed.data.own import Task
 from hyperfed.data.roster import RemoteTask
+from hyperfed.data.shift import LabelShift, label_shift
 from hyperfed.engines import Engine, EngineCohort
 from hyperfed.errors import UserError
 from hyperfed.federation import Server
@@ -121,6 +123,11 @@ class Served:
                 f"{self.round}; train or resume it"
             )
         return self._best
+
+    @cached_property
+    def label_shift(self) -> LabelShift:
+        """How far apart the labels of the clients are; an empty one where they are not here."""
+        return label_shift(self.task)
 
     def model(self, client: int | str) -> nn.Module:
         """Returns the personal model of a client as a module of its own, ready to use.
@@ -304,7 +311,11 @@ class Served:
                 evaluate(server, self.engine, ids, self.config.rounds + draw, **options)["test"]
                 for draw in range(draws)
             ]
-        return self._summarise("novel", ids, all_together(drawn, ids), round)
+        return replace(
+            self._summarise("novel", ids, all_together(drawn, ids), round),
+            client_total_variation=self.label_shift.novel_total_variation,
+            client_kl_divergence=self.label_shift.novel_kl_divergence,
+        )
 
     def _others_accuracy(self) -> float | None:
         """Returns how right known clients are on their own test data with each other's models.
