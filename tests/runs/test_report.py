@@ -136,7 +136,7 @@ def test_table_fits_into_80_columns_and_has_every_number():
     ]
 
 
-def test_how_far_apart_clients_are_stands_below_runs_on_the_same_clients():
+def test_how_far_apart_clients_are_stands_above_runs_on_the_same_clients():
     def printed(*shifts: float | None) -> str:
         runs = [finished("local", seed, total_variation=v) for seed, v in enumerate(shifts)]
         out = StringIO()

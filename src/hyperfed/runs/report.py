@@ -107,11 +107,11 @@ def comparison(runs: Sequence[FinishedRun]) -> list[Row]:
 def table(rows: Sequence[Row]) -> Table:
     """Returns the comparison for a :class:`rich.console.Console` to print.
 
-    Below it stands how far apart clients are by their labels, where that is the same for all rows.
+    Above it stands how far apart clients are by their labels, where that is the same for all rows.
     """
     # Two-line headers and narrow gaps: it is to fit into 80 columns.
     shown = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=True)
-    shown.caption_justify = "left"
+    shown.title_justify, shown.title_style = "left", ""
     shown.add_column("\nmethod")
     for column in (
         "\nrounds",
@@ -140,7 +140,7 @@ def table(rows: Sequence[Row]) -> Table:
         )
     apart = {row.total_variation for row in rows}
     if len(apart) == 1 and (variation := apart.pop()) is not None:
-        shown.caption = f"total variation between the labels of two clients: {variation:.2f}"
+        shown.title = f"total variation between the labels of two clients: {variation:.2f}"
     return shown
 
 
