@@ -60,7 +60,8 @@ class Task:
         fingerprint: a hash of the data and of who holds what.
         names: of the clients; each is called by its number where empty.
         labels: names of the labels; a label is its number where empty.
-        source: the settings that made it and can make it again; None for one from Python.
+        source: what made it and can make it again (:class:`hyperfed.data.tasks.Source`); None for
+            one from Python.
     """
 
     name: str

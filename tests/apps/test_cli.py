@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from io import StringIO
 from pathlib import Path
-from typing import Any, NamedTuple, get_args, get_type_hints
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ import hyperfed
 from hyperfed import federation
 from hyperfed.apps.cli import main
 from hyperfed.data import own
-from hyperfed.data.tasks import TaskConfig, build
+from hyperfed.data.tasks import PARTITIONS, TaskConfig, build
 from hyperfed.methods import METHODS, pfedhn
 from hyperfed.runs import catalogue
 from hyperfed.runs.records import RunFolder, read_run
@@ -222,7 +222,7 @@ class TestRun:
         ("arguments", "told"),
         [
             (["pfehdn"], "did you mean pfedhn?"),
-            (["pfedhn", "task.client=4"], "did you mean task.clients?"),
+            (["pfedhn", "task.klients=4"], "did you mean task.clients?"),
             (["pfedhn", "rounds=0", "seed=-1"], "2 errors"),
             (["pfedhn", "task=digitz"], "did you mean 'digits'?"),
             (["pfedhn", "task.classes_per_client=11"], "11"),
@@ -536,7 +536,10 @@ class TestPersonalize:
             (lambda x, y: {"x": x[..., :-1], "y": y}, "x must hold examples like the task's"),
             (lambda x, y: {"x": x, "y": y[:-1]}, "same number of rows"),
             (lambda x, y: {"x": x}, "labels"),
-            (lambda x, y: {"images": x, "y": y}, "must hold x, came images, y"),
+            (
+                lambda x, y: {"images": x, "y": y},
+                "are images, y:\n- features must be some of them, got 'x'",
+            ),
         ],
         ids=["labels out of range", "NaN", "wrong shape", "lengths", "unlabelled", "no x"],
     )
@@ -634,7 +637,7 @@ class TestList:
 
     def test_partitions_are_those_a_task_takes(self, cli):
         names = [e["partition"] for e in json.loads(cli("list", "partitions", "--json").out)]
-        assert set(names) == set(get_args(get_type_hints(TaskConfig)["partition"]))
+        assert set(names) == set(PARTITIONS)
         assert set(catalogue.PARTITIONS) == set(names) - {"natural", "file"}
 
     def test_datasets(self, cli):

@@ -17,7 +17,7 @@ from hyperfed.data.division import fitted
 from hyperfed.data.own import Task, newcomer
 from hyperfed.data.roster import Frame, Member, Roster
 from hyperfed.data.tables import Columns
-from hyperfed.data.tasks import TaskConfig, build, remote, targets_of
+from hyperfed.data.tasks import TaskConfig, build, remote, settings_of, targets_of
 from hyperfed.errors import UserError
 from sensors import ACTIVITIES, NETS, PEOPLE, SensorNet, windows
 
@@ -65,8 +65,8 @@ def test_windows_of_thirty_people_are_a_task_of_thirty_clients(sensors: str) -> 
         own = torch.cat([split[client] for split in (task.train, task.val, task.test)])
         assert set(frame["person"].iloc[own.tolist()]) == {name}
         assert len(own) == 6
-    assert task.source.clients == 30
-    assert task.source.partition == "natural"
+    assert task.source.settings.clients == 30
+    assert task.source.settings.partition == "natural"
 
 
 def test_a_frame_makes_the_same_examples(sensors: str) -> None:
@@ -162,6 +162,10 @@ def test_a_newcomers_table_may_lack_client_and_target_and_is_of_one_client() -> 
     assert (alone.y.tolist(), len(alone.x)) == ([1, 2, 0, 1, 2, 0], 6)
     with pytest.raises(UserError, match=r"the rows of one client, .* got those of 4 .c0, c1, c2, "):
         newcomer(task, table())
+    swapped = table()[["height", "age"]][:2].assign(weight=70.0)
+    assert torch.equal(newcomer(task, swapped).x, task.x[:2])
+    with pytest.raises(UserError, match="features must be some of them, got 'age'"):
+        newcomer(task, table()[["height"]])
     with pytest.raises(UserError, match="y must be left out where x is a table"):
         newcomer(task, table()[:1], [0])
 
@@ -223,7 +227,7 @@ def test_own_data_are_dealt_by_their_clients_unless_settings_say_otherwise(tmp_p
     dealt = build(config(path, partition="iid", clients=2), 0)
     assert (dealt.clients, dealt.names) == (2, ())
     nobody = saved(table(client=None), tmp_path / "nobody.csv")
-    assert build(config(nobody, clients=2), 0).source.partition == "class_shares"
+    assert build(config(nobody, clients=2), 0).source.settings.partition == "class_shares"
     with pytest.raises(
         UserError, match=r"do not fit mine: a client must be left .* got 4 clients "
     ):
@@ -250,7 +254,7 @@ def test_regression_is_dealt_by_clients_or_at_random(tmp_path: Path) -> None:
     assert task.loss(output, y).item() == pytest.approx((1 + 4) / 2)
     assert task.score(output, y).tolist() == [-1, -4]
     nobody = saved(frame.drop(columns="client"), tmp_path / "nobody.csv")
-    assert build(config(nobody, clients=3), 0).source.partition == "shuffled"
+    assert build(config(nobody, clients=3), 0).source.settings.partition == "shuffled"
     with pytest.raises(UserError, match="must have labels for partition=class_shares, but its ta"):
         build(config(nobody, clients=3, partition="class_shares"), 0)
 
@@ -411,4 +415,5 @@ def test_clients_at_sites_are_called_as_their_sites_call_them() -> None:
     members = (Member("ward/ann", 3), Member("ward/bob", 4))
     settings = TaskConfig(model="mlp")
     task = remote(settings, Roster(1, frame, members, ""), 0)
-    assert (task.names, task.source) == (("ward/ann", "ward/bob"), settings)
+    assert task.names == ("ward/ann", "ward/bob")
+    assert settings_of(task, 0) is settings

@@ -208,7 +208,8 @@ def test_novel_clients_images_are_corrupted_after_training_too(tmp_path: Path) -
     keys = {"rounds": 1, "method": {"local_steps": 1}, "task": {"name": "digits", "clients": 10}}
     run = hyperfed.train("fedavg", out=tmp_path, **keys)
     blurred = run.served_otherwise(["task.novel_corruption=blur"])
-    given = hyperfed.train("fedavg", run.task, **keys)
+    del keys["task"]
+    given = hyperfed.train("fedavg", dataclasses.replace(run.task, source=None), **keys)
     with pytest.raises(UserError, match="only where settings made the task"):
         given.served_otherwise(["task.novel_corruption=blur"])
     novel, known = run.task.train[9], run.task.train[0]
@@ -239,6 +240,6 @@ def test_one_trained_run_serves_novel_clients_of_several_distributions(tmp_path:
         assert sum(after["novel"].count) == sum(before["novel"].count)
     same = run.served_otherwise(["task.novel_alpha=none"])
     assert same.evaluate_novel().client_loss == before["novel"].client_loss
-    given = hyperfed.train("fedavg", run.task, task=data, **keys)
+    given = hyperfed.train("fedavg", dataclasses.replace(run.task, source=None), **keys)
     with pytest.raises(UserError, match=r"novel_alpha can change only where settings made"):
         given.served_otherwise(["task.novel_alpha=1"])

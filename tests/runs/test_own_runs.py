@@ -111,6 +111,8 @@ def test_a_task_of_settings_is_recorded_as_they_say_with_what_follows_from_the_d
     made = hyperfed.train("fedavg", build(settings, 0), **QUICK)
     assert made.config.task == TaskConfig(clients=4, novel=1, partition="class_shares")
     assert hyperfed.train("fedavg", task={"clients": 4, "novel": 1}, **QUICK).config == made.config
+    divided_otherwise = Run(config.from_keys("fedavg", QUICK), build(settings, seed=1))
+    assert divided_otherwise.config.task.source == "python"
 
 
 # The Python front.

@@ -79,6 +79,7 @@ class Examples:
             where the data say it; None where not.
         names: of the natural clients; () where they have none.
         labels: names of the labels; () where they have none.
+        features: columns of the table that ``x`` is of; () where it is of none.
         text: ``x`` holds bytes of texts (:func:`hyperfed.data.tables.tokens`).
         fingerprint: a hash of the tensors.
     """
@@ -96,6 +97,7 @@ class Examples:
     part: Tensor | None = None
     names: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()
+    features: tuple[str, ...] = ()
     text: bool = False
     fingerprint: str = ""
 

@@ -170,7 +170,7 @@ def from_frame(
     if y is not None and not options.get("labels"):
         y, options["labels"] = tables.numbered(y)
     task = from_arrays(rows.x, y, client=rows.client, **usual | options)
-    return replace(task, columns=columns)
+    return replace(task, columns=replace(columns, features=rows.features))
 
 
 @dataclass(frozen=True)
@@ -262,6 +262,7 @@ def rows_like(task: Task, table: Any, what: str) -> tables.Rows:
     """
     length = task.x.shape[1] if task.x.ndim == 2 else None
     columns = task.columns or tables.Columns()
+    columns = replace(columns, features=columns.features or ("x",))  # never by what is there
     rows = tables.rows_of(table, columns, what, length=length, label=False)
     if rows.client is not None and len(several := dict.fromkeys(rows.client.tolist())) > 1:
         raise UserError(

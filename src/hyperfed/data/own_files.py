@@ -62,7 +62,16 @@ def of_table(table: Any, name: str, columns: Columns, what: str) -> Examples:
     arrays.raise_all(problems, f"{what} does not hold usable examples")
     x, y = (values.float() if values.is_floating_point() else values for values in (x, y))
     return arrays.examples_of(
-        name, x, y, classes, client, names=names, labels=labels, part=part, text=rows.text
+        name,
+        x,
+        y,
+        classes,
+        client,
+        names=names,
+        labels=labels,
+        part=part,
+        features=rows.features,
+        text=rows.text,
     )
 
 

@@ -66,6 +66,7 @@ class Rows:
         client: (N,) ids; None without such a column.
         split: (N,) words; None without such a column.
         classes: number of labels, where an archive says it.
+        features: the names of the columns that ``x`` is of, in their order.
         text: ``x`` holds the bytes of texts.
     """
 
@@ -73,6 +74,7 @@ class Rows:
     y: Array | None
     client: Array | None
     split: Array | None
+    features: tuple[str, ...]
     classes: int | None = None
     text: bool = False
 
@@ -141,6 +143,7 @@ def rows_of(
         y=y,
         client=held.get(client or ""),
         split=held.get(split or ""),
+        features=features,
         classes=int(classes) if classes is not None and np.ndim(classes) == 0 else None,
         text=text,
     )

@@ -1,7 +1,7 @@
 """From settings to a :class:`~hyperfed.federation.Task`: load, divide, build the targets."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -94,16 +94,29 @@ def build(config: TaskConfig, seed: int, *, served: TaskConfig | None = None) ->
         fingerprint=hash_of(*_seen(config, examples, partition)),
         names=names_of(config, examples, partition),
         labels=examples.labels if config.label_codes == 1 else (),
-        source=served,
-        columns=config.columns,
+        source=Source(served, seed),
+        columns=replace(config.columns, features=examples.features or None),
         **({} if examples.classes else regression),
     )
 
 
-def settings_of(task: federation.Task) -> TaskConfig:
-    """Returns the settings that made a task; of one from Python what the records say of it."""
-    if isinstance(task.source, TaskConfig):
-        return task.source
+@dataclass(frozen=True)
+class Source:
+    """What made a task, and can make it again."""
+
+    settings: TaskConfig
+    seed: int
+
+
+def settings_of(task: federation.Task, seed: int) -> TaskConfig:
+    """Returns the settings that make a task with a seed; else what records say of one from Python.
+
+    Args:
+        task: the task.
+        seed: that of a run on it.
+    """
+    if isinstance(task.source, Source) and task.source.seed == seed:
+        return task.source.settings
     return TaskConfig(
         name=task.name,
         clients=task.clients,
@@ -212,7 +225,9 @@ def remote(config: TaskConfig, roster: Roster, seed: int, link: Any = None) -> R
         UserError: no such target, or one that does not suit the data or takes no width.
     """
     task = RemoteTask.of(roster, targets_of(config, roster.frame, seed), config.name, link)
-    return replace(task, source=config, names=tuple(member.name for member in roster.members))
+    return replace(
+        task, source=Source(config, seed), names=tuple(member.name for member in roster.members)
+    )
 
 
 def _default_target(examples: Examples) -> str:

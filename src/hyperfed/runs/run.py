@@ -75,7 +75,7 @@ class Run(Served):
         self, config: RunConfig, task: Task | None = None, folder: RunFolder | None = None
     ) -> None:
         super().__init__(config, task)
-        self.config = replace(config, task=tasks.settings_of(self.task))
+        self.config = replace(config, task=tasks.settings_of(self.task, config.seed))
         self._rule = Rule(config.robust.aggregation, config.robust.hostile)
         if self._rule.name != "mean" and (size := self.cohort_size) < 3:
             raise UserError(

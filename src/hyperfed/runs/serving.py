@@ -238,17 +238,15 @@ class Served:
                 other data for a task that no settings made; or the run has not come to its first
                 evaluation.
         """
+        asked = [key for key in NOVEL if any(o.startswith(f"task.{key}") for o in overrides)]
+        if asked and self.config.task.source == "python":
+            raise UserError(
+                f"task.{asked[0]} can change only where settings made the task, but this run "
+                "was given one; give one with other novel clients (hyperfed.data)"
+            )
         config = configuration.override(self.config, overrides, allowed=SERVING)
         task = self.task
-        others = [
-            key for key in NOVEL if getattr(config.task, key) != getattr(self.config.task, key)
-        ]
-        if others:
-            if self.task.source is None:
-                raise UserError(
-                    f"task.{others[0]} can change only where settings made the task, but this run "
-                    "was given one; give one with other novel clients (hyperfed.data)"
-                )
+        if any(getattr(config.task, key) != getattr(self.config.task, key) for key in NOVEL):
             task = tasks.build(self.config.task, config.seed, served=config.task)
         elif config.task.unlabelled != self.config.task.unlabelled:
             task = replace(task, unlabelled=config.task.unlabelled)
