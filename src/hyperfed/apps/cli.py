@@ -25,7 +25,7 @@ import hyperfed
 from hyperfed.apps.describe import describe
 from hyperfed.apps.export import export
 from hyperfed.apps.flower import submit
-from hyperfed.apps.flower.commands import node, superexec
+from hyperfed.apps.flower.commands import move, node, superexec
 from hyperfed.apps.printing import Json, print_json, print_table, say, table
 from hyperfed.apps.tables import reproduce
 from hyperfed.data import datasets, partition_files, tables, tasks
@@ -283,6 +283,7 @@ def compare(
 app.command()(describe)
 app.command()(export)
 app.command()(node)
+app.command()(move)
 app.command()(superexec)
 app.command()(reproduce)
 

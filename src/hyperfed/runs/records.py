@@ -22,7 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from hyperfed.errors import UserError
-from hyperfed.system.files import atomic_write, refused
+from hyperfed.system.files import PRIVATE, atomic_write, refused, remove_unfinished, sync
 from hyperfed.system.provenance import commit, versions
 from hyperfed.trees import Tree, tree_map
 from hyperfed.trees.checkpoints import load_latest, load_state, previous, save_latest
@@ -289,7 +289,7 @@ class RunFolder:
             for number in itertools.count(1):
                 folder = cls(group / (name if number == 1 else f"{name}-{number}"))
                 with contextlib.suppress(FileExistsError):  # a run that began in the same second
-                    folder.path.mkdir()
+                    folder.path.mkdir(mode=PRIVATE)
                     break
             folder.state.parent.mkdir()
         except OSError as error:
@@ -348,6 +348,24 @@ class RunFolder:
                     raise
         except OSError as error:
             raise refused(self.metrics, error) from error
+
+    def sync(self) -> None:
+        """Has the disk keep the metrics, without which a checkpoint is of no use.
+
+        Raises:
+            UserError: the disk refuses.
+        """
+        if self.metrics.exists():
+            sync(self.metrics)
+
+    def clean(self) -> None:
+        """Removes what a killed process was about to put in place.
+
+        Raises:
+            UserError: the disk refuses.
+        """
+        for folder in (self.path, self.state.parent):
+            remove_unfinished(folder)
 
     def truncate_after(self, round: int) -> None:
         """Drops what a resumed run writes again: later rounds, and novel clients (the end's).

@@ -5,10 +5,11 @@ differ from what it would have been: all its state is in one file, written whole
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from decimal import ROUND_HALF_UP, Decimal
+from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from hyperfed.runs.records import Evaluation, Lost, Number, RunFolder, Void
 from hyperfed.runs.rollback import Snapshot, is_finite
 from hyperfed.runs.serving import Best, Served
 from hyperfed.system.devices import CPU
+from hyperfed.system.locks import Lock
 from hyperfed.system.randomness import generator
 from hyperfed.trees import Tree
 from hyperfed.trees.aggregation import Rule
@@ -97,6 +99,7 @@ class Run(Served):
         self._answered = False  # whether some round had a client left
         self._nobody = ""  # why the last round without had none
         self._stop = False
+        self._lock: Lock | None = None
         self._commit = records.commit()  # of the code that runs, whatever is checked out later
 
     @classmethod
@@ -133,7 +136,9 @@ class Run(Served):
             run._restore(*records.load_state(folder.state))
         elif folder.has_checkpoint:
             run._restore(*records.load_latest(folder.state))
-        run.evaluations = [e for e in folder.evaluations() if e.round <= run.round]
+        evaluations = folder.evaluations()
+        run._check(evaluations)
+        run.evaluations = [e for e in evaluations if e.round <= run.round]
         if folder.summary.exists():
             run.summary = dict(records.read_run(path).summary or {})
         return run
@@ -150,11 +155,40 @@ class Run(Served):
                 f"a run to resume must not be done, but {path} has a summary.json; "
                 "evaluate or personalize it, or start a new run"
             )
-        run = cls.open(path, task)
-        assert run.folder is not None
-        run.folder.truncate_after(run.round)
+        lock = Lock(path)
+        try:
+            RunFolder(path).clean()
+            run = cls.open(path, task)
+            assert run.folder is not None
+            run.folder.truncate_after(run.round)
+        except BaseException:
+            lock.release()
+            raise
         run.evaluations = run.folder.evaluations()
+        run._lock = lock  # until it has been trained
         return run
+
+    def _check(self, evaluations: Sequence[Evaluation]) -> None:
+        """Finds out whether checkpoint and metrics are of one run.
+
+        Raises:
+            UserError: one of them lacks what the other one has.
+        """
+        assert self.folder is not None
+        known = [e.round for e in evaluations if e.split in ("val", "test")]
+        if not self.folder.has_checkpoint and max(known, default=0) > self.config.checkpoint_every:
+            raise UserError(
+                f"{self.folder.state} must be there, since {self.folder.metrics.name} has round "
+                f"{max(known)}, but is not; restore it from a copy, or start a new run"
+            )
+        every, last = self.config.evaluate_every, self.config.rounds
+        due = [n for n in range(1, self.round + 1) if n % every == 0 or n == last]
+        if missing := [number for number in due if known.count(number) < 2]:
+            raise UserError(
+                f"{self.folder.metrics} must have every evaluation up to that of round "
+                f"{self.round}, which {self.folder.state} is of, but lacks that of round "
+                f"{missing[0]}; restore it from a copy, or start a new run"
+            )
 
     def to_frame(self) -> "DataFrame":
         """Returns what the best validation round came to, one row per client and split.
@@ -205,7 +239,28 @@ class Run(Served):
         """Runs the remaining rounds and yields after each; ends early after :meth:`stop`.
 
         The last round is followed by the summary.
+
+        Raises:
+            UserError: another process trains in the run's folder.
         """
+        if self.folder is not None and self._lock is None:
+            self._lock = Lock(self.folder.path)
+        try:
+            yield from self._train()
+        finally:
+            self._unlock()
+
+    def close(self) -> None:
+        """Gives back the engine's threads, actors and connections, and the run's folder."""
+        self._unlock()
+        super().close()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def _train(self) -> Iterator[Progress]:
         while not self._over():
             self._one_round()
             now = self.done or self.round % self.config.evaluate_every == 0
@@ -426,6 +481,7 @@ class Run(Served):
             tree["best"] = {"server": self._best.server, "memory": _keyed(self._best.memory)}
             tree["best"] |= {"val": self._best.val}
             meta |= {"best_round": self._best.round, "best_accuracy": self._best.accuracy}
+        self.folder.sync()  # so that no checkpoint is ahead of them
         records.save_latest(self.folder.state, tree, meta)
         self._tell_of_checkpoint()
 
@@ -448,9 +504,23 @@ class Run(Served):
                     f"the checkpoint's {key} must be this run's, {ours}, came {meta.get(key)}; "
                     "use the data and the settings that the run was started with"
                 )
+        try:
+            self._load(tree, meta)
+        except UNUSABLE as error:
+            raise UserError(
+                "the checkpoint must be one that this run wrote, but does not fit "
+                f"({one_line(f'{type(error).__name__}: {error}', 200)}); restore it from a copy, "
+                "or start a new run"
+            ) from error
+        self._tell_of_checkpoint()
+
+    def _load(self, tree: Tree, meta: Mapping[str, Any]) -> None:
         self.server.load(trees.to(tree["server"], self.engine.device))
         self.engine.memory = _numbered(tree["memory"])
-        self.round, self._bytes = meta["round"], dict(meta["bytes"])
+        self.round = index(meta["round"])
+        if not 0 <= self.round <= self.config.rounds:
+            raise ValueError(f"round {self.round} of {self.config.rounds}")
+        self._bytes = {way: index(meta["bytes"][way]) for way in ("down", "up")}
         self._earlier, self._failures = meta["seconds"], meta["failures"]
         self._answered, self._nobody = meta.get("answered", True), meta.get("nobody", "")
         self._lost = [Lost(client, reason) for client, reason in meta["lost"]]
@@ -461,7 +531,6 @@ class Run(Served):
             memory = _numbered(best["memory"])
             number, accuracy = meta["best_round"], meta["best_accuracy"]
             self._best = Best(number, accuracy, best["server"], memory, best["val"])
-        self._tell_of_checkpoint()
 
 
 def _keyed(memory: Mapping[int, Tree]) -> Tree:

@@ -10,6 +10,9 @@ from typing import BinaryIO
 
 from hyperfed.errors import UserError
 
+PRIVATE = 0o700
+"""Of a folder that nobody but its owner may look into: what clients remember is somebody's data."""
+
 
 def atomic_write(path: Path, content: bytes | Callable[[BinaryIO], object]) -> None:
     """Replaces a file as a whole: afterwards it is the new one, or the old one untouched.
@@ -58,6 +61,32 @@ def atomic_folder(path: Path, write: Callable[[Path], object]) -> None:
         raise refused(path, error) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Removes what a killed process was about to put in place, in a folder nobody else writes to.
+
+    Raises:
+        UserError: the system refuses.
+    """
+    for path in folder.glob(".*.tmp"):
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise refused(path, error) from error
+
+
+def sync(path: Path) -> None:
+    """Has the disk keep what was written to a file, whatever becomes of the machine.
+
+    Raises:
+        UserError: the disk refuses.
+    """
+    try:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise refused(path, error) from error
 
 
 def refused(path: Path, error: OSError) -> UserError:

@@ -1,5 +1,6 @@
 """A site answers for its clients, remembers on disk, and runs nothing twice."""
 
+import stat
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,12 @@ from hyperfed import federation
 from hyperfed.data.roster import Frame, Introduction, Member, Roster, enrol
 from hyperfed.engines.calls import Call
 from hyperfed.engines.flower.site import Shard, Site
-from hyperfed.engines.flower.store import LostMemoryError, Store, SupersededError
+from hyperfed.engines.flower.store import (
+    LostMemoryError,
+    Store,
+    SupersededError,
+    check_writable,
+)
 from hyperfed.engines.flower.wire import Request
 from hyperfed.engines.local.loop import LoopEngine
 from hyperfed.errors import UserError
@@ -202,6 +208,21 @@ def test_what_was_half_written_is_not_seen(tmp_path: Path) -> None:
     (folder / "10-0.safetensors").write_bytes(b"damaged")
     damaged = site_in(tmp_path).answer(request(3, 0)).answers[0]
     assert isinstance(damaged, UserError)
+
+
+def test_what_killed_writers_left_is_removed_and_nobody_else_may_look(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    state.mkdir(mode=0o755)
+    site_in(state).answer(request(1, 0))
+    folders = [state, state / "run-1", state / "run-1" / "_000000"]
+    assert [stat.S_IMODE(folder.stat().st_mode) for folder in folders] == [0o700] * 3
+    left = [folder / ".10-0.safetensors.aa.tmp" for folder in folders]
+    for path in left:
+        path.write_bytes(b"half")
+    site_in(state).answer(request(2, 0))
+    assert [path.exists() for path in left] == [True, False, False]
+    check_writable(state)  # where no message is being answered
+    assert list(state.iterdir()) == [state / "run-1"]
 
 
 def test_client_names_cannot_leave_the_folder(tmp_path: Path) -> None:

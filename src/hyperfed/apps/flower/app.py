@@ -36,6 +36,7 @@ from hyperfed.runs import config as configuration
 from hyperfed.runs.config import RunConfig
 from hyperfed.system import toml
 from hyperfed.system.devices import find_device
+from hyperfed.system.files import PRIVATE
 
 if TYPE_CHECKING:
     from hyperfed.runs.run import Run
@@ -237,7 +238,8 @@ def begin(config: RunConfig, link: GridLink, folder: str) -> "Run":
     task = tasks.remote(config.task, roster, config.seed, link)
     if folder:
         run = Run(config, task, place)
-        place.state.parent.mkdir(parents=True, exist_ok=True)
+        place.path.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+        place.state.parent.mkdir(exist_ok=True)
         configuration.dump(config, place.config)
     else:
         run = Run.start(config, Path("runs"), task)

@@ -3,15 +3,19 @@
 import os
 import shlex
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from typer import Option
+from typer import Argument, Option
 
 from hyperfed.apps.printing import Json, print_json, print_table, say, table
+from hyperfed.data.roster import Roster
 from hyperfed.data.site import read as read_site
 from hyperfed.engines.flower.store import check_writable
-from hyperfed.errors import UserError
+from hyperfed.errors import UserError, one_line
+from hyperfed.runs.records import RunFolder
+from hyperfed.system.locks import Lock
 from hyperfed.system.toml import literal
 
 
@@ -88,6 +92,43 @@ def node(
         print_table(shown)
     for line in start.values():
         print(line)
+
+
+def move(
+    run_dir: Annotated[Path, Argument(metavar="RUN_DIR", help="The folder of a run at sites.")],
+    clients: Annotated[
+        list[str], Argument(metavar="CLIENT...", help="Names of clients, as in sites.json.")
+    ],
+    key: Annotated[Path, Option(help="The public key of their site from now on, node.pub.")],
+) -> None:
+    """Have clients of a run belong to another key: their site has a new one, or they moved.
+
+    Until then whoever says their names with another key is refused. What they remember is in the
+    state folder of their site, which must come along.
+    """
+    from hyperfed.engines.flower.grid import fingerprint
+
+    try:
+        owner = fingerprint(key.expanduser().read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"--key must be a public key, such as node.pub, but {key} is not ({error})"
+        ) from error
+    place = RunFolder(run_dir)
+    roster = Roster.read(place.sites)
+    if strange := [name for name in clients if name not in roster.numbers]:
+        raise UserError(
+            f"clients to move must be of this run, but {one_line(strange[0], 100)} is not; "
+            f"{place.sites} has their names"
+        )
+    lock = Lock(run_dir)
+    try:
+        keys = {**roster.keys, **dict.fromkeys(clients, owner)}
+        replace(roster, keys=keys).save(place.sites)
+    finally:
+        lock.release()
+    for name in clients:
+        print(f"{name} belongs to {owner}, before: {roster.keys.get(name) or 'nobody'}")
 
 
 def superexec(

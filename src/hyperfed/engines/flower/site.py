@@ -16,7 +16,7 @@ from hyperfed.data.examples import Normalize, fingerprint_of_frozen
 from hyperfed.data.roster import Frame, Introduction, Member
 from hyperfed.engines.calls import Answer, Call
 from hyperfed.engines.flower import wire
-from hyperfed.engines.flower.store import Draft, Store
+from hyperfed.engines.flower.store import Draft, Store, make_private
 from hyperfed.engines.flower.wire import Request, Response, Version
 from hyperfed.engines.local.vmap import best_engine
 from hyperfed.errors import UserError
@@ -173,7 +173,7 @@ class Site:
         if fingerprint_of_frozen(models) != request.frozen:
             raise UserError("what is frozen in the targets must have the hash that came with it")
         if weights:
-            self.state.mkdir(parents=True, exist_ok=True)
+            make_private(self.state)
             save_state(path, weights, {})
         return replace(task, models=models)
 

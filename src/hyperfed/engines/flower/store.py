@@ -16,8 +16,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from hyperfed.engines.flower.wire import Version
-from hyperfed.errors import UserError
-from hyperfed.system.files import atomic_write, refused
+from hyperfed.system.files import PRIVATE, atomic_write, refused, remove_unfinished
 from hyperfed.trees import Tree
 from hyperfed.trees.checkpoints import load_state, save_state
 
@@ -63,7 +62,8 @@ class Store:
     def __init__(self, folder: Path, run: int) -> None:
         self._folder = folder / f"run-{run}"
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            make_private(folder)
+            self._folder.mkdir(mode=PRIVATE, exist_ok=True)
         except OSError as error:
             raise refused(self._folder, error) from error
 
@@ -75,6 +75,7 @@ class Store:
         """
         with (self._folder / "lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
+            remove_unfinished(self._folder)
             yield  # the lock goes with the file, even where the process is killed
 
     def receive(self, session: int, serial: int) -> None:
@@ -124,12 +125,13 @@ class Store:
             UserError: the disk refuses.
         """
         path = self._path(client, version)
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(mode=PRIVATE, exist_ok=True)
         tree = {"memory": draft.memory, "scratch": draft.scratch, "reply": draft.reply}
         save_state(path, tree, {"serial": draft.serial})
 
     def prune(self, client: str, needed: Collection[Version]) -> None:
         """Drops all that a client remembers but some versions and drafts."""
+        remove_unfinished(self._path(client, (0, 0)).parent)
         names = {self._path(client, version) for version in needed}
         for path in self._path(client, (0, 0)).parent.glob(f"*{_SUFFIX}"):
             if path not in names:
@@ -140,6 +142,13 @@ class Store:
         return self._folder / f"_{quote(client, safe='')}" / f"{session}-{cohort}{_SUFFIX}"
 
 
+def make_private(folder: Path) -> None:
+    """Makes a folder that nobody else may look into, or of one that is there such a one."""
+    folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+    if folder.stat().st_mode & 0o077:
+        folder.chmod(PRIVATE)
+
+
 def check_writable(folder: Path) -> None:
     """Finds out whether a site's state can be kept in a folder, which is made.
 
@@ -147,11 +156,10 @@ def check_writable(folder: Path) -> None:
         UserError: it cannot.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private(folder)
     except OSError as error:
         raise refused(folder, error) from error
-    if not folder.is_dir():
-        raise UserError(f"{folder} must be a folder")
+    remove_unfinished(folder)
     trial = folder / ".writable"
     atomic_write(trial, b"")
     trial.unlink()

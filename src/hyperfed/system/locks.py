@@ -1,0 +1,42 @@
+"""A folder that one process at a time writes to."""
+
+import os
+import weakref
+from pathlib import Path
+
+from hyperfed.errors import UserError
+from hyperfed.system.files import refused
+
+
+class Lock:
+    """Keeps other processes from writing to a folder, until it is released or this process ends.
+
+    Where the system has no such locks (Windows, some network drives), nobody is kept out.
+
+    Args:
+        folder: it must exist; the lock is its file ``.lock``.
+
+    Raises:
+        UserError: another process has it, or the folder cannot be written to.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / ".lock"
+        try:
+            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise refused(path, error) from error
+        self.release = weakref.finalize(self, os.close, file)
+        """Lets others in."""
+        try:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self.release()
+            raise UserError(
+                f"{folder} must be written to by one process at a time, but another one is at it; "
+                "wait for its end, or stop it"
+            ) from error
+        except (ImportError, OSError):
+            self.release()

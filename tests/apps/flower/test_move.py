@@ -1,0 +1,51 @@
+"""hyperfed move: a client belongs to another key from now on."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines.flower.test_sites import PUBLIC
+from hyperfed.apps import cli
+from hyperfed.data.roster import Introduction, Member, Roster, enrol
+from hyperfed.system.locks import Lock
+
+NAME = "SHA256:Q1UdGA8DZpeQKma5MYVMAxB09bxzJEXNYH9kGfpRRvI"
+
+
+def command(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["move", *arguments])
+    return int(end.value.code or 0)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    members = (Member("ann", 3, 1, 1), Member("bob", 3, 1, 1))
+    said = Introduction(members, (5,), "torch.float32", 3)
+    enrol([said], run=1, keys={"ann": "A", "bob": "B"}).save(tmp_path / "sites.json")
+    (tmp_path / "node.pub").write_bytes(PUBLIC)
+    return tmp_path
+
+
+def test_a_client_is_moved_to_the_key_of_its_new_site(folder: Path, capsys: Any) -> None:
+    assert command(str(folder), "ann", "--key", str(folder / "node.pub")) == 0
+    assert capsys.readouterr().out == f"ann belongs to {NAME}, before: A\n"
+    assert Roster.read(folder / "sites.json").keys == {"ann": NAME, "bob": "B"}
+
+
+def test_what_cannot_be_moved_is_told(folder: Path, capsys: Any) -> None:
+    before = (folder / "sites.json").read_bytes()
+    key = str(folder / "node.pub")
+    lock = Lock(folder)
+    for arguments, message in (
+        ((str(folder), "cem", "--key", key), "but cem is not"),
+        ((str(folder), "ann", "--key", str(folder / "sites.json")), "must be a public key"),
+        ((str(folder), "ann", "--key", str(folder / "none.pub")), "must be a public key"),
+        ((str(folder / "none"), "ann", "--key", key), "must be readable"),
+        ((str(folder), "ann", "--key", key), "one process at a time"),
+    ):
+        assert command(*arguments) == 2
+        assert message in capsys.readouterr().err
+    lock.release()
+    assert (folder / "sites.json").read_bytes() == before

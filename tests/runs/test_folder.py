@@ -1,0 +1,185 @@
+"""A run's folder: one process at a time, nothing half written, and what does not fit is refused."""
+
+import fcntl
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hyperfed
+from hyperfed.errors import UserError
+from hyperfed.runs import config
+from hyperfed.runs.records import RunFolder
+from hyperfed.runs.run import Run
+from hyperfed.system.locks import Lock
+from hyperfed.trees import Tree
+from hyperfed.trees.checkpoints import load_state, save_state
+from toys import make_task
+
+KEYS: dict[str, Any] = {
+    "rounds": 6,
+    "evaluate_every": 1,
+    "checkpoint_every": 2,
+    "method": {"local_steps": 1},
+}
+
+
+def stopped(folder: Path, rounds: int, **keys: Any) -> RunFolder:
+    run = Run.start(config.from_keys("fedper", KEYS | keys), folder, make_task())
+    for progress in run.train():
+        if progress.round == rounds:
+            break
+    assert run.folder is not None
+    return run.folder
+
+
+def test_a_second_process_is_refused_while_a_run_trains(tmp_path: Path) -> None:
+    run = Run.start(config.from_keys("fedper", KEYS), tmp_path, make_task())
+    assert run.folder is not None
+    training = run.train()
+    for _ in range(3):
+        next(training)
+    before = run.folder.metrics.read_bytes()
+    with pytest.raises(UserError, match="one process at a time"):
+        Run.resume(run.folder.path, make_task())
+    assert run.folder.metrics.read_bytes() == before
+    assert Run.open(run.folder.path, make_task()).round == 2  # who reads it may
+    training.close()
+    resumed = Run.resume(run.folder.path, make_task())
+    with pytest.raises(UserError, match="one process at a time"):
+        next(run.train())
+    list(resumed.train())
+    assert resumed.summary["rounds"] == 6
+
+
+def test_who_cannot_resume_leaves_the_folder_to_others(tmp_path: Path) -> None:
+    folder = stopped(tmp_path, 3)
+    with pytest.raises(UserError, match="data_fingerprint"):
+        Run.resume(folder.path, make_task(fingerprint="other"))
+    resumed = Run.resume(folder.path, make_task())
+    resumed.close()
+    Lock(folder.path).release()
+
+
+def test_where_there_are_no_locks_nobody_is_kept_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*arguments: Any) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    Lock(tmp_path)
+    Lock(tmp_path).release()
+
+
+def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
+    folder = stopped(tmp_path, 3)
+    left = [folder.path / ".metrics.jsonl.aa.tmp", folder.state.parent / ".state.bb.tmp"]
+    for path in left:
+        path.write_bytes(b"half")
+    Run.resume(folder.path, make_task())
+    assert not any(path.exists() for path in left)
+
+
+def test_nobody_else_may_look_into_a_runs_folder(tmp_path: Path) -> None:
+    folder = stopped(tmp_path, 1)
+    assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+
+
+def test_metrics_are_on_the_disk_before_the_checkpoint_that_needs_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    sync = RunFolder.sync
+
+    def watched(self: RunFolder) -> None:
+        sync(self)
+        done = load_state(self.state)[1]["round"] if self.state.exists() else 0
+        synced.append(done)
+
+    monkeypatch.setattr(RunFolder, "sync", watched)
+    stopped(tmp_path, 6)
+    assert synced == [0, 2, 4]  # each before its own
+
+
+@pytest.mark.parametrize("kept", [0, 2, 3, 5])
+def test_metrics_that_lack_an_evaluation_are_told(kept: int, tmp_path: Path) -> None:
+    folder = stopped(tmp_path, 5)  # the checkpoint is of round 4
+    lines = folder.metrics.read_bytes().splitlines(keepends=True)
+    folder.metrics.write_bytes(b"".join(lines[:kept]))
+    with pytest.raises(UserError, match=f"lacks that of round {kept // 2 + 1};"):
+        Run.resume(folder.path, make_task())
+    folder.metrics.write_bytes(b"".join(lines))
+    Run.resume(folder.path, make_task())
+
+
+def test_a_checkpoint_that_is_gone_is_told_and_no_run_begins_again(tmp_path: Path) -> None:
+    folder = stopped(tmp_path, 5)
+    for path in folder.state.parent.iterdir():
+        path.unlink()
+    before = folder.metrics.read_bytes()
+    with pytest.raises(UserError, match=r"must be there, since metrics\.jsonl has round 5"):
+        Run.resume(folder.path, make_task())
+    assert folder.metrics.read_bytes() == before
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(tmp_path: Path) -> None:
+    folder = stopped(tmp_path, 3, checkpoint_every=4)
+    assert not folder.has_checkpoint
+    resumed = hyperfed.resume(folder.path, make_task())
+    assert [e.round for e in resumed.evaluations if e.split == "val"] == [1, 2, 3, 4, 5, 6]
+
+
+def without(name: str) -> Any:
+    def edit(tree: Tree, meta: dict[str, Any]) -> None:
+        tree.pop(name, None)
+        meta.pop(name, None)
+
+    return edit
+
+
+def meta(**changes: Any) -> Any:
+    return lambda tree, said: said.update(changes)
+
+
+def in_best(name: str, value: Any) -> Any:
+    return lambda tree, said: tree["best"].update({name: value})
+
+
+EDITS: dict[str, Any] = {
+    "no server": without("server"),
+    "no memory": without("memory"),
+    "no round": without("round"),
+    "no seconds": without("seconds"),
+    "no bytes": without("bytes"),
+    "no lost": without("lost"),
+    "no best round": without("best_round"),
+    "lost in words": meta(lost="nobody"),
+    "lost in numbers": meta(lost=[[1]]),
+    "bytes in words": meta(bytes="many"),
+    "a round in words": meta(round="three"),
+    "a round below zero": meta(round=-1),
+    "a round after the last": meta(round=10**9),
+    "bytes of no number": meta(bytes={"down": "a", "up": 0}),
+    "another method": meta(method="fedavg"),
+    "other data": meta(data_fingerprint="0"),
+    "memory of nobody": lambda tree, said: tree["memory"].update(x={}),
+    "a server of other parts": lambda tree, said: tree["server"].update(other={}),
+    "a best without a server": lambda tree, said: tree["best"].pop("server"),
+    "a best without counts": lambda tree, said: tree["best"].pop("val"),
+    "a best of a table": in_best("memory", {"x": {}}),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_checkpoint_that_somebody_edited_is_refused(edit: str, tmp_path: Path) -> None:
+    """Well digested, so that nothing but what it says is wrong."""
+    folder = stopped(tmp_path, 3)
+    tree, said = load_state(folder.state)
+    EDITS[edit](tree, said)
+    save_state(folder.state, tree, said)
+    with pytest.raises(UserError) as refused:
+        Run.resume(folder.path, make_task())
+    assert "\n" not in str(refused.value)
+    Lock(folder.path).release()  # it left it to others
