@@ -1,6 +1,8 @@
 """A site's data: what is read, what the server learns of it, and what is refused."""
 
+import io
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from hyperfed.apps import cli
-from hyperfed.data import site
+from hyperfed.data import arrays, site
 from hyperfed.data.roster import Frame, enrol
 from hyperfed.engines.calls import Call
 from hyperfed.engines.flower.site import Site
@@ -184,3 +186,103 @@ def test_the_command_checks_and_says_how_to_start(tmp_path: Path, capsys: Any) -
     assert "give --state" in capsys.readouterr().err
     assert run("node", "--data", str(archive(tmp_path, client=None)), "--check") == 2
     assert "client" in capsys.readouterr().err
+
+
+# Files that somebody made to harm.
+
+
+def npy(array: Any) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+def announced(shape: tuple[int, ...], descr: str = "<f8") -> bytes:
+    """An array that says it has a shape, and holds four bytes."""
+    file = io.BytesIO()
+    said = {"descr": descr, "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, said)
+    return file.getvalue() + b"1234"
+
+
+X, Y = np.zeros((30, FEATURES)), np.arange(30) % 3
+
+HOSTILE: dict[str, dict[str, bytes]] = {
+    "a length of 80 GB": {"x": announced((10**10,))},
+    "a width of 240 GB": {"x": announced((30, 10**9))},
+    "a length below zero": {"x": announced((-1, 5))},
+    "less than announced": {"x": announced((30, 5))},
+    "objects": {"x": announced((30,), "|O")},
+    "a header of code": {"x": b"\x93NUMPY\x01\x00\x46\x00" + b"__import__('os')".ljust(70)},
+    "a header of 60 kB of brackets": {"x": b"\x93NUMPY\x01\x00\x60\xea" + b"(" * 60_000},
+    "a version to come": {"x": b"\x93NUMPY\x09\x00" + b"1234"},
+    "no array": {"x": b"garbage"},
+    "words": {"x": npy(np.array(["a"] * 30))},
+    "times": {"x": npy(np.zeros((30, 5), "M8[s]"))},
+    "records": {"x": npy(np.zeros(30, "f8,i4"))},
+    "nothing known": {"x": npy(np.zeros((30, 5), "V8"))},
+    "no axis": {"x": npy(np.array(3.0))},
+    "no row": {"x": npy(np.zeros((0, 5)))},
+    "no column": {"x": npy(np.zeros((30, 0)))},
+    "beyond a float32": {"x": npy(np.full((30, 5), 1e300))},
+    "targets beyond a float32": {"y": npy(np.full(30, -1e300))},
+    "infinity": {"x": npy(np.full((30, 5), np.inf))},
+    "NaN": {"x": npy(np.full((30, 5), np.nan))},
+    "labels without an axis": {"y": npy(np.array(3))},
+    "labels of 64 bits without a sign": {"y": npy(np.full(30, 2**64 - 1, np.uint64))},
+    "10^16 classes": {"y": npy(np.arange(30) * 10**15)},
+    "labels below zero": {"y": npy(Y - 1)},
+    "complex labels": {"y": npy(Y * 1j)},
+    "one label fewer": {"y": npy(Y[1:])},
+    "several numbers of classes": {"classes": npy(np.array([3, 4]))},
+    "half a class": {"classes": npy(np.array(3.5))},
+    "classes in words": {"classes": npy(np.array("many"))},
+    "no number of classes": {"classes": npy(np.array(np.nan))},
+    "no class": {"classes": npy(np.array(0))},
+    "10^12 classes": {"classes": npy(np.array(10**12))},
+    "clients in rows": {"client": npy(np.zeros((30, 1)))},
+    "clients of no name": {"client": npy(np.full(30, np.nan))},
+    "no client": {"client": npy(np.zeros(0))},
+    "one client without rows": {"client": npy(np.array("ann"))},
+    "a client in two lines": {"client": npy(np.array(["a\nb"] * 30))},
+    "a client of 200 letters": {"client": npy(np.array(["a" * 200] * 30))},
+    "parts of other names": {"split": npy(np.array(["learn"] * 30))},
+    "one part fewer": {"split": npy(np.array(["train"] * 29))},
+    "nobody trains": {"split": npy(np.array(["test"] * 30))},
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_hostile_archive_is_refused(what: str, tmp_path: Path) -> None:
+    members = {"x": npy(X), "y": npy(Y), "client": npy(CLIENT)} | HOSTILE[what]
+    with zipfile.ZipFile(tmp_path / "site.npz", "w") as archive:
+        for name, content in members.items():
+            archive.writestr(f"{name}.npy", content)
+    with pytest.raises(UserError):
+        site.read(tmp_path / "site.npz")
+
+
+def test_an_archive_that_unpacks_to_more_than_memory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = archive(tmp_path)
+    monkeypatch.setattr(arrays, "total_memory", lambda: 1000)
+    with pytest.raises(UserError, match="larger than this machine's memory"):
+        site.read(path)
+    monkeypatch.undo()
+    assert arrays.total_memory() > 2**20
+    site.read(path)
+
+
+def test_numbers_of_more_than_64_bits_are_rounded(tmp_path: Path) -> None:
+    data = site.read(archive(tmp_path, x=np.ones((30, FEATURES), np.longdouble)))
+    assert data.x.equal(torch.ones(30, FEATURES))
+
+
+@pytest.mark.parametrize("missing", [None, float("nan")])
+def test_rows_of_nobody_are_refused(missing: Any, tmp_path: Path) -> None:
+    names = [missing, *range(29)] if missing is not None else [None, *map(str, range(29))]
+    rows = {"x": [[0.0] * 5] * 30, "y": [0] * 30, "client": names}
+    datasets.Dataset.from_dict(rows).to_parquet(tmp_path / "site.parquet")
+    with pytest.raises(UserError, match="client must name who holds each example"):
+        site.read(tmp_path / "site.parquet")

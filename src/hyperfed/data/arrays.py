@@ -1,18 +1,22 @@
 """Your own arrays as examples: every problem found, then all reported together."""
 
+import zlib
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
+import numpy.lib.format as npformat
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from hyperfed.data.examples import Examples, channel_statistics, fingerprint_of
 from hyperfed.errors import UserError
+from hyperfed.system.allocation import total_memory
 
 PARTS = ("train", "val", "test")
 """What an example is for, as a split says it; the position is its number."""
@@ -259,8 +263,9 @@ def read_npz(path: Path, *, needed: Sequence[str]) -> dict[str, npt.NDArray[Any]
     try:
         # Opened here, because np.load leaves the file of a damaged archive open.
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+            _check_sizes(archive)
             arrays = {name: archive[name] for name in archive.files}
-    except (OSError, EOFError, ValueError, BadZipFile, AttributeError) as error:
+    except _UNREADABLE as error:
         raise UserError(
             f"{path} must be an .npz archive of plain arrays, cannot be read ({error}); {advice}"
         ) from error
@@ -269,6 +274,35 @@ def read_npz(path: Path, *, needed: Sequence[str]) -> dict[str, npt.NDArray[Any]
             f"{path} must hold {' and '.join(needed)}, came {', '.join(arrays) or 'none'}; {advice}"
         )
     return arrays
+
+
+_UNREADABLE = (
+    OSError, EOFError, ValueError, BadZipFile, AttributeError, MemoryError, NotImplementedError,
+    RuntimeError, TypeError, zlib.error,
+)  # fmt: skip
+"""What reading a damaged or forged archive raises."""
+
+
+def _check_sizes(archive: Any) -> None:
+    """Raises ``ValueError`` where arrays are not as large as they say, or larger than memory.
+
+    NumPy asks for the memory that a header announces before it reads a byte, and a few megabytes
+    can be the compressed form of a terabyte.
+    """
+    headers = {(1, 0): npformat.read_array_header_1_0, (2, 0): npformat.read_array_header_2_0}
+    entries = archive.zip.infolist()
+    if sum(entry.file_size for entry in entries) > total_memory():
+        raise ValueError("its arrays are larger than this machine's memory")
+    for entry in entries:
+        with archive.zip.open(entry) as file:
+            if file.read(len(npformat.MAGIC_PREFIX)) != npformat.MAGIC_PREFIX:
+                continue  # no array, which is told elsewhere
+            read = headers.get((file.read(1)[0], file.read(1)[0]))
+            if read is None:
+                raise ValueError(f"{entry.filename} is of a version of NumPy that we do not read")
+            shape, _, dtype = read(file)
+            if prod(shape) * dtype.itemsize > entry.file_size:
+                raise ValueError(f"{entry.filename} announces more than it holds")
 
 
 def to_tensor(array: Any, name: str) -> Tensor:
@@ -288,6 +322,8 @@ def to_tensor(array: Any, name: str) -> Tensor:
         ) from error
     if array.dtype.kind == "u" and array.dtype != np.uint8:
         array = array.astype(np.int64)
+    if array.dtype == np.longdouble:
+        array = array.astype(np.float64)
     if array.dtype.kind not in "buifc":
         raise UserError(
             f"{name} must hold numbers, got dtype {array.dtype}; convert it, or encode categories "

@@ -30,8 +30,10 @@ _Name = Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]
 _Examples = Annotated[int, Field(ge=0, le=10**8)]
 """Of one client: a number beyond any, which weighs no more than that."""
 
-_Number = Annotated[int, Field(ge=0, le=10**6)]
-"""Of clients, or of classes."""
+MOST_CLASSES = 10**6
+
+_Number = Annotated[int, Field(ge=0, le=MOST_CLASSES)]
+"""Of classes, or of clients."""
 
 _Side = Annotated[int, Field(ge=1, le=10**8)]
 _Channels = Annotated[tuple[FiniteFloat, ...], Field(max_length=1024)]

@@ -28,7 +28,7 @@ from hyperfed.data import arrays, partitions, readers
 from hyperfed.data.arrays import PARTS
 from hyperfed.data.examples import channel_statistics, hash_of
 from hyperfed.data.own import Task
-from hyperfed.data.roster import Frame, Introduction, Member
+from hyperfed.data.roster import MOST_CLASSES, Frame, Introduction, Member
 from hyperfed.errors import UserError
 
 LONGEST = 100
@@ -135,9 +135,14 @@ def read(path: str | Path, *, val: float = 0.15, test: float = 0.15) -> SiteData
     columns = _from_npz(path) if path.suffix == ".npz" else _from_rows(path)
     problems: list[str] = []
     x = arrays.features(columns["x"], problems)
-    classes = columns.get("classes")
-    y, number = arrays.targets(columns["y"], None if classes is None else int(classes), problems)
+    y, number = arrays.targets(columns["y"], _classes(columns.get("classes"), problems), problems)
+    if number > MOST_CLASSES:
+        problems.append(f"labels must be of {MOST_CLASSES} classes at most, got {number}")
+    if x.ndim > 1 and not x.shape[1:].numel():
+        problems.append(f"an example must hold a number at least, got shape {tuple(x.shape[1:])}")
     clients = np.asarray(columns["client"])
+    if clients.ndim:
+        arrays.numbered(clients, problems)  # which tells of names that are missing
     lengths = {"x": x, "y": y, "client": torch.zeros(len(clients)) if clients.ndim else x[:0]}
     arrays.same_length(problems, **lengths)
     names = [str(name) for name in clients.ravel()]
@@ -160,7 +165,23 @@ def read(path: str | Path, *, val: float = 0.15, test: float = 0.15) -> SiteData
         )
     arrays.raise_all(problems, f"{path} does not hold the data of a site")
     x, y = (values.float() if values.is_floating_point() else values for values in (x, y))
+    if not all(values.isfinite().all() for values in (x, y) if values.is_floating_point()):
+        raise UserError(
+            f"{path} must hold numbers that a float32 can, up to 3.4e38, got larger ones; scale "
+            "them, or leave them out"
+        )
     return SiteData(x, y, number, rows)
+
+
+def _classes(said: Any, problems: list[str]) -> int | None:
+    """Returns how many classes there are, where the data say so."""
+    if said is None:
+        return None
+    number = np.asarray(said)
+    if number.size != 1 or number.dtype.kind not in "iu" or not int(number.item()) >= 1:
+        problems.append("classes must be one whole number above 0; leave it out for regression")
+        return None
+    return int(number.item())
 
 
 def _from_npz(path: Path) -> dict[str, Any]:
@@ -186,7 +207,7 @@ def _from_rows(path: Path) -> dict[str, Any]:
     names = list(table.features)
     if "client" not in names:
         raise UserError(f"{path} must have a column client, got {', '.join(names)}; add it")
-    columns: dict[str, Any] = {"client": np.array([str(name) for name in table["client"]])}
+    columns: dict[str, Any] = {"client": np.array(list(table["client"]), dtype=object)}
     if {"x", "y"} <= set(names):
         columns |= {name: np.array(list(table[name])) for name in ("x", "y")}
         if columns["x"].dtype == object:

@@ -1,6 +1,8 @@
-"""How the C library's allocator treats the memory that tensors give back."""
+"""Memory: how much there is, and how the C library treats what tensors give back."""
 
 import ctypes
+import math
+import os
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Names of ``mallopt``'s parameters (glibc, malloc.h)."""
@@ -26,3 +28,11 @@ def keep_freed_memory() -> bool:
     return bool(
         mallopt(_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD) and mallopt(_TRIM_THRESHOLD, 2**31 - 1)
     )
+
+
+def total_memory() -> float:
+    """Returns the bytes of this machine's memory; infinity where it does not say."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # Windows, or a system without these names
+        return math.inf

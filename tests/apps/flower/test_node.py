@@ -30,7 +30,7 @@ from hyperfed.apps.flower.node import Node, SuperLink
 from hyperfed.engines.flower import grid
 from hyperfed.engines.flower.grid import WHOLE, bytes_of, record_of
 from hyperfed.engines.flower.sites import STEP
-from hyperfed.engines.replies import BadReplyError
+from hyperfed.engines.flower.wire import WireError
 from hyperfed.errors import UserError
 
 RUN = 7
@@ -237,7 +237,7 @@ def test_what_is_wrong_with_the_options_is_told_before_anything_starts(
 
 def test_a_number_is_no_content() -> None:
     record = RecordDict({"hyperfed": ConfigRecord({"content": 3})})
-    with pytest.raises(BadReplyError, match="its content is of type int"):
+    with pytest.raises(WireError, match="its content is of type int"):
         bytes_of(record)
 
 
