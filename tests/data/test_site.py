@@ -258,7 +258,8 @@ def test_a_hostile_archive_is_refused(what: str, tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "site.npz", "w") as archive:
         for name, content in members.items():
             archive.writestr(f"{name}.npy", content)
-    with pytest.raises(UserError):
+    # Before the memory is asked for, which some machines would give.
+    with pytest.raises(UserError, match="announces more" if what.endswith("GB") else ""):
         site.read(tmp_path / "site.npz")
 
 
