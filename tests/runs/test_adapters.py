@@ -100,6 +100,20 @@ def test_methods_train_the_adapter_and_leave_the_backbone(method: str) -> None:
     torch.testing.assert_close(trees.frozen_of(ours.task.models["base"]), frozen, rtol=0, atol=0)
 
 
+def test_the_backbone_of_an_adapter_may_be_of_half_precision() -> None:
+    with seeded(1):
+        settings = peft.LoraConfig(r=2, target_modules=["2"])
+        net = peft.get_peft_model(backbone().to(torch.bfloat16), settings)
+    assert {value.dtype for value in trees.frozen_of(net).values()} == {torch.bfloat16}
+    ours = Federation("pfedhn", task_of(net), start="target", local_steps=2, local_lr=0.1)
+    x = torch.from_numpy(X)
+    task_net = ours.task.models["base"]
+    expected = backbone().to(torch.bfloat16)(x.to(torch.bfloat16)).float()
+    torch.testing.assert_close(task_net(x), expected, rtol=0.03, atol=0.01)
+    assert ours.round([0, 1, 2]).state.lost == {}
+    assert {value.dtype for value in ours.personal(0).values()} == {torch.float32}
+
+
 def test_vmap_trains_adapters_as_the_loop_does() -> None:
     loop, vmap = (Federation("fedavg", task_of(lora().double()), local_steps=3) for _ in range(2))
     vmap.engine = VmappedEngine(vmap.task, vmap.method.Client, vmap.config, seed=0)

@@ -16,7 +16,7 @@ from hyperfed.data.examples import Normalize, channel_statistics, fingerprint_of
 from hyperfed.data.partitions import Partition
 from hyperfed.errors import UserError
 from hyperfed.federation import BASE, accuracy
-from hyperfed.nets.pretrained import with_plain_output
+from hyperfed.nets.pretrained import compute_in_own_precision, with_plain_output
 from hyperfed.system.randomness import seeded
 
 HELD_OUT = 0.15
@@ -372,7 +372,7 @@ def _models(
         with seeded(seed, "target", size):
             given = _made(network)
         if isinstance(given, nn.Module):
-            made[size] = with_plain_output(given)
+            made[size] = compute_in_own_precision(with_plain_output(given))
         else:
             problems.append(
                 f"model {size!r} must be an nn.Module, or a function without arguments that makes "
@@ -417,7 +417,7 @@ def try_models(
                 f"model {size!r} must have parameters to train, but has none or all are frozen; "
                 "set requires_grad of some"
             )
-        trial = deepcopy(network).eval()
+        trial = trees.copied(network).eval()
         try:
             with torch.no_grad():
                 output = trial(batch)

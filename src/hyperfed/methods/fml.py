@@ -23,7 +23,6 @@ sizes the meme is of the first, for all clients, and a private model is of its c
 The paper does not fix alpha and beta; the defaults are ours.
 """
 
-import copy
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -72,7 +71,7 @@ class Client(federation.Client):
     @staticmethod
     def networks(outline: Outline, config: Config) -> dict[str, nn.Module]:
         """Builds the meme's network: the first of the task's targets."""
-        return {"meme": copy.deepcopy(outline.models[meme_size(outline)])}
+        return {"meme": trees.copied(outline.models[meme_size(outline)])}
 
     @step(like="meme")
     def train_model(self, meme: Model) -> Model:

@@ -21,7 +21,6 @@ client uses the global model; with ``evaluated="local"`` it first does what a kn
 FedAvg, of the target with its projection head where it has one.
 """
 
-import copy
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -43,7 +42,7 @@ from hyperfed.training import (
     outputs_and_features,
     sgd,
 )
-from hyperfed.trees import Model, Tree, model_of
+from hyperfed.trees import Model, Tree, copied, model_of
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -210,6 +209,6 @@ def projected(target: nn.Module, outputs: int) -> nn.Module:
         nn.Linear(width, outputs),
         nn.Linear(outputs, last.out_features, bias=last.bias is not None),
     )
-    network = copy.deepcopy(target)
+    network = copied(target)
     network.set_submodule(place, layers.to(last.weight))
     return network

@@ -122,7 +122,7 @@ class Client(federation.Client):
         net: nn.Module = LabelMap(outline.classes, length)
         if config.descriptor_net == "target":
             net = LabelledTarget(target, outline.classes, length)
-        return {"descriptor_net": net.to(outline.dtype)}
+        return {"descriptor_net": trees.cast(net, outline.dtype)}
 
     @step
     def describe(self, descriptor_net: Model) -> Tree:

@@ -1,6 +1,5 @@
 """Deep sets (Zaheer et al., 2017): networks that read a set of samples as one descriptor."""
 
-import copy
 from itertools import pairwise
 
 import torch
@@ -10,6 +9,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from hyperfed import trees
 from hyperfed.errors import UserError
+from hyperfed.nets.pretrained import compute_in_own_precision
 
 
 class DeepSet(nn.Module):
@@ -86,13 +86,14 @@ def _layers_of(network: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _features(target: nn.Module, units: int, dtype: torch.dtype) -> nn.Module:
     """Returns a copy of ``target`` that ends with its first linear layer, of ``units`` outputs."""
-    network = nn.Sequential(copy.deepcopy(target))  # a parent, also for a target that is one layer
+    network = nn.Sequential(trees.copied(target))  # a parent, also for a target that is one layer
     owners = _layers_of(network)
     for place, (name, module) in enumerate(owners):
         if isinstance(module, nn.Linear):
             network.set_submodule(name, nn.Linear(module.in_features, units).to(dtype))
             for later, _ in owners[place + 1 :]:
                 network.set_submodule(later, nn.Identity())
+            compute_in_own_precision(network)
             return network
     raise UserError(
         f"a deep set needs a target that trains a linear layer, got a {type(target).__name__} "

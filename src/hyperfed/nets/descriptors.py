@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hyperfed import trees
 from hyperfed.errors import UserError
+from hyperfed.nets.pretrained import compute_in_own_precision
 
 
 class LabelledTarget(nn.Module):
@@ -40,7 +41,7 @@ class LabelledTarget(nn.Module):
 
     def __init__(self, target: nn.Module, classes: int, descriptor_size: int) -> None:
         super().__init__()
-        self.net = copy.deepcopy(target)
+        self.net = trees.copied(target)
         self.classes = classes
         frozen = set(trees.frozen_parts(self))
         for name, module in list(self.named_modules()):
@@ -68,6 +69,7 @@ class LabelledTarget(nn.Module):
         else:
             last_now = nn.Linear(last.in_features, descriptor_size)
         self.set_submodule(last_name, last_now)
+        compute_in_own_precision(self)
 
     def _layers(self) -> list[tuple[str, nn.Module]]:
         """Returns (name, module) of the modules that have parameters to train, adapters' apart."""

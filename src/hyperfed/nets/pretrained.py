@@ -6,11 +6,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hyperfed import trees
 from hyperfed.errors import UserError
 from hyperfed.system.files import atomic_folder
+
+HALF = {torch.float16, torch.bfloat16}
 
 
 def with_plain_output(net: nn.Module) -> nn.Module:
@@ -31,6 +34,26 @@ def with_plain_output(net: nn.Module) -> nn.Module:
     if padding is not None and "attention_mask" in inspect.signature(core.forward).parameters:
         masked = partial(_with_mask, padding=padding)
         net.register_forward_pre_hook(masked, with_kwargs=True)
+    return net
+
+
+def compute_in_own_precision(net: nn.Module) -> nn.Module:
+    """Lets parts that are frozen in half precision stand beside others of a higher one.
+
+    Each layer takes its inputs in the precision of its weights, and the network gives its output in
+    that of what is trained. Where nothing frozen is of half precision, nothing changes.
+
+    Args:
+        net: changed in place: it gets hooks, which copies of it have too.
+    """
+    trained = [value.dtype for value in trees.parameters_of(net).values()]
+    half = {value.dtype for value in trees.frozen_of(net).values()} & HALF - {*trained}
+    if not half or not trained:
+        return net
+    for part in net.modules():
+        if any(value.is_floating_point() for value in part.parameters(recurse=False)):
+            part.register_forward_pre_hook(_in_own_precision)
+    net.register_forward_hook(partial(_raised, dtype=trained[0]))
     return net
 
 
@@ -82,6 +105,20 @@ def _with_mask(
     if len(inputs) != 1 or named or inputs[0].is_floating_point():
         return None
     return inputs, {"attention_mask": (inputs[0] != padding).long()}
+
+
+def _in_own_precision(part: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    floats = (value.dtype for value in part.parameters(recurse=False) if value.is_floating_point())
+    dtype = next(floats)
+    return tuple(value.to(dtype) if _is_float(value) else value for value in inputs)
+
+
+def _raised(net: nn.Module, inputs: Any, output: Any, *, dtype: torch.dtype) -> Any:
+    return output.to(dtype) if _is_float(output) else output
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _is_a(net: nn.Module, package: str, name: str) -> bool:

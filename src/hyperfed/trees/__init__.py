@@ -30,6 +30,8 @@ from hyperfed.trees.arithmetic import (
 from hyperfed.trees.modules import (
     adapter_parts,
     buffers_of,
+    cast,
+    copied,
     fill,
     fill_frozen,
     frozen_of,
@@ -46,7 +48,9 @@ __all__ = [
     "adapter_parts",
     "aggregating",
     "buffers_of",
+    "cast",
     "clone",
+    "copied",
     "count_bytes",
     "detach",
     "fill",

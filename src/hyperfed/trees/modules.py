@@ -4,8 +4,10 @@ A parameter with ``requires_grad=False`` is *frozen*: a part of the task, which 
 the start. So are the buffers of a part of the network that is frozen whole.
 """
 
+import copy
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +67,30 @@ def frozen_of(module: nn.Module) -> Model:
     moving = {**parameters_of(module), **buffers_of(module)}
     named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     return {name: value.detach() for name, value in named.items() if name not in moving}
+
+
+def copied(module: nn.Module) -> nn.Module:
+    """Returns a copy of a network that shares the memory of what is frozen, which none may write.
+
+    So a backbone is held once, however many copies compute with it. A copy that is moved to another
+    device, or to another dtype, leaves that of the others where it is.
+    """
+    moving = {*map(id, parameters_of(module).values()), *map(id, buffers_of(module).values())}
+    alias: dict[int, Any] = {
+        id(value): nn.Parameter(value.data, requires_grad=False)
+        for value in module.parameters()
+        if id(value) not in moving
+    }
+    alias |= {id(value): value.detach() for value in module.buffers() if id(value) not in moving}
+    return copy.deepcopy(module, alias)
+
+
+def cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Gives all floats of a network a dtype, in place, but what is frozen; and returns it."""
+    for value in (*parameters_of(module).values(), *buffers_of(module).values()):
+        if value.is_floating_point():
+            value.data = value.data.to(dtype)
+    return module
 
 
 def model_of(module: nn.Module) -> Model:

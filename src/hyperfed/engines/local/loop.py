@@ -5,7 +5,6 @@ The number of workers never changes a result. The number of cores to a client do
 one core to a client otherwise.
 """
 
-import copy
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -192,14 +191,15 @@ class LoopEngine:
         """
         copies: dict[str, nn.Module] = self._own.__dict__.setdefault("modules", {})
         if size not in copies:
-            copies[size] = copy.deepcopy(self.task.models[size])
+            copies[size] = trees.copied(self.task.models[size])
         return copies[size]
 
     def _networks_of_this_thread(self) -> Mapping[str, nn.Module]:
         """Returns this thread's own copies of the method's other networks, as :meth:`_module`."""
         copies: dict[str, nn.Module] | None = self._own.__dict__.get("networks")
         if copies is None:
-            copies = self._own.__dict__["networks"] = copy.deepcopy(self._networks)
+            copies = {name: trees.copied(network) for name, network in self._networks.items()}
+            self._own.__dict__["networks"] = copies
         return copies
 
     def _randomness(self, *keys: str | int) -> AbstractContextManager[None]:
