@@ -1,8 +1,9 @@
 """Trains hypernetworks for large targets and prints what that took; see bench_large.py.
 
 ``python large.py METHOD TARGET CLIENTS [KEY=VALUE ...]`` prints {"target": its parameters,
-"hypernetwork": those that make it, "gibibytes": the largest resident memory of the process,
-"more": by how much that is above what it was with the data, "round": seconds of a round, the median of those before the last, which evaluates all clients}.
+"hypernetwork": those that make it, "gibibytes": the largest resident memory of the process, "more":
+by how much that is above what it was with the data, "round": seconds of a round, the median of
+those before the last, which evaluates all clients}.
 """
 
 import json

@@ -12,6 +12,8 @@ from hyperfed.data import own
 from hyperfed.engines.local.vmap import VmappedEngine
 from hyperfed.federation import Task
 from hyperfed.methods import METHODS
+from hyperfed.nets.descriptors import LabelledTarget
+from hyperfed.nets.pretrained import compute_in_own_precision
 from hyperfed.system.randomness import seeded
 from toys import CLASSES, EXAMPLES, FEATURES, Federation, make_task, short
 
@@ -106,7 +108,24 @@ def test_methods_train_on_it(method: str) -> None:
     ours = Federation(method, task, **short(method))
     assert ours.round([0, 1, 2]).state.lost == {}
     assert {value.dtype for value in ours.personal(0).values()} == {torch.float32}
+    for net in ours.method.Client.networks(task.outline(), ours.config).values():
+        kept = trees.frozen_of(net).values()
+        assert {value.dtype for value in kept if value.is_floating_point()} == {torch.bfloat16}
     torch.testing.assert_close(trees.frozen_of(ours.task.models["base"]), frozen, rtol=0, atol=0)
+
+
+def test_what_a_layer_of_half_precision_ends_with_is_raised() -> None:
+    last = nn.Linear(6, CLASSES).to(torch.bfloat16).requires_grad_(False)
+    net = compute_in_own_precision(nn.Sequential(nn.Linear(FEATURES, 6), last))
+    assert net(torch.ones(4, FEATURES)).dtype == torch.float32
+
+
+def test_what_describes_clients_computes_so_too() -> None:
+    """Where its new layers stand behind a part of half precision."""
+    parts = [nn.Linear(FEATURES, 6), nn.Linear(6, 6), nn.Linear(6, CLASSES)]
+    parts[1].to(torch.bfloat16).requires_grad_(False)
+    net = LabelledTarget(compute_in_own_precision(nn.Sequential(*parts)), CLASSES, 2)
+    assert net(torch.ones(4, FEATURES), torch.tensor([0, 1, 2, 0])).dtype == torch.float32
 
 
 def test_vmap_computes_it_as_the_loop_does() -> None:
