@@ -5,7 +5,7 @@
 #   make test-fast     the quick tests, without servers, for the inner loop
 #   make lint          ruff, mypy and which room imports which
 #   make check-method  all that a method must pass, and lint: make check-method M=fedavg
-#   make readme        write the tables of README.md
+#   make readme        write the tables of README.md, and results/README.md from the records
 #   make bench         speed and memory, written to $(BENCH_JSON)
 #   make gpu           what only a GPU can show, in ten minutes (benchmarks/README.md)
 #   make clean         remove .venv, caches and builds; runs/ and results/ stay
@@ -65,6 +65,8 @@ check-method: $(READY)
 
 readme: $(READY)
 	$(BIN)/python tools/readme.py
+	$(BIN)/python -m hyperfed report --out results/README.md
+	$(BIN)/python -m hyperfed report --out results/report.html
 
 bench: $(READY)
 	@mkdir -p $(dir $(BENCH_JSON))

@@ -18,6 +18,8 @@ from hyperfed.runs.report import (
     draw_against,
     mean_and_std,
     megabytes,
+    paired,
+    paired_table,
     percent,
     remark,
     table,
@@ -248,3 +250,28 @@ def test_models_that_are_not_personal_are_remarked_upon(own, others, said):
 def test_where_nothing_was_measured_nothing_is_remarked():
     assert remark({"test_accuracy": None, "others_accuracy": None}) is None
     assert remark({"test_accuracy": 0.9, "others_accuracy": None}) is None
+
+
+def test_methods_are_compared_on_the_same_clients():
+    # Two clients have test examples: 5 and 10 of ten, 8 and 9, and 2 and 9 right at round 10.
+    found = (evaluation(10, "test", [8, 9]), evaluation(10, "test", [2, 9]))
+    runs = [
+        finished("local"),
+        replace(finished("best", test_accuracy=0.85), evaluations=found[:1]),
+        replace(finished("worse", test_accuracy=0.55), evaluations=found[1:]),
+        finished("elsewhere", data_fingerprint="other"),
+    ]
+    local, best, worse, elsewhere = paired(runs, comparison(runs))
+    assert [pair.best for pair in (local, best, worse, elsewhere)] == ["best"] * 3 + ["elsewhere"]
+    assert (local.over_local, best.to_best, elsewhere.to_best) == (None, None, None)
+    assert elsewhere.over_local is None
+    assert worse.to_best is not None
+    assert worse.to_best.mean == pytest.approx((-0.6 + 0.0) / 2)
+    assert best.over_local is not None
+    assert best.over_local.mean == pytest.approx((0.3 - 0.1) / 2)
+    assert best.over_local.gaining == 0.5
+    printed = StringIO()
+    Console(width=80, file=printed).print(paired_table([local, best, worse, elsewhere]))
+    rows = printed.getvalue().splitlines()[2:]
+    assert rows[1].split() == ["best", "best", "+10.0", "[-244.1,", "264.1]", "noise", "50.0"]
+    assert rows[3].split() == ["elsewhere", "best", "–", "–"]

@@ -22,12 +22,12 @@ import typer
 from typer import Argument, Option
 
 import hyperfed
+from hyperfed.apps import tables as papers
 from hyperfed.apps.describe import describe
 from hyperfed.apps.export import export
 from hyperfed.apps.flower import submit
 from hyperfed.apps.flower.commands import move, node, superexec
 from hyperfed.apps.printing import Json, print_json, print_table, say, table
-from hyperfed.apps.tables import reproduce
 from hyperfed.data import datasets, partition_files, tables, tasks
 from hyperfed.data.own import rows_like
 from hyperfed.errors import LostEverybodyError, UserError
@@ -265,17 +265,21 @@ def compare(
     rows = report.comparison(done)
     if len({row.data_fingerprint for row in rows}) > 1:
         say("warning: these runs saw different data, so their numbers do not compare")
+    pairs = report.paired(done, rows)
     if figure is not None:
         report.draw_accuracy(done, figure)
     if as_json:
         print_json(
             [
-                {"folder": str(record.path), **asdict(row)}
-                for record, row in zip(done, rows, strict=True)
+                {"folder": str(record.path), **asdict(row), **asdict(pair)}
+                for record, row, pair in zip(done, rows, pairs, strict=True)
             ]
         )
         return
     print_table(report.table(rows))
+    if any(pair.to_best is not None for pair in pairs):
+        print_table(report.paired_table(pairs))
+        say("points of a client's test accuracy; 95 % intervals over clients, noise where 0 is in")
     if figure is not None:
         print(figure)
 
@@ -285,7 +289,8 @@ app.command()(export)
 app.command()(node)
 app.command()(move)
 app.command()(superexec)
-app.command()(reproduce)
+app.command()(papers.reproduce)
+app.command("report")(papers.report)
 
 
 @app.command("list")

@@ -8,7 +8,8 @@ from typer import Argument, Option
 
 from hyperfed.apps.printing import Json, print_json, say
 from hyperfed.errors import UserError
-from hyperfed.runs import reproduction, side_by_side
+from hyperfed.runs import beside, pages, reproduction, side_by_side
+from hyperfed.runs import experiments as tables
 
 STOPPED = 3
 """Exit code where something was stopped and can be gone on with."""
@@ -61,3 +62,28 @@ def reproduce(
         raise typer.Exit(STOPPED)
     if found.failed:
         raise typer.Exit(1 if found.ours else 2)
+
+
+def report(
+    *,
+    out: Annotated[Path, Option(help="The .html or .md file to write.")],
+    paper: Annotated[str | None, Option(help="Of whose tables alone, such as pfedhn.")] = None,
+    records: Annotated[Path, Option(help="The folder of the records.")] = Path("results"),
+    experiments: Experiments = Path("experiments"),
+    as_json: Json = False,
+) -> None:
+    """Set records beside what papers published: spread, verdict, budgets, cost, figures."""
+    pages.check_ending(out)
+    found = tables.find_all(experiments)
+    known = sorted({experiment.id.split("/")[0] for experiment in found})
+    if not found or (paper is not None and paper not in known):
+        raise UserError(
+            f"a paper must be one of {', '.join(known) or 'none'} (in {experiments.resolve()}), "
+            f"came {paper}; name one of them, or another folder with --experiments"
+        )
+    made = beside.report(records, found, paper, figures=out.suffix != ".md")
+    pages.write(made, "Measured" if paper is None else f"Measured: {paper}", out)
+    if as_json:
+        print_json({"report": str(out), "figures": len(made.figures)})
+    else:
+        print(out)

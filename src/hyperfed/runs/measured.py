@@ -1,5 +1,6 @@
 """Records beside what papers published: which are of a cell, what they differ in, the verdict."""
 
+import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from hyperfed.errors import UserError
 from hyperfed.runs import config, origin, records, statistics
 from hyperfed.runs.experiments import Experiment, Published
 from hyperfed.runs.origin import Origin
@@ -187,6 +189,23 @@ class Verdict:
 
     reproduced: bool | None
     why: str
+
+
+def plain(metric: str) -> str:
+    """Returns the accuracy that every record has in the place of one that older ones lack."""
+    return "novel_accuracy" if metric.startswith("novel") else "test_accuracy"
+
+
+def novel_accuracy(path: Path) -> float:
+    """Reads the accuracy, in %, of what ``hyperfed evaluate RUN --novel --json`` has printed.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    try:
+        return 100 * float(json.loads(path.read_bytes())["novel"]["accuracy"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} must be what evaluate --novel --json prints: {error}") from error
 
 
 def over_seeds(group: Sequence[Measurement], metric: str) -> Spread | None:

@@ -10,8 +10,10 @@ import numpy as np
 from rich.table import Table
 
 from hyperfed.errors import UserError
+from hyperfed.runs import statistics
 from hyperfed.runs.config import RunConfig, to_dict
 from hyperfed.runs.records import Evaluation, Number
+from hyperfed.runs.statistics import Difference
 from hyperfed.system.files import atomic_write
 
 if TYPE_CHECKING:
@@ -141,6 +143,72 @@ def table(rows: Sequence[Row]) -> Table:
     apart = {row.total_variation for row in rows}
     if len(apart) == 1 and (variation := apart.pop()) is not None:
         shown.title = f"total variation between the labels of two clients: {variation:.2f}"
+    return shown
+
+
+@dataclass(frozen=True)
+class Paired:
+    """A run against others, on the clients and the data that both have.
+
+    Attributes:
+        label: the run's.
+        best: the label of the run with the best test accuracy on these data.
+        to_best: what clients gain over that one; None for itself.
+        over_local: what they gain over training alone; None where no run of ``local`` saw the same.
+    """
+
+    label: str
+    best: str
+    to_best: Difference | None
+    over_local: Difference | None
+
+
+def paired(runs: Sequence[FinishedRun], rows: Sequence[Row]) -> list[Paired]:
+    """Compares each run, client by client, to the best one on its data and to ``local``.
+
+    Args:
+        runs: finished.
+        rows: of :func:`comparison`, one for each.
+    """
+    scores = [statistics.scores(run) for run in runs]
+    found = []
+    for row, own in zip(rows, scores, strict=True):
+        same = [
+            (other, theirs)
+            for other, theirs in zip(rows, scores, strict=True)
+            if (theirs.seed, theirs.data) == (own.seed, own.data)
+        ]
+        best, of_best = max(same, key=lambda pair: pair[0].test_accuracy or 0.0)
+        alone = [theirs for other, theirs in same if other.method == "local"][:1]
+        found.append(
+            Paired(
+                row.label,
+                best.label,
+                None if best is row else statistics.difference([own], [of_best]),
+                None if row.method == "local" else statistics.difference([own], alone),
+            )
+        )
+    return found
+
+
+def paired_table(pairs: Sequence[Paired]) -> Table:
+    """Returns the paired comparison for a :class:`rich.console.Console` to print."""
+    shown = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=True)
+    for column in (
+        "\nmethod",
+        "points to\nthe best",
+        "points\nover local",
+        "clients that\ngain over it %",
+    ):
+        shown.add_column(column, justify="left" if "method" in column else "right")
+    for pair in pairs:
+        local = pair.over_local
+        shown.add_row(
+            pair.label,
+            "best" if pair.label == pair.best else difference(pair.to_best),
+            difference(local),
+            "–" if local is None else percent(local.gaining),
+        )
     return shown
 
 
@@ -400,6 +468,16 @@ def percent(fraction: Number) -> str:
 def mean_and_std(mean: Number, std: Number) -> str:
     """Returns mean ± standard deviation of fractions in per cent, or a dash."""
     return "–" if mean is None or std is None else f"{percent(mean)} ± {percent(std)}"
+
+
+def difference(found: Difference | None) -> str:
+    """Returns a difference of accuracies in points, with its interval, or a dash."""
+    if found is None:
+        return "–"
+    if found.low is None or found.high is None:
+        return f"{100 * found.mean:+.1f}, one client"
+    told = f"{100 * found.mean:+.1f} [{100 * found.low:.1f}, {100 * found.high:.1f}]"
+    return f"{told} noise" if found.within_noise else told
 
 
 def megabytes(count: int) -> str:

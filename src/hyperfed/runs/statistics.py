@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from scipy import stats
 
-from hyperfed.runs.records import Evaluation, Number
+from hyperfed.runs.records import Evaluation, Number, worst_decile
 
 CONFIDENCE = 0.95
 """Of every interval."""
@@ -102,6 +102,11 @@ def scores(run: Measured, split: str = "test") -> Scores:
             pairs = zip(e.clients, e.client_accuracy, strict=True)
             found = {client: value for client, value in pairs if value is not None}
     return Scores(summary.get("seed", 0), str(summary.get("data_fingerprint")), found)
+
+
+def worst(run: Scores) -> Number:
+    """Returns the mean over the tenth of the clients that are served worst; None without any."""
+    return worst_decile(list(run.clients.values()))
 
 
 def difference(ours: Iterable[Scores], theirs: Iterable[Scores]) -> Difference | None:

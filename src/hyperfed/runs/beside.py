@@ -1,0 +1,420 @@
+"""The report: every table of a paper with what was measured beside what was published.
+
+It is written in Markdown. A line ``{figure NAME}`` is where a figure goes that a page can show.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from hyperfed.runs import measured, statistics
+from hyperfed.runs.experiments import Experiment, Measure
+from hyperfed.runs.figures import Curve, Dot, Series, draw_cells, draw_series
+from hyperfed.runs.measured import UNITS, Cell, Measurement, Verdict
+from hyperfed.runs.records import RunRecord
+from hyperfed.runs.report import difference, percent
+from hyperfed.runs.statistics import Difference, Spread
+
+ABOUT = "about.md"
+"""Beside records: what a person has to say of all below that folder."""
+
+SERVED = re.compile(r"novel-n(\d+)(?:-epsilon([\d.]+))?\.json")
+"""Evaluations of a run's novel clients with so many examples and so much noise."""
+
+LEGEND = """\
+*Published* is the paper's mean ± its spread, *measured* ours over seeds ± the sample deviation, in
+the table's unit. **Reproduced** means that our mean lies within the published one ± the larger of
+two of its spreads and 1.5 points; *missed* says by how much it does not lie on the published mean.
+There is no verdict where rounds were scaled, settings differ from the cell's, code has changed
+since, or nothing was published; notes below each table say which.
+
+*Over Local* and *to the best* compare two methods on the same clients, in points of each client's
+accuracy, with the 95 % interval of Student's t over clients; *noise* marks those whose interval has
+zero in it or whose seeds disagree. Of how much another seed may change, the interval knows nothing.
+*Worst tenth* is the accuracy of the clients that are served worst. *MB* is all that travelled in
+training, both ways, and *points/GB* accuracy by that; minutes are on the clock of a shared machine.
+"""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a report says.
+
+    Attributes:
+        text: Markdown.
+        figures: name -> SVG.
+    """
+
+    text: str
+    figures: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A cell's records with one set of settings, in a table."""
+
+    about: str
+    group: Sequence[Measurement]
+    metric: str
+    published: str
+    mean: Spread
+    verdict: Verdict
+    missed: float | None
+
+    @property
+    def summaries(self) -> list[Mapping[str, Any]]:
+        return [one.summary for one in self.group]
+
+    @property
+    def megabytes(self) -> float:
+        return fmean((s["bytes_down"] + s["bytes_up"]) / 1e6 for s in self.summaries)
+
+
+def report(
+    folder: Path, experiments: Sequence[Experiment], paper: str | None = None, figures: bool = True
+) -> Report:
+    """Sets all records of a folder beside what was published.
+
+    Args:
+        folder: of records.
+        experiments: all tables.
+        paper: of whose tables alone; None for all, and for records of no table.
+        figures: draws them too.
+
+    Raises:
+        UserError: a record is damaged.
+    """
+    found, others = measured.collect(folder, experiments)
+    writer = _Writer(folder, found, figures)
+    writer.say(_read(folder / ABOUT) if paper is None else "")
+    writer.say("## In short", _overview(found, experiments, paper), LEGEND)
+    of_papers = groupby(experiments, key=lambda experiment: experiment.id.split("/")[0])
+    for name, tables in of_papers:
+        if paper in (None, name):
+            writer.paper(name, list(tables))
+    if paper is None:
+        writer.others(others)
+    return Report("\n\n".join(writer.parts) + "\n", writer.figures)
+
+
+def _overview(
+    found: Mapping[Cell, list[Measurement]], experiments: Sequence[Experiment], paper: str | None
+) -> str:
+    rows = []
+    for experiment in experiments:
+        if paper not in (None, experiment.id.split("/")[0]):
+            continue
+        cells = [found[experiment.id, c] for c in experiment.cells if (experiment.id, c) in found]
+        verdicts = [
+            _verdict(experiment, measure, cell, group).reproduced
+            for cell in experiment.cells
+            for group in measured.alike(found.get((experiment.id, cell), []))
+            for measure in experiment.measures
+        ]
+        judged = [verdict for verdict in verdicts if verdict is not None]
+        rows.append(
+            [
+                f"`{experiment.id}`",
+                experiment.table.title,
+                str(len(experiment.cells)),
+                str(len(cells)),
+                str(sum(any(one.counts for one in cell) for cell in cells)),
+                f"{sum(judged)} of {len(judged)}" if judged else "–",
+            ]
+        )
+    header = ["table", "", "cells", "with records", "of its settings", "numbers reproduced"]
+    return _table(header, rows, left=2)
+
+
+def _verdict(
+    experiment: Experiment, measure: str, cell: str, group: Sequence[Measurement]
+) -> Verdict:
+    return measured.verdict(
+        group,
+        experiment.measures[measure].metric,
+        experiment.published(measure, cell),
+        judged=experiment.judged(cell),
+    )
+
+
+class _Writer:
+    """Collects the parts of a report."""
+
+    def __init__(self, folder: Path, found: dict[Cell, list[Measurement]], draw: bool) -> None:
+        self.parts: list[str] = []
+        self.figures: dict[str, str] = {}
+        self._folder, self._found, self._draw = folder, found, draw
+
+    def say(self, *parts: str) -> None:
+        """Adds parts, but for empty ones."""
+        self.parts += [part.strip() for part in parts if part.strip()]
+
+    def paper(self, name: str, tables: Sequence[Experiment]) -> None:
+        """Adds the tables of a paper."""
+        self.say(f"## {tables[0].table.paper}", _read(self._folder / name / ABOUT))
+        without = []
+        for experiment in tables:
+            if any((experiment.id, cell) in self._found for cell in experiment.cells):
+                self._experiment(experiment)
+            else:
+                without.append(f"`{experiment.id}` ({len(experiment.cells)} cells)")
+        if without:
+            self.say(f"No records yet: {', '.join(without)}.")
+
+    def _experiment(self, experiment: Experiment) -> None:
+        about = experiment.table
+        places = ", ".join(dict.fromkeys(m.place for m in experiment.measures.values()))
+        self.say(f"### `{experiment.id}`: {about.title}")
+        spreads = f", published spreads {about.spread}" if about.spread else ""
+        self.say(f"Published: {places}{spreads}.")
+        self.say("\n".join(f"- {remark}" for remark in about.remarks))
+        for column in experiment.columns:
+            for measure in experiment.measures:
+                self._column(experiment, column, measure)
+        self._served(experiment)
+        missing = [cell for cell in experiment.cells if (experiment.id, cell) not in self._found]
+        if missing:
+            self.say(
+                f"Without records: {len(missing)} of {len(experiment.cells)} cells. "
+                f"`hyperfed reproduce {experiment.id}` makes them."
+            )
+
+    def _column(self, experiment: Experiment, column: str, measure: str) -> None:
+        lines = list(self._lines(experiment, column, measure))
+        if not lines:
+            return
+        told = experiment.measures[measure]
+        unit = UNITS[told.metric][0]
+        part = experiment.columns[column]
+        self.say(f"#### {part.about}: {told.about or told.metric} ({unit})")
+        self.say("\n".join(f"- {remark}" for remark in part.remarks))
+        notes: list[str] = []
+        rows = [self._row(line, lines, notes) for line in lines]
+        header = ["method", "published", "measured", "seeds", "verdict"]
+        if unit == "%":
+            header += ["worst tenth", "over Local", "to the best"]
+        header += ["rounds × clients × local", "MB", "min"] + ["points/GB"] * (unit == "%")
+        self.say(_table(header, rows))
+        self.say("\n".join(f"- ({mark}) {note}" for mark, note in enumerate(notes, start=1)))
+        self.say(_budgets(lines))
+        remarks = [
+            f"- {row.about}: {remark}"
+            for name, row in experiment.rows.items()
+            for remark in row.remarks
+            if (experiment.id, f"{column}-{name}") in self._found
+        ]
+        self.say("\n".join(remarks))
+        if self._draw and unit == "%" and len(lines) > 1:
+            self._figure(f"{experiment.id}-{column}-{measure}", _cells(lines, notes, told))
+
+    def _figure(self, name: str, svg: str) -> None:
+        self.figures[name] = svg
+        self.say(f"{{figure {name}}}")
+
+    def _lines(self, experiment: Experiment, column: str, measure: str) -> Iterator[_Line]:
+        metric = experiment.measures[measure].metric
+        for row, part in experiment.rows.items():
+            cell = f"{column}-{row}"
+            if (experiment.id, cell) not in self._found:
+                continue
+            published = experiment.published(measure, cell)
+            for group in measured.alike(self._found[experiment.id, cell]):
+                own = metric if measured.over_seeds(group, metric) else measured.plain(metric)
+                if (mean := measured.over_seeds(group, own)) is None:
+                    continue
+                said = "–"
+                if published is not None:
+                    said = f"{published.value:g}"
+                    said += "" if published.spread is None else f" ± {published.spread:g}"
+                missed = None if published is None else mean.mean - published.value
+                verdict = _verdict(experiment, measure, cell, group)
+                if own != metric:
+                    verdict = Verdict(None, f"{own}: these records lack {metric}; {verdict.why}")
+                yield _Line(part.about, group, own, said, mean, verdict, missed)
+
+    def _row(self, line: _Line, lines: Sequence[_Line], notes: list[str]) -> list[str]:
+        percents = UNITS[line.metric][0] == "%"
+        if line.verdict.reproduced is None:
+            if line.verdict.why not in notes:
+                notes.append(line.verdict.why)
+            verdict = f"none ({notes.index(line.verdict.why) + 1})"
+        elif line.verdict.reproduced:
+            verdict = "**reproduced**"
+        else:
+            verdict = f"missed by {line.missed:+.1f}"
+        cells = [line.about, line.published, _spread(line.mean), str(line.mean.seeds), verdict]
+        if percents:
+            best = max(lines, key=lambda other: other.mean.mean)
+            to_best = "best" if line is best else difference(_against(line, [best]))
+            local = [other for other in lines if _method(other) == "local"]
+            over = "–" if _method(line) == "local" else difference(_against(line, local))
+            cells += [_worst(line), over, to_best]
+        cells += [_budget(line), f"{line.megabytes:,.0f}", _minutes(line.summaries)]
+        if percents:
+            travelled = line.megabytes / 1e3
+            cells.append(f"{line.mean.mean / travelled:.1f}" if travelled else "–")
+        return cells
+
+    def _served(self, experiment: Experiment) -> None:
+        """Adds evaluations of novel clients with few examples and with noise."""
+        for cell in experiment.cells:
+            for one in self._found.get((experiment.id, cell), []):
+                curves: dict[str, list[tuple[float, float]]] = {}
+                for path in sorted(one.record.path.glob("novel-n*.json")):
+                    if (match := SERVED.fullmatch(path.name)) is None:
+                        continue
+                    accuracy = measured.novel_accuracy(path)
+                    noise = "no noise" if match[2] is None else f"epsilon {match[2]}"
+                    curves.setdefault(noise, []).append((float(match[1]), accuracy))
+                if curves:
+                    self._noise(f"{experiment.id}-{cell}", one, curves)
+
+    def _noise(
+        self, name: str, one: Measurement, curves: Mapping[str, list[tuple[float, float]]]
+    ) -> None:
+        counts = sorted({count for curve in curves.values() for count, _ in curve})
+        rows = [
+            [noise, *(_number(dict(curves[noise]).get(count)) for count in counts)]
+            for noise in sorted(curves)
+        ]
+        seed = one.summary["seed"]
+        self.say(
+            f"#### Accuracy of novel clients (%), by noise and number of examples, seed {seed}",
+            _table(["", *(f"{count:g}" for count in counts)], rows),
+        )
+        if self._draw:
+            series = [Series(noise, sorted(curves[noise])) for noise in sorted(curves)]
+            label = "examples of a novel client"
+            self._figure(name, draw_series(series, label, "accuracy of novel clients (%)"))
+
+    def others(self, others: Sequence[RunRecord]) -> None:
+        """Adds records that are of no table, by folder."""
+
+        def group_of(record: RunRecord) -> str:
+            return record.path.relative_to(self._folder).parts[0]
+
+        for name, several in groupby(sorted(others, key=group_of), key=group_of):
+            self.say(f"## `{name}`", _read(self._folder / name / ABOUT))
+            rows = []
+            own = list(several)
+            for label, group in groupby(own, key=lambda record: record.path.parent.name):
+                rows.append(_other(label, [record.summary or {} for record in group]))
+            header = ["record", "seeds", "test %", "worst tenth %", "novel %", "MB", "min"]
+            self.say(_table(header, rows))
+
+
+def _other(label: str, summaries: Sequence[Mapping[str, Any]]) -> list[str]:
+    def over_seeds(key: str) -> str:
+        values = [100 * s[key] for s in summaries if s.get(key) is not None]
+        return _spread(statistics.spread(values)) if values else "–"
+
+    megabytes = fmean((s["bytes_down"] + s["bytes_up"]) / 1e6 for s in summaries)
+    return [
+        label,
+        str(len(summaries)),
+        over_seeds("test_accuracy"),
+        over_seeds("worst_decile_accuracy"),
+        over_seeds("novel_accuracy"),
+        f"{megabytes:,.1f}",
+        _minutes(summaries),
+    ]
+
+
+def _method(line: _Line) -> str:
+    return str(line.summaries[0]["method"])
+
+
+def _worst(line: _Line) -> str:
+    values = [
+        value
+        for one in line.group
+        if (value := statistics.worst(one.scores(line.metric))) is not None
+    ]
+    return percent(fmean(values)) if values else "–"
+
+
+def _against(line: _Line, others: Sequence[_Line]) -> Difference | None:
+    theirs = [one.scores(line.metric) for other in others for one in other.group]
+    return statistics.difference([one.scores(line.metric) for one in line.group], theirs)
+
+
+def _spread(value: Spread) -> str:
+    return f"{value.mean:.1f}" if value.std is None else f"{value.mean:.1f} ± {value.std:.1f}"
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1f}"
+
+
+def _minutes(summaries: Sequence[Mapping[str, Any]]) -> str:
+    return f"{fmean(s['seconds'] for s in summaries) / 60:,.1f}"
+
+
+def _size(line: _Line) -> tuple[int, int]:
+    """Returns (rounds, clients of each) of a line."""
+    settings = line.group[0].record.config
+    task, cohort = settings["task"], settings["cohort"]
+    known = task["clients"] - round(task["novel"] * task["clients"])
+    clients = max(1, int(cohort * known + 0.5)) if isinstance(cohort, float) else cohort
+    return line.summaries[0]["rounds"], min(clients, known)
+
+
+def _local(line: _Line) -> str:
+    own = line.group[0].record.config["method"]
+    epochs = own.get("local_epochs", "none")
+    return f"{own.get('local_steps')} steps" if epochs == "none" else f"{epochs} epochs"
+
+
+def _budget(line: _Line) -> str:
+    rounds, clients = _size(line)
+    return f"{rounds:,} × {clients} × {_local(line)}"
+
+
+def _budgets(lines: Sequence[_Line]) -> str:
+    """Returns a sentence where methods of a table have been given unlike shares of work."""
+    if len({(*_size(line), _local(line)) for line in lines}) < 2:
+        return ""
+    told = []
+    for line in lines:
+        rounds, clients = _size(line)
+        told.append(f"{line.about} {rounds:,} rounds of {clients} with {_local(line)}")
+    return f"Budgets differ: {'; '.join(dict.fromkeys(told))}."
+
+
+def _cells(lines: Sequence[_Line], notes: Sequence[str], measure: Measure) -> str:
+    curves, dots = [], []
+    for line in lines:
+        name = line.about
+        if line.verdict.why in notes:  # which tells it from other records of the same cell
+            name += f" ({notes.index(line.verdict.why) + 1})"
+        record = line.group[0].record
+        points = [
+            ((e.bytes_down + e.bytes_up) / 1e6, 100 * e.accuracy)
+            for e in record.evaluations
+            if e.split == "test" and e.accuracy is not None
+        ]
+        curves.append(Curve(name, points))
+        published = line.published.split(" ± ")
+        dots.append(
+            Dot(
+                name,
+                line.mean.mean,
+                line.mean.std or 0.0,
+                None if published[0] == "–" else float(published[0]),
+                float(published[1]) if len(published) > 1 else 0.0,
+            )
+        )
+    return draw_cells(curves, dots, measure.about or measure.metric)
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    ruler = ["---"] * left + ["---:"] * (len(header) - left)
+    return "\n".join(f"| {' | '.join(row)} |" for row in (header, ruler, *rows))
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.exists() else ""

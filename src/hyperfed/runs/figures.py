@@ -1,0 +1,138 @@
+"""Figures of a report, as SVG text that stands in a page."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import StringIO
+from typing import TYPE_CHECKING
+
+import matplotlib as mpl
+
+from hyperfed.runs.report import COLOURS, DASHES, MARKERS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+METADATA = ("Creator", "Date", "Format", "Type")
+"""What would be in a figure beside the drawing."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """Points (x, y) in the order of x, under a name."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Curve(Series):
+    """Accuracy in % (y) over what has travelled, in MB (x)."""
+
+
+@dataclass(frozen=True)
+class Dot:
+    """A number of a cell, in %, beside the published one where there is one."""
+
+    name: str
+    measured: float
+    spread: float
+    published: float | None
+    published_spread: float
+
+
+def draw_cells(curves: Sequence[Curve], dots: Sequence[Dot], label: str) -> str:
+    """Draws the cells of a column: accuracy over what travels, and beside what was published.
+
+    A curve that never travels is a level line at its last accuracy.
+
+    Args:
+        curves: of each cell.
+        dots: of each cell.
+        label: what the dots are.
+
+    Returns:
+        SVG.
+    """
+    figure = _new(10, max(3.2, 1.4 + 0.32 * len(dots)))
+    left, right = figure.subplots(1, 2)
+    for index, curve in enumerate(curves):
+        if not curve.points:
+            continue
+        style = {"color": COLOURS[index % len(COLOURS)], "linestyle": DASHES[index % len(DASHES)]}
+        if curve.points[-1][0] == 0:
+            left.axhline(curve.points[-1][1], label=curve.name, **style)
+        else:
+            left.plot(*zip(*curve.points, strict=True), label=curve.name, **style)
+    left.set_xlabel("MB travelled, both ways")
+    left.set_ylabel("test accuracy of known clients (%)")
+    left.legend(frameon=False, fontsize="x-small")
+    for index, dot in enumerate(dots):
+        place = len(dots) - 1 - index
+        if dot.published is not None:
+            right.errorbar(
+                dot.published, place + 0.15, xerr=dot.published_spread, fmt="D", color="0.55",
+                capsize=3, label="published" if index == _first(dots) else None,
+            )  # fmt: skip
+        right.errorbar(
+            dot.measured, place - 0.15, xerr=dot.spread, fmt="o", color=COLOURS[0], capsize=3,
+            label="measured" if index == 0 else None,
+        )  # fmt: skip
+    right.set_yticks(range(len(dots)), [dot.name for dot in reversed(dots)], fontsize="small")
+    right.set_ylim(-0.6, len(dots) - 0.4)
+    right.set_xlabel(f"{label} (%)")
+    right.legend(frameon=False, fontsize="x-small")
+    _plain(left, "y")
+    _plain(right, "x")
+    return _svg(figure)
+
+
+def draw_series(series: Sequence[Series], across: str, up: str) -> str:
+    """Draws lines over a logarithmic axis.
+
+    Returns:
+        SVG.
+    """
+    figure = _new(6, 3.6)
+    axes = figure.subplots()
+    for index, one in enumerate(series):
+        axes.plot(
+            *zip(*one.points, strict=True),
+            color=COLOURS[index % len(COLOURS)],
+            linestyle=DASHES[index % len(DASHES)],
+            marker=MARKERS[index % len(MARKERS)],
+            label=one.name,
+        )
+    axes.set_xscale("log")
+    axes.set_xlabel(across)
+    axes.set_ylabel(up)
+    axes.legend(frameon=False, fontsize="small")
+    _plain(axes, "y")
+    return _svg(figure)
+
+
+def _first(dots: Sequence[Dot]) -> int:
+    return next(index for index, dot in enumerate(dots) if dot.published is not None)
+
+
+def _plain(axes: "Axes", grid: str) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y" if grid == "y" else "x", color="0.9")
+    axes.set_axisbelow(True)
+
+
+def _new(width: float, height: float) -> "Figure":
+    # Not pyplot, which would keep every figure in memory and ask for a display.
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _svg(figure: "Figure") -> str:
+    """Returns a figure as SVG whose text is text, the same for the same numbers."""
+    file = StringIO()
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "hyperfed"}):
+        figure.savefig(file, format="svg", metadata=dict.fromkeys(METADATA))
+    whole = file.getvalue()
+    return whole[whole.index("<svg") :]

@@ -1,0 +1,237 @@
+"""Records beside published numbers: whose they are, what differs, the verdict, and the page."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hyperfed.apps.cli import main
+from hyperfed.errors import UserError
+from hyperfed.runs import beside, config, experiments, measured, origin, pages
+from hyperfed.runs.experiments import Published
+from hyperfed.runs.records import RunFolder, summarise
+
+TABLE = """
+[table]
+paper = "Nobody, 2026"
+title = "Digits"
+spread = "over three seeds"
+remarks = ["Nothing is known."]
+set.rounds = 4
+set.cohort = 2
+set.task = { clients = 5, novel = 0.2 }
+
+[measures.test]
+metric = "test_accuracy"
+place = "table 1"
+
+[columns.digits]
+about = "digits, 5 clients"
+
+[rows.local]
+about = "Local"
+published.test.digits = 50
+
+[rows.fedavg]
+about = "FedAvg"
+remarks = ["It is the usual one."]
+published.test.digits = [60.0, 2.0]
+
+[rows.trained]
+about = "FedAvg, trained on"
+like = "fedavg"
+judged = false
+set.method = "fedavg"
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "experiments" / "made" / "table1.toml"
+    path.parent.mkdir(parents=True)
+    path.write_text(TABLE)
+    return tmp_path
+
+
+def record(folder: Path, row: str, seed: int, correct: list[int], *, place: str = "", **keys: Any):
+    """Writes the record of a run whose four clients have ten test examples each."""
+    overrides = [f"{key}={value}" for key, value in keys.items()]
+    source = f"{folder / 'experiments' / 'made' / 'table1.toml'}:digits-{row}"
+    settings = config.load(source, [f"seed={seed}", *overrides])
+    run = RunFolder(folder / "results" / (place or f"made/table1-digits-{row}") / f"seed{seed}")
+    run.path.mkdir(parents=True)
+    config.dump(settings, run.config)
+    evaluation = summarise(
+        round=4, split="test", clients=[0, 1, 2, 3], count=[10] * 4, correct=correct,
+        loss=[1.0] * 4, masked_correct=correct, zeroed_correct=correct,
+        bytes_down=0 if row == "local" else 3_000_000,
+        bytes_up=0 if row == "local" else 1_000_000, seconds=90.0,
+    )  # fmt: skip
+    run.append(evaluation)
+    run.write_summary(
+        {
+            "method": settings.method, "seed": seed, "rounds": settings.rounds, "best_round": 4,
+            "test_accuracy": evaluation.accuracy, "test_masked_accuracy": evaluation.accuracy,
+            "novel_accuracy": None, "worst_decile_accuracy": evaluation.worst_decile_accuracy,
+            "bytes_down": evaluation.bytes_down, "bytes_up": evaluation.bytes_up,
+            "seconds": 90.0, "data_fingerprint": f"data {seed}",
+        }
+    )  # fmt: skip
+    return run.path
+
+
+def collected(folder: Path) -> Any:
+    return measured.collect(folder / "results", experiments.find_all(folder / "experiments"))
+
+
+def verdict(folder: Path, row: str, published: Published | None, judged: bool = True) -> Any:
+    (group,) = measured.alike(collected(folder)[0]["made/table1", f"digits-{row}"])
+    return measured.verdict(group, "test_accuracy", published, judged=judged)
+
+
+def test_a_mean_within_the_band_is_reproduced_and_no_other(folder: Path) -> None:
+    record(folder, "fedavg", 0, [6, 6, 6, 6])
+    record(folder, "fedavg", 1, [7, 6, 6, 7])  # 62.5 on average
+    for published, reproduced in [
+        (Published(61.0, 0.1), True),  # 1.5 points
+        (Published(60.9, 0.1), False),
+        (Published(64.0), True),
+        (Published(64.1), False),
+        (Published(58.5, 2.0), True),  # two spreads
+        (Published(58.4, 2.0), False),
+    ]:
+        assert verdict(folder, "fedavg", published).reproduced is reproduced, published
+    assert verdict(folder, "fedavg", None).why == "nothing published"
+    assert verdict(folder, "fedavg", Published(62.5), judged=False).reproduced is None
+
+
+def test_scaled_superseded_and_other_settings_get_no_verdict(folder: Path) -> None:
+    path = record(folder, "fedavg", 0, [6, 6, 6, 6])
+    exact = Published(60.0, 1.0)
+    assert verdict(folder, "fedavg", exact).reproduced is True
+    origin.Origin("made/table1", "digits-fedavg", scale=0.5).write(path)
+    assert verdict(folder, "fedavg", exact).why == "scaled: 0.5 of the rounds"
+    origin.Origin("made/table1", "digits-fedavg", superseded="a mistake").write(path)
+    assert verdict(folder, "fedavg", exact).why == "superseded: a mistake"
+    record(folder, "local", 0, [6, 6, 6, 6], rounds=3)
+    assert verdict(folder, "local", exact).why == "other settings: rounds=3 for 4"
+
+
+def test_settings_that_change_no_number_or_that_a_record_lacks_do_not_differ(folder: Path) -> None:
+    path = record(folder, "fedavg", 0, [6, 6, 6, 6], **{"engine.workers": 1, "device": "cuda"})
+    text = (path / "config.toml").read_text()
+    kept = [line for line in text.splitlines() if not line.startswith("cohort")]
+    (path / "config.toml").write_text("\n".join(kept) + "\nof_another_version = 1\n")
+    assert verdict(folder, "fedavg", Published(60.0)).reproduced is True
+
+
+def test_a_record_is_of_the_cell_that_it_names_or_after_which_its_folder_is_called(
+    folder: Path,
+) -> None:
+    called = record(folder, "fedavg", 0, [6, 6, 6, 6])
+    named = record(folder, "fedavg", 1, [6, 6, 6, 6], place="elsewhere/x")
+    origin.Origin("made/table1", "digits-trained").write(named)
+    alone = record(folder, "fedavg", 2, [6, 6, 6, 6], place="elsewhere/y")
+    unfinished = record(folder, "local", 0, [1, 1, 1, 1])
+    (unfinished / "summary.json").unlink()
+    cells, others = collected(folder)
+    found = {cell: [one.record.path for one in several] for (_, cell), several in cells.items()}
+    assert found == {"digits-fedavg": [called], "digits-trained": [named]}
+    assert [record.path for record in others] == [alone]
+    (named / "experiment.json").write_text('{"table": 1}')
+    with pytest.raises(UserError, match=r"experiment\.json must say of what a record is"):
+        collected(folder)
+
+
+def written(folder: Path, name: str, *options: str) -> str:
+    out = folder / name
+    records = ["--records", str(folder / "results"), "--experiments", str(folder / "experiments")]
+    with pytest.raises(SystemExit) as leaving:
+        main(["report", "--out", str(out), *records, *options])
+    assert leaving.value.code == 0
+    return out.read_text()
+
+
+def row(text: str, beginning: str) -> list[str]:
+    (line,) = [line for line in text.splitlines() if line.startswith(f"| {beginning} |")]
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_the_report_says_what_was_measured_and_by_which_budget(folder: Path) -> None:
+    record(folder, "local", 0, [5, 5, 5, 5], **{"method.local_steps": 7})
+    record(folder, "fedavg", 0, [6, 6, 7, 5])
+    record(folder, "fedavg", 1, [6, 6, 6, 7])
+    record(folder, "trained", 0, [9, 9, 9, 9])
+    record(folder, "fedavg", 3, [2, 2, 2, 2], place="all/fedavg")
+    (folder / "results" / "about.md").write_text("Said by hand.\n")
+    text = written(folder, "report.md")
+    assert text.startswith("# Measured\n\nSaid by hand.\n\n## In short\n")
+    assert row(text, "`made/table1`")[2:] == ["3", "3", "2", "1 of 1"]
+    # 60 % and 62.5 %; over Local one seed, on whose clients it gains 1, 1, 2 and 0 of ten.
+    assert row(text, "FedAvg") == [
+        *("FedAvg", "60 ± 2", "61.2 ± 1.8", "2", "**reproduced**", "55.0"),
+        *("+10.0 [-3.0, 23.0] noise", "-30.0 [-43.0, -17.0]", "4 × 2 × 50 steps"),
+        *("4", "1.5", "15312.5"),
+    ]
+    assert row(text, "Local")[4:7] == ["none (1)", "50.0", "–"]
+    assert "- (1) other settings: method.local_steps=7 for 50" in text
+    assert row(text, "FedAvg, trained on")[4:8] == [
+        "none (2)",
+        "90.0",
+        "+40.0 [40.0, 40.0]",
+        "best",
+    ]
+    assert "Budgets differ: Local 4 rounds of 2 with 7 steps; FedAvg 4 rounds of 2 with 50" in text
+    assert "- Nothing is known." in text
+    assert "- FedAvg: It is the usual one." in text
+    assert "## `all`" in text
+    assert row(text, "fedavg")[1:4] == ["1", "20.0", "20.0"]
+    assert "figure made" not in text
+
+
+def test_the_page_needs_nothing_but_itself(folder: Path, capsys: Any) -> None:
+    record(folder, "local", 0, [5, 5, 5, 5])
+    record(folder, "fedavg", 0, [6, 6, 7, 5])
+    page = written(folder, "report.html", "--paper", "made")
+    assert page.startswith("<!doctype html>")
+    assert page.count("<figure") == page.count("</svg>") == 1
+    assert "made/table1-digits-test" in page
+    assert "MB travelled, both ways" in page
+    assert not re.search(r'<script|<link|<img|url\((?!#)|(src|href)="(?!#)', page)
+    assert "{figure" not in page
+    assert "## " not in page
+    assert json.loads('"' + capsys.readouterr().out.strip() + '"').endswith("report.html")
+
+
+def test_ids_of_figures_do_not_meet_on_a_page() -> None:
+    svg = '<svg id="a"><use href="#a"/><g clip-path="url(#a)"/></svg>'
+    page = pages.page("{figure x/1}\n\n{figure x/2}\n", {"x/1": svg, "x/2": svg}, "T")
+    for mark in ("x_1", "x_2"):
+        told = f'<svg id="{mark}_a"><use href="#{mark}_a"/><g clip-path="url(#{mark}_a)"/></svg>'
+        assert told in page
+
+
+def test_noise_and_examples_of_novel_clients_are_a_table(folder: Path) -> None:
+    path = record(folder, "fedavg", 0, [6, 6, 7, 5])
+    for name, accuracy in (("n10", 0.5), ("n30", 0.75), ("n10-epsilon0.1", 0.25)):
+        (path / f"novel-{name}.json").write_text(json.dumps({"novel": {"accuracy": accuracy}}))
+    made = beside.report(folder / "results", experiments.find_all(folder / "experiments"))
+    assert row(made.text, "no noise") == ["no noise", "50.0", "75.0"]
+    assert row(made.text, "epsilon 0.1") == ["epsilon 0.1", "25.0", "–"]
+    assert "made/table1-digits-fedavg" in made.figures
+    (path / "novel-n10.json").write_text("{}")
+    with pytest.raises(UserError, match="must be what evaluate --novel --json prints"):
+        beside.report(folder / "results", experiments.find_all(folder / "experiments"))
+
+
+def test_a_report_that_cannot_be_is_refused(folder: Path, capsys: Any) -> None:
+    for options, said in [
+        (["--out", "report.txt"], "must end in .html or .md, came report.txt"),
+        (["--out", "x.md", "--paper", "other"], "a paper must be one of made (in"),
+    ]:
+        with pytest.raises(SystemExit) as leaving:
+            main(["report", "--experiments", str(folder / "experiments"), *options])
+        assert leaving.value.code == 2
+        assert said in capsys.readouterr().err
