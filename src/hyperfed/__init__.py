@@ -20,16 +20,30 @@ from hyperfed.errors import UserError
 
 if TYPE_CHECKING:
     from hyperfed.data.own import Task
+    from hyperfed.runs.export import export_model
     from hyperfed.runs.run import Run
 
-__all__ = ["Run", "Task", "UserError", "__version__", "open_run", "resume", "train"]
+__all__ = [
+    "Run",
+    "Task",
+    "UserError",
+    "__version__",
+    "export_model",
+    "open_run",
+    "resume",
+    "train",
+]
 
 try:
     __version__ = metadata.version("hyperfed")
 except metadata.PackageNotFoundError:  # run from a checkout that was never installed
     __version__ = "0+unknown"
 
-_HOME = {"Run": "hyperfed.runs.run", "Task": "hyperfed.data.own"}
+_HOME = {
+    "Run": "hyperfed.runs.run",
+    "Task": "hyperfed.data.own",
+    "export_model": "hyperfed.runs.export",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -513,8 +513,9 @@ class TestPersonalize:
         assert outcome == (0, f"{out}\n", "")
         expected = Run.open(Path(folder)).personalize(**client_data).state_dict()
         written = safetensors.torch.load_file(out)
-        assert written.keys() == expected.keys()
-        assert all(torch.equal(written[name], expected[name]) for name in expected)
+        weights = {f"model.{name}": value for name, value in expected.items()}
+        assert written.keys() == {*weights, "normalize.scale", "normalize.shift"}
+        assert all(torch.equal(written[name], weights[name]) for name in weights)
 
     def test_needs_no_labels_where_the_method_does_not(self, cli, tmp_path, client_data):
         folder = cli("run", "fedavg", *SMALL, "--out", tmp_path, "--quiet").out.rstrip("\n")
@@ -561,6 +562,38 @@ class TestPersonalize:
         data, out = tmp_path / "mine.npz", tmp_path / "missing" / "model.safetensors"
         np.savez(data, **client_data)
         assert "writable" in failure(cli("personalize", trained, "--data", data, "--out", out))
+
+
+class TestExport:
+    def test_the_model_of_a_known_and_of_a_novel_client(self, cli, trained, tmp_path):
+        for client in (1, 3):
+            out = tmp_path / f"{client}.safetensors"
+            outcome = cli("export", trained, "--client", client, "--out", out)
+            assert outcome == (0, f"{out}\n", "")
+            expected = Run.open(trained).model(client).state_dict()
+            written = safetensors.torch.load_file(out)
+            assert all(torch.equal(written[f"model.{name}"], expected[name]) for name in expected)
+            assert written.keys() - {f"model.{name}" for name in expected} == {
+                "normalize.scale",
+                "normalize.shift",
+            }
+
+    def test_where_it_is_not_said_the_file_is_named_by_client_and_format(
+        self, cli, trained, tmp_path, monkeypatch
+    ):
+        monkeypatch.chdir(tmp_path)
+        outcome = cli("export", trained, "--client", "0", "--json")
+        assert json.loads(outcome.out) == {
+            "model": "client-0.safetensors",
+            "client": "0",
+            "format": "safetensors",
+        }
+        assert [path.name for path in tmp_path.iterdir()] == ["client-0.safetensors"]
+
+    def test_refuses_a_client_that_is_not_there(self, cli, trained, tmp_path):
+        for client in ("4", "nobody"):
+            failure(cli("export", trained, "--client", client, "--out", tmp_path / "a.onnx"))
+        assert not list(tmp_path.iterdir())
 
 
 class TestExportPartition:

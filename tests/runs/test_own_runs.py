@@ -242,9 +242,9 @@ def test_sensor_data_of_thirty_people_from_files(
     from safetensors import safe_open
 
     with safe_open(made, framework="pt") as file:
-        assert json.loads(file.metadata()["labels"]) == [*ACTIVITIES]
+        assert json.loads(file.metadata()["hyperfed"])["labels"] == [*ACTIVITIES]
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    SensorNet().load_state_dict(tensors)
+    SensorNet().load_state_dict({name.removeprefix("model."): t for name, t in tensors.items()})
 
 
 def test_paths_in_an_experiment_begin_at_its_folder_where_the_files_are(

@@ -4,7 +4,6 @@ Results go to standard output, everything else to standard error. Exit codes: 0 
 wrong, 3 stopped and resumable, 1 our fault, or all clients were lost all the time.
 """
 
-import json
 import os
 import shlex
 import signal
@@ -17,7 +16,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, NoReturn
 
-import safetensors.torch
 import typer
 from typer import Argument, Option
 
@@ -34,10 +32,10 @@ from hyperfed.errors import LostEverybodyError, UserError
 from hyperfed.methods import METHODS
 from hyperfed.runs import catalogue, clients, config, experiments, records, report
 from hyperfed.runs.catalogue import Kind
+from hyperfed.runs.export import export_model
 from hyperfed.runs.progress import watch
 from hyperfed.runs.run import Run
 from hyperfed.runs.serving import Served
-from hyperfed.system.files import atomic_write
 
 ALL = "all"
 """What stands for every method in the place of a method's name."""
@@ -191,7 +189,7 @@ def personalize(
             "with the columns of the run's."
         ),
     ],
-    out: Annotated[Path, Option(help="The .safetensors file to write.")],
+    out: Annotated[Path, Option(help="The .safetensors, .onnx or .pt2 file to write.")],
     size: Annotated[str | None, Option(help="Which target, where the task has several.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -200,11 +198,7 @@ def personalize(
     with closing(Run.open(run_dir)) as run:
         rows = rows_like(run.task, table, str(data))
         model = run.personalize(rows.x, rows.y, size=size)
-        labels = list(run.task.labels)
-    # Copies, because safetensors refuses tensors that share memory.
-    tensors = {name: entry.clone().contiguous() for name, entry in model.state_dict().items()}
-    about = {"labels": json.dumps(labels)} if labels else None
-    atomic_write(out, safetensors.torch.save(tensors, about))
+        export_model(model, run.task, out)
     if as_json:
         print_json({"model": str(out), "examples": len(rows.x), "labelled": rows.y is not None})
     else:

@@ -1,8 +1,9 @@
-"""The command that hands out a client's adapter."""
+"""``hyperfed export``: a client's model as files for programs that know nothing of hyperfed."""
 
 import importlib
 import sys
 from contextlib import closing
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -11,14 +12,33 @@ from typer import Argument, Option
 from hyperfed.apps.printing import Json, print_json
 from hyperfed.data.own import Task
 from hyperfed.errors import UserError
+from hyperfed.runs.export import ENDINGS, export_model
 from hyperfed.runs.run import Run
+
+
+class Format(StrEnum):
+    """Which file to write: a key of ``ENDINGS``."""
+
+    SAFETENSORS = "safetensors"
+    ONNX = "onnx"
+    TORCH_EXPORT = "torch-export"
 
 
 def export(
     run_dir: Annotated[Path, Argument(metavar="RUN_DIR", help="The folder of a run.")],
     *,
-    client: Annotated[int, Option(help="The client's number.")],
-    adapter: Annotated[Path, Option(help="The folder to make, as peft opens it.")],
+    client: Annotated[str, Option(help="Its name, or its number where it has none.")],
+    format: Annotated[
+        Format | None,
+        Option(help="Weights (safetensors, the default), or a program that takes raw examples."),
+    ] = None,
+    out: Annotated[
+        Path | None, Option(help="The file to write; default: named by the client, here.")
+    ] = None,
+    adapter: Annotated[
+        Path | None,
+        Option(help="The folder to make instead, of the client's adapter alone, as peft opens it."),
+    ] = None,
     task: Annotated[
         str,
         Option(
@@ -28,13 +48,26 @@ def export(
     ] = "",
     as_json: Json = False,
 ) -> None:
-    """Write a client's adapter (LoRA and the like) as peft's own folder."""
+    """Write the model of a client, known or novel, with normalisation inside."""
+    if adapter is not None and (format or out):
+        raise UserError("--adapter must come without --format and --out; leave either out")
     with closing(Run.open(run_dir, _made(task) if task else None)) as run:
-        run.adapter(client, adapter)
+        number = run.task.number_of(client)
+        if adapter is not None:
+            run.adapter(number, adapter)
+            _say({"adapter": str(adapter), "client": client}, adapter, as_json)
+            return
+        kind = format or Format.SAFETENSORS
+        path = out or Path(f"client-{number}{ENDINGS[kind]}")
+        export_model(run.model(number), run.task, path, kind)
+        _say({"model": str(path), "client": client, "format": str(kind)}, path, as_json)
+
+
+def _say(made: dict[str, str], path: Path, as_json: bool) -> None:
     if as_json:
-        print_json({"adapter": str(adapter), "client": client})
+        print_json(made)
     else:
-        print(adapter)
+        print(path)
 
 
 def _made(name: str) -> Task:

@@ -1,0 +1,199 @@
+"""A model out of the library predicts what it predicts inside, from raw examples."""
+
+import json
+import runpy
+import sys
+import urllib.request
+from collections.abc import Callable
+from dataclasses import replace
+from http.server import HTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import hyperfed
+from hyperfed.data.own import Task, from_arrays
+from hyperfed.errors import UserError
+from hyperfed.nets.targets import build_target
+from hyperfed.runs.export import export_model
+from toys import make_task
+
+ROOT = Path(__file__).parents[2]
+
+
+def images(net: Callable[[], nn.Module] | None = None) -> Task:
+    """Images whose two channels have means and deviations of their own."""
+    rng = np.random.default_rng(0)
+    dark, light = rng.integers(0, 60, (12, 5, 5)), rng.integers(90, 256, (12, 5, 5))
+    x = np.stack([dark, light], 1).astype(np.uint8)
+    made = net or (lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(27, 3)))
+    return from_arrays(x, rng.integers(3, size=12), client=np.arange(12) % 2, model=made)
+
+
+def expected(model: nn.Module, task: Task) -> Tensor:
+    """What a network says of all images, normalised here by constants of four decimals."""
+    x = task.x.double() / 255
+    known = x[torch.cat(list(task.train))]
+    mean = known.mean((0, 2, 3), keepdim=True)
+    std = (known - mean).square().mean((0, 2, 3), keepdim=True).sqrt()
+    mean, std = ((constant * 1e4).round() / 1e4 for constant in (mean, std))
+    with torch.no_grad():
+        output: Tensor = model(((x - mean) / std).float())
+    return output
+
+
+def of_program(path: Path) -> Callable[[Tensor], Tensor]:
+    return torch.export.load(path).module()
+
+
+def of_onnx(path: Path) -> Callable[[Tensor], Tensor]:
+    runtime = pytest.importorskip(
+        "onnxruntime", reason="NOT TESTED: ONNX, as onnxruntime is not installed"
+    )
+    session = runtime.InferenceSession(str(path))
+    assert json.loads(session.get_modelmeta().custom_metadata_map["hyperfed"])["classes"] == 3
+    return lambda x: torch.from_numpy(session.run(["output"], {"x": x.numpy()})[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ending", "read"), [("pt2", of_program), ("onnx", of_onnx)])
+@pytest.mark.filterwarnings("ignore")  # of the readers
+def test_a_program_takes_raw_images_in_batches_of_any_size(tmp_path, ending, read):
+    if ending == "onnx":
+        pytest.importorskip("onnxscript", reason="NOT TESTED: ONNX, as it is not installed")
+    task, path = images(), tmp_path / f"model.{ending}"
+    model = task.models["base"].train()
+    export_model(model, task, path)
+    predict = read(path)
+    for rows in (slice(0, 1), slice(0, 12), slice(3, 6)):
+        torch.testing.assert_close(
+            predict(task.x[rows]).detach(), expected(model, task)[rows], rtol=1e-4, atol=1e-5
+        )
+    assert model.training  # a copy was written
+
+
+def test_weights_come_with_the_constants_of_their_normalisation(tmp_path):
+    task, path = images(), tmp_path / "model.safetensors"
+    model = task.models["base"]
+    export_model(model, task, path)
+    tensors = load_file(path)
+    x = task.x.float() * tensors.pop("normalize.scale") + tensors.pop("normalize.shift")
+    assert {name: value.tolist() for name, value in tensors.items()} == {
+        f"model.{name}": value.tolist() for name, value in model.state_dict().items()
+    }
+    torch.testing.assert_close(model(x), expected(model, task), rtol=1e-4, atol=1e-5)
+    with safe_open(path, framework="pt") as file:
+        about = json.loads(file.metadata()["hyperfed"])
+    assert about["input"] == {
+        "name": "x",
+        "shape": ["batch", 2, 5, 5],
+        "dtype": "uint8",
+        "meaning": "pixels from 0 to 255, which the model normalises itself",
+    }
+    assert about["output"]["meaning"] == "logits of the classes, from 0"
+    assert about["classes"] == 3
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_program_has_no_example_of_a_client_in_it(tmp_path):
+    task, path = images(), tmp_path / "model.pt2"
+    export_model(task.models["base"], task, path)
+    (example,), _ = torch.export.load(path).example_inputs
+    assert example.dtype == torch.uint8
+    assert not example.any()
+
+
+def test_floats_pass_as_they_are(tmp_path):
+    task = make_task()
+    export_model(task.models["base"], task, tmp_path / "model.safetensors")
+    assert load_file(tmp_path / "model.safetensors").keys() == {
+        f"model.{name}" for name in task.models["base"].state_dict()
+    }
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_transform_that_is_a_function_is_part_of_a_program_and_no_part_of_weights(tmp_path):
+    task = make_task(transform=lambda x: 2 * x - 1)
+    model = task.models["base"]
+    export_model(model, task, tmp_path / "model.pt2")
+    found = of_program(tmp_path / "model.pt2")(task.x[:7])
+    torch.testing.assert_close(found, model(2 * task.x[:7] - 1))
+    with pytest.raises(UserError, match="whose transform is a function must be exported as a prog"):
+        export_model(model, task, tmp_path / "model.safetensors")
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_texts_too_in_batches_of_any_size(tmp_path):
+    model = build_target("char_lstm", input_shape=(6,), classes=3)
+    x = torch.randint(3, (5, 6))
+    task = replace(make_task(), x=x, models={"base": model})
+    export_model(model, task, tmp_path / "model.pt2")
+    torch.testing.assert_close(of_program(tmp_path / "model.pt2")(x), model.eval()(x))
+
+
+class Choosing(nn.Module):
+    """What it computes depends on what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(50, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.one(x.flatten(1))
+        return output if output.sum().item() > 0 else -output
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("model.pt2", "must be traceable for format=torch-export"),
+        ("model.bin", "must be one of safetensors, onnx, torch-export"),
+        ("model", "came 'model'"),
+        ("missing/model.safetensors", "must be writable"),
+    ],
+)
+def test_what_cannot_be_written_is_told(tmp_path, name, told):
+    task = images(Choosing)
+    with pytest.raises(UserError, match=told):
+        export_model(task.models["base"], task, tmp_path / name)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_onnx_needs_is_told(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    pytest.importorskip("onnx", reason="NOT TESTED: what to install, as onnx is not there")
+    task = images()
+    with pytest.raises(UserError, match=r"not installed \(onnxscript\); pip install 'hyperfed\[on"):
+        export_model(task.models["base"], task, tmp_path / "model.onnx")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_example_serves_what_was_exported(tmp_path, monkeypatch):
+    task, path = images(), tmp_path / "model.pt2"
+    hyperfed.export_model(task.models["base"], task, path)
+    answers: list[Any] = []
+
+    def ask(url: str) -> None:
+        body = json.dumps(task.x.tolist()).encode()
+        with urllib.request.urlopen(url, data=body, timeout=60) as reply:
+            answers.append(json.loads(reply.read()))
+
+    def serve_once(server: HTTPServer) -> None:
+        asking = Thread(target=ask, args=[f"http://127.0.0.1:{server.server_port}"])
+        asking.start()
+        server.handle_request()
+        asking.join()
+        server.server_close()
+
+    monkeypatch.setattr(HTTPServer, "serve_forever", serve_once)
+    monkeypatch.setattr(sys, "argv", ["serve.py", str(path), "0"])
+    runpy.run_path(str(ROOT / "examples" / "serve.py"))
+    assert answers == [expected(task.models["base"], task).argmax(1).tolist()]
