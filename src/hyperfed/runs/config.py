@@ -46,6 +46,9 @@ _FILES = ("task.name", "task.model")  # a relative path there begins at the TOML
 _OF_PYTHON = ("name", "source", "clients", "novel", "unlabelled")
 _SHORT = {"method": "method.name", "task": "task.name", "engine": "engine.name"}
 
+TrackerName = Literal["auto", "tensorboard", "mlflow", "wandb"]
+"""Where numbers go besides the records (:mod:`hyperfed.runs.trackers`)."""
+
 NO_MEAN = ("fedfomo", "fedproto", "heurpfedla", "local", "pfedla")
 """Methods for which ``robust.aggregation`` has nothing to stand for.
 
@@ -118,6 +121,9 @@ class RunConfig:
             With ``flower`` that of the server; each site says its own.
         precision: of the clients' arithmetic. ``bf16`` computes products and convolutions of local
             steps and evaluations in bfloat16; weights and messages stay float32.
+        track: where numbers go besides the records (:mod:`hyperfed.runs.trackers`):
+            ``tensorboard``, ``mlflow``, ``wandb`` or None for nowhere. ``auto`` is TensorBoard
+            where it is installed and the run has a folder.
         task: data, split and target model.
         serve: how clients are served.
         robust: against clients whose replies are wrong.
@@ -136,6 +142,7 @@ class RunConfig:
     seed: NonNegativeInt = 0
     device: str = "cpu"
     precision: Precision = "float32"
+    track: TrackerName | None = "auto"
     task: TaskConfig = TaskConfig()
     serve: ServeConfig = ServeConfig()
     robust: RobustConfig = RobustConfig()
@@ -209,6 +216,11 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
     if config.task.source == "python":  # of which the other settings say nothing
         plain["task"] = {key: plain["task"][key] for key in _OF_PYTHON}
     return {**plain, "method": {"name": config.method, **settings}}
+
+
+def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what :func:`to_dict` or a run's file has as {dotted key: value}, full names."""
+    return dict(_flatten(settings))
 
 
 def dump(config: RunConfig, path: Path) -> None:

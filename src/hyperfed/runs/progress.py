@@ -1,4 +1,4 @@
-"""Running a run to its end and telling of it: a bar on a terminal, ``log.txt``, TensorBoard."""
+"""Running a run to its end and telling of it: a bar on a terminal, ``log.txt``, a tracker."""
 
 import sys
 import traceback
@@ -20,7 +20,7 @@ from rich.progress import Progress as RichProgress
 from hyperfed.errors import UserError, one_line
 from hyperfed.runs.records import Evaluation, Lost, Number, RunFolder
 from hyperfed.runs.report import megabytes, percent, remark
-from hyperfed.runs.tensorboard import scalars
+from hyperfed.runs.trackers import tracking
 from hyperfed.system.files import refused
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def watch(run: "Run", show: bool = True, told: Callable[["Progress"], None] | No
     """Trains until the run is done or stopped.
 
     A run with a folder gets a line in ``log.txt`` for each evaluation, the lost clients and why
-    among it, and its scalars in ``tensorboard/`` where TensorBoard is installed.
+    among it; its numbers go to the tracker that the settings name.
 
     Args:
         run: what to train.
@@ -62,16 +62,13 @@ def watch(run: "Run", show: bool = True, told: Callable[["Progress"], None] | No
 def _train(run: "Run", log: "_Log", show: bool, told: Callable[["Progress"], None] | None) -> None:
     with ExitStack() as stack:
         bar = stack.enter_context(_bar(run)) if show and sys.stderr.isatty() else None
-        record = None
-        if run.folder is not None:
-            record = stack.enter_context(scalars(run.folder.path / "tensorboard", run.round))
+        record = stack.enter_context(tracking(run))
         for progress in run.train():
             if bar is not None:
                 bar.advance(progress)
             if progress.evaluation:
                 log.write(_line(progress, run.task.name_of))
-                if record is not None:
-                    record(progress.evaluation)
+                record(progress.evaluation)
             if told is not None:
                 told(progress)
 

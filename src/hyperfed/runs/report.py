@@ -1,7 +1,7 @@
 """Finished runs side by side: one table, one figure."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -11,7 +11,7 @@ from rich.table import Table
 
 from hyperfed.errors import UserError
 from hyperfed.runs import statistics
-from hyperfed.runs.config import RunConfig, to_dict
+from hyperfed.runs.config import RunConfig, flat, to_dict
 from hyperfed.runs.records import Evaluation, Number
 from hyperfed.runs.statistics import Difference
 from hyperfed.system.files import atomic_write
@@ -29,7 +29,7 @@ DASHES = ("-", "--", ":", "-.")
 MOST_NAMED = 3
 """Settings by which a run is told from others, at most."""
 
-CHANGE_NO_NUMBER = ("engine.", "device", "checkpoint_every", "preset", "task.data_dir")
+CHANGE_NO_NUMBER = ("engine.", "device", "checkpoint_every", "preset", "task.data_dir", "track")
 """How the keys begin that a run is not told from others by."""
 
 PERSONAL = 0.01
@@ -418,16 +418,8 @@ def _labels(runs: Sequence[FinishedRun]) -> list[str]:
 def _settings(run: FinishedRun) -> dict[str, Any]:
     """Returns {dotted key: value} of a run's settings, but for those that change no number."""
     nested = run.config if isinstance(run.config, Mapping) else to_dict(run.config)
-    flat = dict(_flat(nested))
-    return {key: flat[key] for key in flat if not key.startswith(CHANGE_NO_NUMBER)}
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in settings.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
+    settings = flat(nested)
+    return {key: settings[key] for key in settings if not key.startswith(CHANGE_NO_NUMBER)}
 
 
 def remark(summary: Mapping[str, Any]) -> str | None:

@@ -23,7 +23,7 @@ from hyperfed.engines import EngineCohort, Exchange
 from hyperfed.engines.replies import UNUSABLE
 from hyperfed.errors import LostEverybodyError, UserError, one_line
 from hyperfed.federation import AllLostError
-from hyperfed.runs import clients, records
+from hyperfed.runs import clients, records, trackers
 from hyperfed.runs import config as configuration
 from hyperfed.runs.config import RunConfig
 from hyperfed.runs.evaluation import Counts, chosen_by, evaluate, is_better
@@ -110,6 +110,7 @@ class Run(Served):
 
         Nothing is written if the task is wrong.
         """
+        trackers.check(config.track)
         run = cls(config, task)
         run.folder = RunFolder.create(out, experiment or config.method, config.seed, datetime.now())
         configuration.dump(run.config, run.folder.config)
