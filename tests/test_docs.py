@@ -20,7 +20,7 @@ import check_method
 import readme
 from hyperfed.apps import cli
 from hyperfed.methods import METHODS
-from hyperfed.runs import config
+from hyperfed.runs import config, seeds
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -138,7 +138,8 @@ def test_commands_parse(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
         given = chosen.make_context(command, rest, parent=context).params
         if command == "run":
             for source in METHODS if given["source"] == cli.ALL else [given["source"]]:
-                config.load(source, given["settings"] or (), methods=methods)
+                for settings in seeds.asked_for(given["settings"] or ()):
+                    config.load(source, settings, methods=methods)
 
 
 @pytest.mark.parametrize("name", NAMES)

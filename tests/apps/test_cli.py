@@ -287,6 +287,27 @@ class TestRunAll:
         assert list(tmp_path.iterdir()) == []
 
 
+class TestSeveralSeeds:
+    def test_each_is_trained_and_the_mean_and_spread_are_shown(self, cli, tmp_path):
+        outcome = cli("run", "fedavg", *SMALL, "seed=3..4", "--out", tmp_path, "--json")
+        assert outcome.err.splitlines() == ["fedavg, seed 3 (1 of 2)", "fedavg, seed 4 (2 of 2)"]
+        found = json.loads(outcome.out)
+        assert [result["summary"]["seed"] for result in found["runs"]] == [3, 4]
+        one, other = (result["summary"]["test_accuracy"] for result in found["runs"])
+        (spread,) = found["over_seeds"]
+        assert (spread["method"], spread["seeds"]) == ("fedavg", [3, 4])
+        assert spread["test_accuracy_mean"] == pytest.approx((one + other) / 2)
+        assert spread["test_accuracy_std"] == pytest.approx(abs(one - other) / 2**0.5)
+
+    def test_are_refused_in_one_run_at_sites_and_where_they_end_before_they_begin(
+        self, cli, tmp_path
+    ):
+        wrong = ("fedavg", "seed=0..1", "engine=flower", "engine.superlink=here:1")
+        assert "one method and one seed" in failure(cli("run", *wrong, "--out", tmp_path))
+        assert "write seed=1..3" in failure(cli("run", "fedavg", "seed=3..1", "--out", tmp_path))
+        assert not list(tmp_path.iterdir())
+
+
 def test_a_run_that_lost_everybody_ends_with_one_sentence_and_1(cli, tmp_path):
     code, out, err = cli("run", "fedavg", *SMALL, "faults.drop=1.0", "--quiet", "--out", tmp_path)
     assert (code, out) == (1, "")

@@ -30,7 +30,7 @@ from hyperfed.data import datasets, partition_files, tables, tasks
 from hyperfed.data.own import rows_like
 from hyperfed.errors import LostEverybodyError, UserError
 from hyperfed.methods import METHODS
-from hyperfed.runs import catalogue, clients, config, experiments, records, report
+from hyperfed.runs import catalogue, clients, config, experiments, records, report, seeds
 from hyperfed.runs.catalogue import Kind
 from hyperfed.runs.export import export_model
 from hyperfed.runs.progress import watch
@@ -95,18 +95,22 @@ def run(
     ],
     settings: Annotated[
         list[str] | None,
-        Argument(metavar="[KEY=VALUE]...", help="Such as rounds=100 task=cifar10 method.lr=0.05."),
+        Argument(
+            metavar="[KEY=VALUE]...",
+            help="Such as rounds=100 task=cifar10 method.lr=0.05 seed=0..2.",
+        ),
     ] = None,
     out: Annotated[Path, Option(help="Where the run gets a folder of its own.")] = Path("runs"),
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train a method on a task, or every method on the same."""
-    if source == ALL:
-        _train_all(settings or (), out, as_json=as_json, quiet=quiet)
+    """Train a method on a task, or every method on the same; seed=0..2 for several seeds."""
+    each = seeds.asked_for(settings or ())
+    if source == ALL or len(each) > 1:
+        _train_all(source, each, out, as_json=as_json, quiet=quiet)
         return
     experiment = experiments.name(source)
-    loaded = config.load(source, settings or ())
+    loaded = config.load(source, each[0])
     if loaded.engine.name == "flower":
         _submit(loaded, submit.folder_for(loaded, out, experiment), as_json=as_json, quiet=quiet)
         return
@@ -325,28 +329,41 @@ def _train(run: Run, *, as_json: bool, quiet: bool) -> None:
         _stop(run, why)
 
 
-def _train_all(settings: Sequence[str], out: Path, *, as_json: bool, quiet: bool) -> None:
-    """Trains every method on the same task, and compares them; 3 where one was stopped."""
+def _train_all(
+    source: str, each: Sequence[Sequence[str]], out: Path, *, as_json: bool, quiet: bool
+) -> None:
+    """Trains a method, or all, with each of some settings and compares; 3 where one was stopped."""
     loaded: list[config.RunConfig] = []  # no error after hours
-    for method in METHODS:
+    for method in METHODS if source == ALL else [source]:
         try:
-            loaded.append(config.load(method, settings))
+            loaded += [config.load(method, settings) for settings in each]
         except config.TooShortError as error:
+            if source != ALL:
+                raise
             say(f"warning: left out: {error}")
+    if any(it.engine.name == "flower" for it in loaded):
+        raise UserError("engine=flower must have one method and one seed; run one after another")
+    experiment = "" if source == ALL else experiments.name(source)
     build = cache(tasks.build)  # the same data for all, but a preset may have its own
     results: list[dict[str, Any]] = []
-    for each in loaded:
-        with closing(Run.start(each, out, build(each.task, each.seed))) as run:
+    for it in loaded:
+        with closing(Run.start(it, out, build(it.task, it.seed), experiment)) as run:
             if not quiet:
-                say(f"{each.method} ({len(results) + 1} of {len(loaded)})")
+                which = f", seed {it.seed}" if len(each) > 1 else ""
+                say(f"{it.method}{which} ({len(results) + 1} of {len(loaded)})")
             if (why := _watch(run, quiet=quiet)) is not None:
                 _stop(run, why)
             results.append(_result(run))
-    if as_json:
-        print_json(results)
-        return
     done = [records.read_run(Path(result["folder"])) for result in results]
-    print_table(report.table(report.comparison(done)))
+    rows = report.comparison(done)
+    spreads = seeds.over_seeds(rows) if len(each) > 1 else []
+    if as_json:
+        over = [asdict(spread) for spread in spreads]
+        print_json({"runs": results, "over_seeds": over} if spreads else results)
+        return
+    print_table(report.table(rows))
+    if spreads:
+        print_table(seeds.table(spreads))
     print(out, flush=True)
 
 

@@ -472,6 +472,6 @@ def difference(found: Difference | None) -> str:
     return f"{told} noise" if found.within_noise else told
 
 
-def megabytes(count: int) -> str:
+def megabytes(count: float) -> str:
     """Returns bytes in MB (1e6)."""
     return f"{count / 1e6:.1f}"

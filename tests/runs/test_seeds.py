@@ -1,0 +1,68 @@
+"""Several seeds: which are asked for, and mean and spread by hand."""
+
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from hyperfed.errors import UserError
+from hyperfed.runs.report import Row
+from hyperfed.runs.seeds import asked_for, over_seeds, table
+
+
+def row(method: str, seed: int, accuracy: float, novel: float | None = None) -> Row:
+    return Row(
+        label=f"{method} seed={seed}",
+        method=method,
+        seed=seed,
+        rounds=10,
+        best_round=5,
+        test_accuracy=accuracy,
+        test_accuracy_client_mean=accuracy,
+        test_accuracy_client_std=0.0,
+        worst_decile_accuracy=accuracy / 2,
+        novel_accuracy=novel,
+        bytes_down=1_000_000 * (seed + 1),
+        bytes_up=0,
+        seconds=2.0 * seed,
+        data_fingerprint=str(seed),
+    )
+
+
+def test_a_range_is_a_run_for_each_seed_and_anything_else_one_run():
+    assert asked_for(["rounds=5", "seed=2..4"]) == [
+        ["rounds=5", "seed=2"],
+        ["rounds=5", "seed=3"],
+        ["rounds=5", "seed=4"],
+    ]
+    assert asked_for(["seed=0..0"]) == [["seed=0"]]
+    for settings in ([], ["seed=3"], ["seed=0.."], ["method.seeds=0..2"]):
+        assert asked_for(settings) == [settings]
+    with pytest.raises(UserError, match=r"got seed=2\.\.1; write seed=1\.\.2"):
+        asked_for(["seed=2..1"])
+
+
+def test_mean_and_spread_are_those_over_the_seeds_of_a_method():
+    rows = [row("b", 0, 0.5, 0.1), row("a", 0, 0.7), row("b", 1, 0.6, 0.3), row("b", 2, 0.7, 0.2)]
+    b, a = over_seeds(rows)
+    assert (b.method, b.seeds, a.method, a.seeds) == ("b", (0, 1, 2), "a", (0,))
+    assert b.test_accuracy_mean == pytest.approx(0.6)
+    assert b.test_accuracy_std == pytest.approx(0.1)  # sqrt((0.01 + 0 + 0.01) / 2)
+    assert b.worst_decile_accuracy_mean == pytest.approx(0.3)
+    assert b.worst_decile_accuracy_std == pytest.approx(0.05)
+    assert b.novel_accuracy_mean == pytest.approx(0.2)
+    assert b.novel_accuracy_std == pytest.approx(0.1)
+    assert (b.bytes_down, b.bytes_up, b.seconds) == (2_000_000, 0, 2.0)
+    assert (a.test_accuracy_mean, a.test_accuracy_std) == (0.7, None)
+    assert (a.novel_accuracy_mean, a.novel_accuracy_std) == (None, None)
+
+
+def test_the_table_has_every_number_in_80_columns():
+    printed = StringIO()
+    rows = [row("pfedhn_pc", seed, 0.5 + 0.1 * seed, 1.0) for seed in range(3)]
+    Console(width=80, file=printed).print(table(over_seeds(rows)))
+    last = printed.getvalue().splitlines()[-1]
+    assert last.split() == [
+        *("pfedhn_pc", "3", "60.0", "±", "10.0", "30.0", "±", "5.0", "100.0", "±", "0.0"),
+        *("2.0", "0.0", "2.0"),
+    ]
