@@ -103,6 +103,10 @@ class Served:
         if self.task.unlabelled and self.task.novel:
             self._serve_unlabelled(self.engine, self.server, self.task.novel_ids[0])
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles what serves clients: settings, data and the best round; it trains no more."""
+        return _from_pickle, (self.config, self.task, self._best, self.round, self._bytes)
+
     def close(self) -> None:
         """Gives back the engine's threads, actors and connections.
 
@@ -402,3 +406,11 @@ class Served:
 
     def _seconds(self) -> float:
         return self._earlier + monotonic() - self._start
+
+
+def _from_pickle(
+    config: RunConfig, task: Task, best: Best | None, round: int, moved: dict[str, int]
+) -> Served:
+    served = Served(config, task)
+    served.round, served._best, served._bytes = round, best, moved
+    return served

@@ -1,0 +1,218 @@
+"""Personalised federated learning as a classifier of scikit-learn.
+
+Example:
+    >>> classifier = PersonalizedClassifier("pefll").fit(x, y, client=person)
+    >>> classifier.predict(x_new, client=person_of_each_row)
+    >>> classifier.personalize(x_of_a_newcomer, y_of_a_newcomer).predict(x_later)
+"""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from copy import copy
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.utils import check_random_state
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_is_fitted, validate_data
+from torch import nn
+
+import hyperfed
+from hyperfed.data.own import from_arrays
+from hyperfed.errors import UserError
+
+Array = npt.NDArray[Any]
+
+ALONE = "the only one"
+"""Whose the rows are where nobody says."""
+
+
+class PersonalizedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
+    """A model for each client, learned together.
+
+    Whose a row is goes beside the data as ``client``: pass it to ``fit`` and ``predict``, or have
+    a pipeline or a search pass it (``set_fit_request(client=True)``). Where it is left out, all
+    rows are one client's.
+
+    Args:
+        method: a name of ``hyperfed list methods``.
+        model: makes the network, called with (number of features, number of classes); where None,
+            ``hidden`` units between the two. Of inputs with more than one dimension it is called
+            with their shape.
+        hidden: units of the default network.
+        rounds: of training.
+        settings: further keys of a run, such as ``{"cohort": 1.0, "method": {"local_lr": 0.05}}``.
+        validation_fraction: of each client's rows, by which the best round is chosen; 0 for the
+            last round.
+        random_state: seed, or what scikit-learn takes in its place.
+
+    A pickle has the training data in it, which some methods look at to make a client's model.
+
+    Attributes:
+        classes_: (K,) labels, in the order of ``predict_proba``.
+        clients_: ids of the clients that trained, in the order of their first rows.
+        n_features_in_: number of features, where rows are vectors.
+        run_: the finished :class:`hyperfed.Run`; from a pickle what serves its models, a
+            :class:`hyperfed.runs.serving.Served`.
+    """
+
+    def __init__(
+        self,
+        method: str = "pfedhn",
+        *,
+        model: Callable[[Any, int], nn.Module] | None = None,
+        hidden: int = 64,
+        rounds: int = 100,
+        settings: Mapping[str, Any] | None = None,
+        validation_fraction: float = 0.0,
+        random_state: Any = None,
+    ) -> None:
+        self.method = method
+        self.model = model
+        self.hidden = hidden
+        self.rounds = rounds
+        self.settings = settings
+        self.validation_fraction = validation_fraction
+        self.random_state = random_state
+
+    def fit(self, X: Any, y: Any, client: Sequence[Hashable] | Array | None = None) -> Self:
+        """Trains.
+
+        Args:
+            X: (N, ...) rows, floats.
+            y: (N,) labels of any type.
+            client: (N,) whose each row is; one client's where None.
+
+        Raises:
+            UserError: settings or data are wrong. It is a ``ValueError``.
+        """
+        X, y = validate_data(self, X, y, dtype=np.float32, allow_nd=self.model is not None)
+        check_classification_targets(y)
+        self.classes_, labels = np.unique(y, return_inverse=True)
+        owners = _owners(client, len(X))
+        seed = int(check_random_state(self.random_state).randint(2**31 - 1))
+        shape = X.shape[1] if X.ndim == 2 else X.shape[1:]
+        task = from_arrays(
+            X,
+            labels.astype(np.int64),
+            client=owners,
+            model=lambda: self._network(shape),
+            val=self.validation_fraction,
+            test=0.0,
+            classes=len(self.classes_),
+            seed=seed,
+            name=type(self).__name__,
+        )
+        keys = {"rounds": self.rounds, "evaluate_every": self.rounds, "seed": seed}
+        if self.validation_fraction:
+            keys["evaluate_every"] = max(1, self.rounds // 10)
+        self.run_ = hyperfed.train(
+            self.method, task, progress=False, **{**keys, **(self.settings or {})}
+        )
+        self.clients_ = list(dict.fromkeys(owners))
+        self._models: dict[Hashable, nn.Module] = {}
+        return self
+
+    def predict_proba(self, X: Any, client: Any = None) -> Array:
+        """Returns (N, K) probabilities of the classes.
+
+        Args:
+            X: (N, ...) rows.
+            client: whose model is used: one id for all rows, or (N,) ids. It may be left out
+                where there is one client only.
+
+        Raises:
+            UserError: a client that took no part.
+        """
+        check_is_fitted(self)
+        X = validate_data(self, X, dtype=np.float32, allow_nd=self.model is not None, reset=False)
+        owners = self._asked(client, len(X))
+        found = np.empty((len(X), len(self.classes_)), dtype=np.float32)
+        for owner in dict.fromkeys(owners):
+            rows = np.array([index for index, it in enumerate(owners) if it == owner])
+            with torch.no_grad():
+                output = self._model_of(owner)(torch.from_numpy(X[rows]))
+            found[rows] = output[:, : len(self.classes_)].softmax(dim=1).numpy()
+        return found
+
+    def predict(self, X: Any, client: Any = None) -> Array:
+        """Returns (N,) labels; arguments as of :meth:`predict_proba`."""
+        probabilities = self.predict_proba(X, client=client)
+        labels: Array = self.classes_[probabilities.argmax(axis=1)]
+        return labels
+
+    def score(self, X: Any, y: Any, sample_weight: Any = None, client: Any = None) -> float:
+        """Returns the accuracy of :meth:`predict`, each row weighed by ``sample_weight``."""
+        right = self.predict(X, client=client) == np.asarray(y)
+        return float(np.average(right, weights=sample_weight))
+
+    def personalize(self, X: Any, y: Any = None) -> Self:
+        """Returns a classifier with one client, who took no part in training.
+
+        Args:
+            X: (m, ...) rows of the newcomer.
+            y: (m,) labels, among those of ``fit``; None where the method can do without.
+
+        Raises:
+            UserError: labels that nobody else has, or a method that needs them.
+        """
+        check_is_fitted(self)
+        X = validate_data(self, X, dtype=np.float32, allow_nd=self.model is not None, reset=False)
+        if y is not None:
+            unknown = sorted({str(label) for label in np.setdiff1d(y, self.classes_)})
+            if unknown:
+                raise UserError(
+                    f"y must have labels that fit was given, {', '.join(map(str, self.classes_))}, "
+                    f"got {', '.join(unknown)}; leave those rows out, or fit with them"
+                )
+            y = np.searchsorted(self.classes_, y).astype(np.int64)
+        came = copy(self)
+        came.clients_ = [ALONE]
+        came._models = {ALONE: self.run_.personalize(X, y)}
+        return came
+
+    def _network(self, shape: Any) -> nn.Module:
+        classes = max(2, len(self.classes_))  # of one a hypernetwork would learn nothing
+        if self.model is not None:
+            return self.model(shape, classes)
+        return nn.Sequential(
+            nn.Linear(shape, self.hidden), nn.ReLU(), nn.Linear(self.hidden, classes)
+        )
+
+    def _model_of(self, owner: Hashable) -> nn.Module:
+        if owner not in self._models:
+            self._models[owner] = self.run_.model(self.clients_.index(owner))
+        return self._models[owner]
+
+    def _asked(self, client: Any, rows: int) -> list[Hashable]:
+        """Returns whose model is used for each row."""
+        if client is None and len(self.clients_) > 1:
+            raise UserError(
+                f"client must say whose model to use, as there are {len(self.clients_)}; pass one "
+                "id, or one for each row"
+            )
+        if client is None:
+            client = self.clients_[0]
+        of_one = isinstance(client, tuple) and client in self.clients_
+        single = isinstance(client, str) or not hasattr(client, "__len__") or of_one
+        owners = [client] * rows if single else _owners(client, rows)
+        if unknown := [owner for owner in dict.fromkeys(owners) if owner not in self.clients_]:
+            raise UserError(
+                f"client must be one that took part, got {', '.join(map(str, unknown))}; make a "
+                "newcomer's model with personalize"
+            )
+        return owners
+
+
+def _owners(client: Any, rows: int) -> list[Hashable]:
+    """Returns whose each row is, as plain Python values."""
+    if client is None:
+        return [ALONE] * rows
+    owners: list[Hashable] = list(client.tolist() if hasattr(client, "tolist") else client)
+    if len(owners) != rows:
+        raise UserError(
+            f"client must have one id for each row, got {len(owners)} for {rows} rows; align them"
+        )
+    return owners

@@ -1,0 +1,155 @@
+"""The classifier of scikit-learn: its own checks, and what they do not know of clients."""
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import sklearn
+import torch
+from sklearn.model_selection import cross_val_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils.estimator_checks import parametrize_with_checks
+from torch import nn
+
+from hyperfed.errors import UserError
+from hyperfed.sklearn import PersonalizedClassifier
+
+QUICK: dict[str, Any] = {
+    "cohort": 1.0,
+    "method": {"local_steps": 20, "local_lr": 0.1, "local_clip": 1.0},
+}
+
+
+@pytest.mark.slow
+@parametrize_with_checks(
+    [PersonalizedClassifier("fedavg", hidden=16, rounds=3, settings=QUICK, random_state=0)]
+)  # all that apply, without an exception
+def test_scikit_learns_own_checks(estimator, check):
+    check(estimator)
+
+
+def two_clients(seed: int = 0) -> tuple[Any, Any, Any]:
+    """What one calls "yes" is "no" to the other: no common model can be right for both."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(120, 3))
+    client = np.array(["ann", "bob"])[np.arange(120) % 2]
+    return x, np.where((x[:, 0] > 0) == (client == "ann"), "yes", "no"), client
+
+
+def classifier(method: str = "local", **options: Any) -> PersonalizedClassifier:
+    own = {**QUICK["method"], **({"novel_steps": 60} if method == "local" else {})}
+    settings = {**QUICK, "method": own}
+    given = {"hidden": 8, "rounds": 5, "settings": settings, "random_state": 0} | options
+    return PersonalizedClassifier(method, **given)
+
+
+@pytest.fixture(scope="module")
+def fitted() -> PersonalizedClassifier:
+    """Not to be changed."""
+    x, y, client = two_clients()
+    return classifier().fit(x, y, client=client)
+
+
+def test_each_client_has_a_model_of_its_own(fitted):
+    x, y, client = two_clients(1)
+    assert fitted.clients_ == ["ann", "bob"]
+    assert fitted.score(x, y, client=client) > 0.9
+    assert fitted.score(x, y, client=client[::-1]) < 0.1  # the other's
+    assert fitted.score(x, y, client="ann") == pytest.approx(0.5, abs=0.1)
+    # The rows of one client alone, in any order, get what they get among the others.
+    bobs = np.flatnonzero(client == "bob")[::-1]
+    found = fitted.predict_proba(x, client=list(client))
+    np.testing.assert_allclose(fitted.predict_proba(x[bobs], client="bob"), found[bobs], rtol=1e-5)
+    # They are those of the run, whose clients are numbered by their first rows.
+    output = fitted.run_.model(1)(torch.from_numpy(x[bobs]).float())
+    expected = (output.exp() / output.exp().sum(1, keepdim=True)).detach().numpy()
+    np.testing.assert_allclose(found[bobs], expected, rtol=1e-4)
+    assert fitted.classes_.tolist() == ["no", "yes"]
+
+
+def test_rows_can_be_weighed_in_the_score(fitted):
+    x, y, client = two_clients(1)
+    right = fitted.predict(x, client=client) == y
+    weight = np.where(right, 1.0, 5.0)
+    expected = right.sum() / weight.sum()
+    assert fitted.score(x, y, sample_weight=weight, client=client) == pytest.approx(expected)
+
+
+def test_a_newcomer_gets_a_classifier_and_the_others_keep_theirs(fitted):
+    x, _, client = two_clients(2)
+    before = fitted.predict(x, client=client)
+    flipped = np.where(x[:, 1] > 0, "yes", "no")  # which no client has
+    came = fitted.personalize(x, flipped)
+    assert came.score(x, flipped) > 0.9
+    assert (fitted.predict(x, client=client) == before).all()
+    with pytest.raises(UserError, match="client must say whose model to use"):
+        fitted.predict(x)
+
+
+def test_who_and_what_is_not_known_is_told(fitted):
+    x, y, client = two_clients()
+    with pytest.raises(UserError, match="took part, got eve; make a newcomer's model with pers"):
+        fitted.predict(x[:2], client=["ann", "eve"])
+    with pytest.raises(UserError, match="one id for each row, got 1 for 2 rows"):
+        fitted.predict(x[:2], client=["ann"])
+    with pytest.raises(UserError, match="one id for each row, got 119 for 120"):
+        classifier().fit(x, y, client=client[:-1])
+    with pytest.raises(UserError, match="that fit was given, no, yes, got perhaps"):
+        fitted.personalize(x[:2], ["yes", "perhaps"])
+
+
+def test_a_pickle_predicts_the_same_and_serves_newcomers(fitted):
+    x, y, client = two_clients(3)
+    again = pickle.loads(pickle.dumps(fitted))
+    np.testing.assert_array_equal(
+        again.predict_proba(x, client=client), fitted.predict_proba(x, client=client)
+    )
+    bobs = client == "bob"
+    np.testing.assert_array_equal(
+        again.personalize(x[bobs], y[bobs]).predict(x),
+        fitted.personalize(x[bobs], y[bobs]).predict(x),
+    )
+
+
+def test_ids_and_networks_may_be_of_any_kind():
+    x, y, client = two_clients()
+    made: list[Any] = []
+
+    def net(shape: Any, classes: int) -> nn.Module:
+        made.append((shape, classes))
+        return nn.Sequential(nn.Flatten(), nn.Linear(3, classes))
+
+    owners = [("ward", 7) if name == "ann" else 7 for name in client]
+    fitted = classifier(model=net).fit(x.reshape(-1, 3, 1), y == "yes", client=owners)
+    assert fitted.clients_ == [("ward", 7), 7]
+    assert made[0] == ((3, 1), 2)
+    assert fitted.score(x.reshape(-1, 3, 1), y == "yes", client=owners) > 0.9
+    some = x[:4].reshape(-1, 3, 1)
+    assert fitted.predict(some, client=np.int64(7)).dtype == bool
+    assert (fitted.predict(some, client=("ward", 7)) != fitted.predict(some, client=7)).all()
+
+
+def test_validation_chooses_the_round_and_the_seed_decides_all():
+    x, y, client = two_clients()
+    chosen = classifier(validation_fraction=0.2, rounds=20).fit(x, y, client=client)
+    rounds = [e.round for e in chosen.run_.evaluations if e.split == "val"]
+    assert rounds == list(range(2, 21, 2))
+    last = classifier(rounds=20).fit(x, y, client=client).run_
+    assert [e.round for e in last.evaluations if e.split == "val"] == [20]
+    one, same, other = (
+        classifier(random_state=seed, rounds=1).fit(x, y, client=client).predict_proba(x, client)
+        for seed in (1, 1, 2)
+    )
+    assert (one == same).all()
+    assert (one != other).any()
+
+
+def test_a_search_in_a_pipeline_passes_on_whose_the_rows_are():
+    x, y, client = two_clients()
+    with sklearn.config_context(enable_metadata_routing=True):
+        routed = classifier().set_fit_request(client=True).set_score_request(client=True)
+        pipe = make_pipeline(StandardScaler(), routed)
+        scores = cross_val_score(pipe, 100 * x, y, cv=2, params={"client": client})
+    assert scores.min() > 0.8
