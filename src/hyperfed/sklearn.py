@@ -130,8 +130,10 @@ class PersonalizedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[mi
         X = validate_data(self, X, dtype=np.float32, allow_nd=self.model is not None, reset=False)
         owners = self._asked(client, len(X))
         found = np.empty((len(X), len(self.classes_)), dtype=np.float32)
-        for owner in dict.fromkeys(owners):
-            rows = np.array([index for index, it in enumerate(owners) if it == owner])
+        rows_of: dict[Hashable, list[int]] = {}
+        for row, owner in enumerate(owners):
+            rows_of.setdefault(owner, []).append(row)
+        for owner, rows in rows_of.items():
             with torch.no_grad():
                 output = self._model_of(owner)(torch.from_numpy(X[rows]))
             found[rows] = output[:, : len(self.classes_)].softmax(dim=1).numpy()
@@ -183,7 +185,8 @@ class PersonalizedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[mi
 
     def _model_of(self, owner: Hashable) -> nn.Module:
         if owner not in self._models:
-            self._models[owner] = self.run_.model(self.clients_.index(owner))
+            numbers = {client: number for number, client in enumerate(self.clients_)}
+            self._models[owner] = self.run_.model(numbers[owner])
         return self._models[owner]
 
     def _asked(self, client: Any, rows: int) -> list[Hashable]:
@@ -195,10 +198,11 @@ class PersonalizedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[mi
             )
         if client is None:
             client = self.clients_[0]
-        of_one = isinstance(client, tuple) and client in self.clients_
+        known = dict.fromkeys(self.clients_)  # by hash: NumPy's equal tuples badly
+        of_one = isinstance(client, tuple) and client in known
         single = isinstance(client, str) or not hasattr(client, "__len__") or of_one
         owners = [client] * rows if single else _owners(client, rows)
-        if unknown := [owner for owner in dict.fromkeys(owners) if owner not in self.clients_]:
+        if unknown := [owner for owner in dict.fromkeys(owners) if owner not in known]:
             raise UserError(
                 f"client must be one that took part, got {', '.join(map(str, unknown))}; make a "
                 "newcomer's model with personalize"
