@@ -18,13 +18,16 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+import typer
+from click.shell_completion import ShellComplete
 
 import hyperfed
 from hyperfed import federation
-from hyperfed.apps.cli import main
+from hyperfed.apps.cli import app, main
 from hyperfed.data import own
 from hyperfed.data.tasks import PARTITIONS, TaskConfig, build
 from hyperfed.methods import METHODS, pfedhn
+from hyperfed.nets.targets import TARGETS
 from hyperfed.runs import catalogue
 from hyperfed.runs.records import RunFolder, read_run
 from hyperfed.runs.run import Run
@@ -698,6 +701,33 @@ class TestList:
         names = [e["dataset"] for e in json.loads(cli("list", "datasets", "--json").out)]
         assert {"digits", "cifar10", "shakespeare"} <= set(names)
 
+    def test_keys_of_a_method_with_type_default_and_meaning(self, cli):
+        found = {e["key"]: e for e in json.loads(cli("list", "keys", "pefll", "--json").out)}
+        assert found["method.local_clip"] == {
+            "key": "method.local_clip",
+            "type": "float > 0 | none",
+            "default": "50.0",
+            "about": "bound of the gradient's norm in a local step; none by default.",
+        }
+        assert found["cohort"]["default"] == "5"  # of the method's default preset
+        assert found["task.novel"]["type"] == "float ≥ 0, < 1"
+        everyones = [e["key"] for e in json.loads(cli("list", "keys", "--json").out)]
+        assert everyones == [key for key in found if not key.startswith("method.")]
+        assert "did you mean pefll" in failure(cli("list", "keys", "peffl"))
+
+    def test_models_with_what_a_task_can_set_of_them(self, cli):
+        found = {e["model"]: e for e in json.loads(cli("list", "models", "--json").out)}
+        assert found.keys() == TARGETS.keys()
+        assert found["lenet"]["options"] == ["task.width", "task.hidden"]
+
+    def test_everything_where_nothing_is_named(self, cli, tmp_path):
+        found = json.loads(cli("list", "--folder", tmp_path, "--json").out)
+        assert list(found) == [str(kind) for kind in catalogue.Kind]
+        shown = cli("list", "--folder", tmp_path).out.splitlines()
+        assert {"pefll", "cifar10", "dirichlet", "lenet", "rounds"} <= {
+            line.split()[0] for line in shown if line
+        }
+
     def test_experiments_of_a_folder(self, cli, tmp_path):
         (tmp_path / "paper").mkdir()
         (tmp_path / "paper" / "table1.toml").write_text('method = "pfedhn"\n')
@@ -724,6 +754,37 @@ class TestList:
         outcome = cli("list", "experiments", "--folder", tmp_path)
         assert outcome == (0, "", f"no experiments in {tmp_path}\n")
         assert cli("list", "experiments", "--folder", tmp_path, "--json").out == "[]\n"
+
+
+class TestHelp:
+    def test_says_what_is_required_and_asks_once(self, cli):
+        outcome = cli("resume", "--help")
+        assert "The folder of a run.  [required]" in outcome.out
+        assert "\\[" not in outcome.out
+        wrong = cli("lsit")
+        assert (wrong.code, wrong.err.count("Did you mean")) == (2, 1)
+
+    @pytest.mark.parametrize(
+        ("words", "begun", "completed"),
+        [
+            (["run"], "fedr", {"fedrep"}),
+            (["run"], "al", {"all"}),
+            (["run", "pefll"], "method.local_c", {"method.local_clip="}),
+            (["run", "fedavg"], "method.desc", set()),
+            (["run", "pefll"], "task.partition=dirichlet_", {
+                "task.partition=dirichlet_equal",
+                "task.partition=dirichlet_per_class",
+            }),
+            (["run", "pefll"], "task=cifar100_", {"task=cifar100_coarse"}),
+            (["run", "pefll"], "task.model=lenet_", {"task.model=lenet_bn"}),
+            (["run", "pefll"], "engine.graphs=t", {"engine.graphs=true"}),
+            (["list", "keys"], "pfedhn_", {"pfedhn_pc"}),
+        ],
+    )  # fmt: skip
+    def test_the_shell_completes(self, words, begun, completed):
+        group = typer.main.get_command(app)
+        shell = ShellComplete(group, {}, "hyperfed", "_HYPERFED_COMPLETE")
+        assert {item.value for item in shell.get_completions(words, begun)} == completed
 
 
 class TestPackage:

@@ -17,9 +17,12 @@ from types import FrameType
 from typing import Annotated, Any, NoReturn
 
 import typer
+import typer.core
+from rich.markup import escape
 from typer import Argument, Option
 
 import hyperfed
+from hyperfed.apps import completion
 from hyperfed.apps import tables as papers
 from hyperfed.apps.describe import describe
 from hyperfed.apps.export import export
@@ -50,7 +53,9 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,  # our own faults are to be reported whole
     rich_markup_mode=None,  # which would take [KEY=VALUE] for a style
+    suggest_commands=False,  # click does
 )
+typer.core.HAS_RICH = False  # or "[required]" gets a backslash, which nobody takes away
 
 RunDir = Annotated[Path, Argument(metavar="RUN_DIR", help="The folder of a run.")]
 Quiet = Annotated[bool, Option("--quiet", "-q", help="Show neither progress nor numbers.")]
@@ -91,13 +96,15 @@ def run(
         Argument(
             metavar="METHOD|all|EXPERIMENT.toml[:CELL]",
             help="See: hyperfed list methods, experiments. all: every method, one after another.",
+            autocompletion=completion.sources,
         ),
     ],
     settings: Annotated[
         list[str] | None,
         Argument(
             metavar="[KEY=VALUE]...",
-            help="Such as rounds=100 task=cifar10 method.lr=0.05 seed=0..2.",
+            help="Such as rounds=9 task=cifar10 method.lr=0.1 seed=0..2; see: hyperfed list keys.",
+            autocompletion=completion.settings,
         ),
     ] = None,
     out: Annotated[Path, Option(help="Where the run gets a folder of its own.")] = Path("runs"),
@@ -293,22 +300,30 @@ app.command("report")(papers.report)
 
 @app.command("list")
 def list_known(
-    kind: Annotated[Kind, Argument(help="What to list.")],
+    kind: Annotated[Kind | None, Argument(help="What to list; default: all.")] = None,
+    method: Annotated[
+        str | None,
+        Argument(help="Whose keys, with list keys.", autocompletion=completion.methods),
+    ] = None,
     folder: Annotated[Path, Option(help="Where the experiments are.")] = Path("experiments"),
     as_json: Json = False,
 ) -> None:
-    """List what a run can be made of."""
-    entries = catalogue.entries(kind, folder)
+    """List what a run can be made of: hyperfed list keys METHOD for all that can be set."""
+    found = {each: catalogue.entries(each, folder, method) for each in ([kind] if kind else Kind)}
     if as_json:
-        print_json(entries)
+        print_json(found[kind] if kind else {str(each): rows for each, rows in found.items()})
         return
-    if not entries:
-        say(f"no {kind} in {folder.resolve()}")
-        return
-    shown = table(*entries[0])
-    for entry in entries:
-        shown.add_row(*(", ".join(v) if isinstance(v, list) else v for v in entry.values()))
-    print_table(shown)
+    for each, rows in found.items():
+        if kind is None:
+            print(f"\n{each}\n")
+        if not rows:
+            say(f"no {each} in {folder.resolve()}")
+            continue
+        shown = table(*rows[0])
+        for row in rows:
+            texts = (", ".join(v) if isinstance(v, list) else v for v in row.values())
+            shown.add_row(*map(escape, texts))
+        print_table(shown)
 
 
 # Training, until it is done or somebody stops it.

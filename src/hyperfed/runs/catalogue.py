@@ -1,14 +1,16 @@
-"""What a run can be made of, for people to look up: methods, data sets, partitions, experiments."""
+"""What a run can be made of, for people to look up: methods, data sets, partitions, keys."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
+from inspect import signature
 from pathlib import Path
 from types import MappingProxyType
 
 from hyperfed.data import datasets, partitions, pfllib, shares
 from hyperfed.errors import UserError
 from hyperfed.methods import METHODS
-from hyperfed.runs import experiments
+from hyperfed.nets.targets import TARGETS
+from hyperfed.runs import experiments, keys
 
 Entry = dict[str, str | list[str]]
 """Column -> text, or a list of texts."""
@@ -45,15 +47,21 @@ class Kind(StrEnum):
     METHODS = "methods"
     DATASETS = "datasets"
     PARTITIONS = "partitions"
+    MODELS = "models"
+    KEYS = "keys"
     EXPERIMENTS = "experiments"
 
 
-def entries(kind: Kind, folder: Path) -> list[Entry]:
+def entries(kind: Kind, folder: Path, method: str | None = None) -> list[Entry]:
     """Lists what there is of a kind; all entries have the same columns.
 
     Args:
         kind: of what.
         folder: where experiment files are, at any depth.
+        method: whose keys are listed with those that every run has.
+
+    Raises:
+        UserError: no such method.
     """
     match kind:
         case Kind.METHODS:
@@ -66,6 +74,16 @@ def entries(kind: Kind, folder: Path) -> list[Entry]:
         case Kind.PARTITIONS:
             about = {name: _first_line(draw) for name, draw in PARTITIONS.items()}
             return [{"partition": name, "about": text} for name, text in {**about, **READ}.items()]
+        case Kind.MODELS:
+            return [
+                {"model": name, "about": _first_line(target), "options": _options(target)}
+                for name, target in TARGETS.items()
+            ]
+        case Kind.KEYS:
+            return [
+                {"key": key.name, "type": key.type, "default": key.default, "about": key.about}
+                for key in keys.keys_of(method)
+            ]
         case Kind.EXPERIMENTS:
             return [entry for path in sorted(folder.rglob("*.toml")) for entry in _runnable(path)]
 
@@ -84,6 +102,11 @@ def _datasets() -> list[Entry]:
 
 def _first_line(documented: object) -> str:
     return str(documented.__doc__).splitlines()[0]
+
+
+def _options(target: Callable[..., object]) -> list[str]:
+    """Returns which settings of a task a target takes."""
+    return [f"task.{name}" for name in ("width", "hidden") if name in signature(target).parameters]
 
 
 def _runnable(path: Path) -> Iterator[Entry]:

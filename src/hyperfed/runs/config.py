@@ -199,14 +199,14 @@ def override(config: RunConfig, overrides: Sequence[str], *, allowed: Sequence[s
         if not key.startswith(tuple(allowed)) or key == "method.name":
             del changed[key]
             problems.append(
-                f"{_shown(key)}: must begin with {' or '.join(allowed)} to change after training"
+                f"{shown(key)}: must begin with {' or '.join(allowed)} to change after training"
             )
     return _build(dict(_flatten(to_dict(config))) | changed, problems, METHODS)
 
 
 def known_keys(method: str, *, methods: Mapping[str, Any] = METHODS) -> list[str]:
     """Returns every key that a run of ``method`` understands, as a user writes it."""
-    return [_shown(key) for key in _known(methods[method].Config)]
+    return [shown(key) for key in _known(methods[method].Config)]
 
 
 def to_dict(config: RunConfig) -> dict[str, Any]:
@@ -249,7 +249,7 @@ def _known(settings: type | None) -> dict[str, Any]:
     return {"method.name": str, **known, **dict(own)}
 
 
-def _shown(key: str) -> str:
+def shown(key: str) -> str:
     """Returns a key as a user writes it: ``task`` for ``task.name``."""
     return next((short for short, full in _SHORT.items() if full == key), key)
 
@@ -311,7 +311,7 @@ def _build(
     name = written.get("method.name")
     module = methods.get(name) if isinstance(name, str) else None
     if module is None:
-        came = f"came {toml.literal(name)}{_nearest(name, methods)}" if name else "it is missing"
+        came = f"came {toml.literal(name)}{nearest(name, methods)}" if name else "it is missing"
         problems.append(f"method: must be one of {', '.join(methods)}; {came}")
 
     keys = _preset(module, name, written, problems) | dict(written)
@@ -322,7 +322,7 @@ def _build(
             continue  # nobody knows the keys of an unknown method
         hint = _nearest_key(key, known)
         problems.append(
-            f"{_shown(key)}: must be a key of this run, came {toml.literal(value)}; {hint}"
+            f"{shown(key)}: must be a key of this run, came {toml.literal(value)}; {hint}"
         )
     for key, value in keys.items():
         if value == "none" and NoneType in get_args(known[key]):
@@ -388,7 +388,7 @@ def _preset(
     if preset not in presets:
         problems.append(
             f"preset: must be one of {', '.join(presets)} for {method}; "
-            f"came {toml.literal(preset)}{_nearest(preset, presets)}"
+            f"came {toml.literal(preset)}{nearest(preset, presets)}"
         )
     return dict(_flatten(presets.get(preset, {})))
 
@@ -409,7 +409,7 @@ def _explain(error: ValidationError, section: str, known: Iterable[str]) -> list
     """Returns one line for each key, which joins what the members of a union would have taken."""
     lines: dict[str, tuple[list[str], str]] = {}
     for detail in error.errors(include_url=False):
-        key = _shown(_key_at(section, detail["loc"], known))
+        key = shown(_key_at(section, detail["loc"], known))
         came = (
             "" if isinstance(detail["input"], dict) else f"; came {toml.literal(detail['input'])}"
         )
@@ -436,7 +436,7 @@ def _requirement(detail: ErrorDetails) -> str:
     return detail["msg"].removeprefix("Value error, ").replace("Input should be", "must be", 1)
 
 
-def _nearest(word: object, options: Iterable[str]) -> str:
+def nearest(word: object, options: Iterable[str]) -> str:
     """Returns "; did you mean ...?", or nothing where nothing is near."""
     near = difflib.get_close_matches(str(word), options, n=1)
     return f"; did you mean {near[0]}?" if near else ""
@@ -447,9 +447,9 @@ def _nearest_key(key: str, known: Iterable[str]) -> str:
     section, _, last = key.rpartition(".")
     # Where two keys end in one word, the later here is asked for: that of the same section.
     by_section = sorted(known, key=lambda name: name.rpartition(".")[0] == section)
-    ends = {_shown(name).rpartition(".")[2]: _shown(name) for name in by_section}
+    ends = {shown(name).rpartition(".")[2]: shown(name) for name in by_section}
     if near := difflib.get_close_matches(last, ends, n=1):
         return f"did you mean {ends[near[0]]}?"
     inside = [name for name in known if name.startswith(f"{key}.")]
     beside = [name for name in known if name.rpartition(".")[0] == section]
-    return f"the keys are {', '.join(map(_shown, inside or beside or known))}"
+    return f"the keys are {', '.join(map(shown, inside or beside or known))}"

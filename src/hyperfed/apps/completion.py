@@ -1,0 +1,35 @@
+"""What the shell completes: methods, keys and their values."""
+
+from pathlib import Path
+
+import typer
+
+from hyperfed.data import datasets
+from hyperfed.methods import METHODS
+from hyperfed.nets.targets import TARGETS
+from hyperfed.runs import keys
+
+NAMED = {"task": ("digits", "cifar100_coarse", *datasets.KNOWN), "task.model": tuple(TARGETS)}
+"""Key -> values that its type does not tell."""
+
+
+def sources(incomplete: str) -> list[str]:
+    """Returns what a run can be made from that begins so: methods, ``all``, experiment files."""
+    files = [str(path) for path in Path().glob(f"{incomplete}*.toml")] if incomplete else []
+    return [name for name in (*METHODS, "all", *files) if name.startswith(incomplete)]
+
+
+def methods(incomplete: str) -> list[str]:
+    """Returns the methods that begin so."""
+    return [name for name in METHODS if name.startswith(incomplete)]
+
+
+def settings(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Returns the keys that begin so, with the method's own, or behind ``=`` the key's values."""
+    source = ctx.params.get("source")
+    known = keys.keys_of(source if source in METHODS else None)
+    name, equals, value = incomplete.partition("=")
+    if not equals:
+        return [f"{key.name}=" for key in known if key.name.startswith(name)]
+    values = {key.name: key.values for key in known} | NAMED
+    return [f"{name}={each}" for each in values.get(name, ()) if each.startswith(value)]

@@ -1,0 +1,46 @@
+"""What can be set is told in full."""
+
+from typing import Annotated, Literal
+
+import pytest
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from hyperfed.methods import METHODS
+from hyperfed.runs.config import known_keys
+from hyperfed.runs.keys import keys_of, type_name
+
+
+@pytest.mark.parametrize("names", [sorted(METHODS)])
+def test_every_key_of_every_method_says_what_it_means(names):
+    for method in names:
+        found = keys_of(method)
+        assert [key.name for key in found] == [
+            name for name in known_keys(method) if name != "method"
+        ]
+        assert [f"{method}: {key.name}" for key in found if not key.about] == []
+        assert [key.name for key in found if "`" in key.about] == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (PositiveInt, "int > 0"),
+        (PositiveFloat | None, "float > 0 | none"),
+        (Annotated[float, Field(ge=0, lt=1)], "float ≥ 0, < 1"),
+        (Literal["a", "b"], "a | b"),
+        (bool, "true | false"),
+        (PositiveInt | tuple[PositiveInt, ...] | None, "int > 0 | [int > 0, ...] | none"),
+    ],
+)
+def test_types_are_for_people(kind, name):
+    assert type_name(kind) == name
+
+
+def test_defaults_are_those_of_the_method_and_values_all_there_are():
+    found = {key.name: key for key in keys_of("pefll")}
+    assert found["rounds"].default == "30"  # its default preset's
+    assert {key.name: key for key in keys_of()}["rounds"].default == "200"
+    assert found["task.partition_file"].default == "none"
+    assert found["engine.graphs"].values == ("true", "false")
+    assert found["track"].values == ("auto", "tensorboard", "mlflow", "wandb", "none")
+    assert found["rounds"].values == ()
