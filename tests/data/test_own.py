@@ -8,6 +8,7 @@ from torch import nn
 from hyperfed.data.own import Network, Task, mean_squared_error, minus_squared_error
 from hyperfed.data.tasks import from_arrays, newcomer
 from hyperfed.errors import UserError
+from toys import Federation
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(100, 4))
@@ -360,3 +361,17 @@ def test_given_classes_say_how_labels_are_numbered():
     x, y, client = torch.ones(6, 2), [1, 2] * 3, [0, 0, 0, 1, 1, 1]
     task = Task.from_arrays(x, y, client=client, model=lambda: nn.Linear(2, 9), classes=9)
     assert task.classes == 9
+
+
+def test_tokens_that_count_for_nothing_are_no_class_that_a_client_has():
+    """Who has but classes 1 and 2 is asked, in a masked accuracy, for one of these."""
+    net = nn.Sequential(nn.Embedding(2, 4), nn.Linear(4, 3))
+    nn.init.zeros_(net[1].weight)
+    net[1].bias.data = torch.tensor([3.0, 2.0, 1.0])  # class 0, and else class 1
+    y = np.where(np.arange(3) == 2, -100, np.ones((40, 3), int) + np.arange(40)[:, None] % 2)
+    task = from_arrays(np.zeros((40, 3), int), y, client=[0] * 40, model=net)
+    ours = Federation("fedavg", task)
+    cohort = ours.engine.cohort([0], 0, training=False)
+    counts = cohort.ask(ours.method.Client.evaluate, ours.server.personalize(cohort))["test"]
+    assert counts["correct"] == 0
+    assert counts["masked_correct"] == (task.y[task.test[0]][:, 0] == 1).sum()

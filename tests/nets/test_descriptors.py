@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hyperfed.errors import UserError
-from hyperfed.nets import MLP, LeNet, LeNetBN, OmniglotNet
+from hyperfed.nets import MLP, LeNet, LeNetBN, OmniglotNet, descriptors
 from hyperfed.nets.descriptors import LabelledTarget, LabelMap, Standard
 from hyperfed.system.randomness import generator, seeded
 
@@ -206,3 +206,11 @@ def test_a_standard_is_fitted_once_to_the_first_descriptor() -> None:
 def test_a_standard_that_never_fits_changes_nothing() -> None:
     standard, descriptors = Standard(fit=False).double(), draw(3, LENGTH)
     assert torch.equal(standard.fitted(descriptors)(descriptors), descriptors)
+
+
+def test_labels_of_tokens_are_told_as_their_shares_without_what_is_ignored():
+    y = torch.tensor([[0, 2, -100], [1, 1, -100], [-100, -100, -100]])
+    shares = torch.tensor([[0.5, 0, 0.5], [0, 1, 0], [0, 0, 0]])
+    assert torch.equal(descriptors.encoded(y, 3, torch.float32), shares)
+    net = LabelMap(3, 4)
+    torch.testing.assert_close(net(y, y), shares @ net.linear.weight.T + net.linear.bias)
