@@ -20,7 +20,7 @@ import check_method
 import readme
 from hyperfed.apps import cli
 from hyperfed.methods import METHODS
-from hyperfed.runs import config, seeds
+from hyperfed.runs import config, experiments, seeds
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -146,8 +146,11 @@ def test_commands_parse(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 def test_experiment_files_load(name: str, folder: Path) -> None:
     for path, text in files_of(ROOT / name).items():
         if path.endswith(".toml"):
-            (folder / "experiment.toml").write_text(text, encoding="utf-8")
-            config.load("experiment.toml")
+            file = folder / "experiment.toml"
+            file.write_text(text, encoding="utf-8")
+            table = experiments.is_table(file)
+            for cell in experiments.read(file).cells if table else [None]:
+                config.load("experiment.toml" if cell is None else f"experiment.toml:{cell}")
 
 
 @pytest.mark.parametrize("name", [*NAMES, "CHANGELOG.md", "benchmarks/README.md"])

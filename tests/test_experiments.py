@@ -1,11 +1,15 @@
 """Every cell of every table can be run as it stands, and says what was published where."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from hyperfed.runs import config, experiments
 from hyperfed.runs.measured import UNITS
+from made_data import make_all
 
 ROOT = Path(__file__).parents[1] / "experiments"
 FILES = sorted(ROOT.glob("*/*.toml"))
@@ -54,3 +58,39 @@ def test_published_numbers_are_those_of_the_papers() -> None:
         said = experiments.find(table, ROOT).published(measure, cell)
         assert said == experiments.Published(value, spread), (table, cell)
     assert experiments.find("pefll/table1", ROOT).published("unseen", "cifar10-100-local") is None
+
+
+REPRODUCE = """
+import sys
+from hyperfed.apps.cli import main
+folder, out, *cells = sys.argv[1:]
+for cell in cells:
+    table, _, cell = cell.partition(":")
+    scaled = ["--seeds", "1", "--scale", "1e-6", "--jobs", "2", "--quiet"]
+    try:
+        main(["reproduce", table, "--cells", cell, "--experiments", folder, "--out", out, *scaled])
+    except SystemExit as left:
+        print(table, cell, left.code, file=sys.stderr, flush=True)
+"""
+"""All in one process, since importing takes longer than a cell of one round."""
+
+
+@pytest.mark.slow
+def test_every_table_is_reproduced_end_to_end_with_a_round_of_made_data(tmp_path: Path) -> None:
+    """The first and the last row of each, in its first column."""
+    make_all(tmp_path / "data")
+    chosen = []
+    for experiment in experiments.find_all(ROOT):
+        column = next(iter(experiment.columns))
+        rows = [cell for cell, (of, _) in experiment.cells.items() if of == column]
+        chosen += [f"{experiment.id}:{cell}" for cell in dict.fromkeys((rows[0], rows[-1]))]
+    places = {"HYPERFED_DATA": tmp_path / "data", "HYPERFED_CACHE": tmp_path / "cache"}
+    done = subprocess.run(
+        [sys.executable, "-c", REPRODUCE, str(ROOT), str(tmp_path / "out"), *chosen],
+        env=os.environ | {name: str(path) for name, path in places.items()},
+        stderr=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    assert [line for line in done.stderr.splitlines() if not line.endswith(" 0")] == []
+    assert len(list((tmp_path / "out").glob("*/*/*/summary.json"))) == len(chosen)

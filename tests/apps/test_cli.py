@@ -659,6 +659,8 @@ class TestCompare:
         assert summary is not None
         assert row.pop("folder") == str(trained)
         assert row.pop("label") == "pfedhn"
+        paired = {"label": "pfedhn", "best": "pfedhn", "to_best": None, "over_local": None}
+        assert row.pop("paired") == paired
         assert row == {name: summary[name] for name in row}
 
     def test_warns_where_the_data_differ_and_draws(self, cli, trained, other, tmp_path):

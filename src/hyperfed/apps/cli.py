@@ -276,7 +276,7 @@ def compare(
     if as_json:
         print_json(
             [
-                {"folder": str(record.path), **asdict(row), **asdict(pair)}
+                {"folder": str(record.path), **asdict(row), "paired": asdict(pair)}
                 for record, row, pair in zip(done, rows, pairs, strict=True)
             ]
         )

@@ -1,0 +1,60 @@
+"""Small data sets in the layout and with the names of those that experiments load."""
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+import datasets as huggingface
+import numpy as np
+from PIL import Image
+
+CLASSES = {
+    "cifar10": 10,
+    "cifar100": 100,
+    "mnist": 10,
+    "fashion_mnist": 10,
+    "emnist": 26,
+    "ernestchu/emnist-digits": 10,
+}
+TRAIN, TEST = 2000, 600
+
+
+def make_all(folder: Path) -> None:
+    """Makes each data set in a folder of its name."""
+    for name, classes in CLASSES.items():
+        colours = name.startswith("cifar")
+        shape = (32, 32, 3) if colours else (28, 28)
+        image = "img" if colours else "image"
+        label = {"cifar100": "fine_label"}.get(name, "label")
+        for split, count in (("train", TRAIN), ("test", TEST)):
+            labels = np.arange(count) % classes
+            columns: dict[str, Sequence[object]] = {image: _noise(labels, shape)}
+            columns[label] = labels.tolist()
+            features = {image: huggingface.Image(), label: _labels(classes)}
+            if name == "cifar100":
+                columns["coarse_label"] = (labels // 5).tolist()
+                features["coarse_label"] = _labels(20)
+            _write(folder / name, split, columns, features)
+
+
+def _labels(classes: int) -> huggingface.ClassLabel:
+    return huggingface.ClassLabel(names=[str(label) for label in range(classes)])
+
+
+def _noise(labels: np.ndarray, shape: tuple[int, ...]) -> list[dict[str, object]]:
+    rng = np.random.default_rng(len(labels))
+    pixels = rng.integers(0, 256, (len(labels), *shape), dtype=np.uint8)
+    found = []
+    for picture in pixels:
+        file = io.BytesIO()
+        Image.fromarray(picture).save(file, "png")
+        found.append({"bytes": file.getvalue(), "path": None})
+    return found
+
+
+def _write(
+    folder: Path, split: str, columns: dict[str, Sequence[object]], features: dict[str, object]
+) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    table = huggingface.Dataset.from_dict(columns, features=huggingface.Features(features))
+    table.to_parquet(folder / f"{split}.parquet")
