@@ -13,11 +13,11 @@ from typing import Any
 
 from hyperfed.runs import measured, statistics
 from hyperfed.runs.experiments import Experiment, Measure
-from hyperfed.runs.figures import Curve, Dot, Series, draw_cells, draw_series
 from hyperfed.runs.measured import UNITS, Cell, Measurement, Verdict
 from hyperfed.runs.records import RunRecord
 from hyperfed.runs.report import difference, percent
 from hyperfed.runs.statistics import Difference, Spread
+from hyperfed.runs.svg import Curve, Dot, Series, draw_cells, draw_series
 
 ABOUT = "about.md"
 """Beside records: what a person has to say of all below that folder."""
