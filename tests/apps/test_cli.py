@@ -661,15 +661,23 @@ class TestCompare:
         assert row.pop("label") == "pfedhn"
         paired = {"label": "pfedhn", "best": "pfedhn", "to_best": None, "over_local": None}
         assert row.pop("paired") == paired
+        assert row.pop("settings")["method.local_steps"] == 2
         assert row == {name: summary[name] for name in row}
 
     def test_warns_where_the_data_differ_and_draws(self, cli, trained, other, tmp_path):
-        figure = tmp_path / "figure.png"
-        outcome = cli("compare", trained, other, "--figure", figure)
+        figure, page = tmp_path / "figure.png", tmp_path / "page.html"
+        files = ("--figure", figure, "--html", page, "--x", "mb")
+        outcome = cli("compare", trained, other, *files)
         assert outcome.code == 0
         assert "different data" in outcome.err
-        *_, first, second, last = outcome.out.splitlines()
-        assert (first.split()[0], second.split()[0], last) == ("pfedhn", "fedavg", str(figure))
+        lines = outcome.out.splitlines()
+        *_, first, second = lines[:-2]
+        assert lines[-2:] == [str(figure), str(page)]
+        assert (first.split()[0], second.split()[0]) == ("pfedhn", "fedavg")
+        start = next(n for n, line in enumerate(lines) if line.startswith("task.clients"))
+        assert lines[start].split() == ["task.clients", "4", "pfedhn"]
+        assert lines[start + 1].split() == ["5", "fedavg"]
+        assert '"axis": "mb"' in page.read_text()
         assert figure.read_bytes().startswith(b"\x89PNG")
 
     def test_leaves_out_what_is_not_done(self, cli, trained, copy):
@@ -680,6 +688,11 @@ class TestCompare:
         outcome = cli("compare", copy)
         assert outcome.code == 2
         assert "error: a run to compare must be done" in outcome.err
+
+    def test_refuses_an_axis_that_is_not_there(self, cli, trained, tmp_path):
+        wrong = ("--x", "epochs", "--figure", tmp_path / "figure.png")
+        assert "must be one of rounds, client-visits" in failure(cli("compare", trained, *wrong))
+        assert not list(tmp_path.iterdir())
 
     def test_refuses_a_folder_without_runs(self, cli, tmp_path):
         assert str(tmp_path) in failure(cli("compare", tmp_path))

@@ -1,20 +1,19 @@
 """The comparison and its figure, on runs made by hand."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
-from typing import Any
 
 import matplotlib as mpl
 import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
+from finished_runs import Finished, evaluation, finished
 from hyperfed.errors import UserError
-from hyperfed.runs.records import Evaluation, summarise
+from hyperfed.runs.figures import draw_accuracy
 from hyperfed.runs.report import (
     comparison,
-    draw_accuracy,
     draw_against,
     mean_and_std,
     megabytes,
@@ -24,53 +23,6 @@ from hyperfed.runs.report import (
     remark,
     table,
 )
-
-
-@dataclass(frozen=True)
-class Finished:
-    """A run that is done."""
-
-    config: dict[str, Any]
-    summary: dict[str, Any] | None
-    evaluations: tuple[Evaluation, ...]
-
-
-def evaluation(number: int, split: str, correct: list[int]) -> Evaluation:
-    return summarise(
-        round=number,
-        split=split,
-        clients=[0, 1, 2],
-        count=[10, 10, 0],  # the last client has nothing to test on
-        correct=[*correct, 0],
-        loss=[1.0, 1.0, 0.0],
-        masked_correct=[*correct, 0],
-        zeroed_correct=[*correct, 0],
-        bytes_down=0,
-        bytes_up=0,
-        seconds=0.0,
-    )
-
-
-def finished(method: str, seed: int = 0, **changes: Any) -> Finished:
-    summary = {
-        "method": method,
-        "seed": seed,
-        "rounds": 20,
-        "best_round": 10,
-        "test_accuracy": 0.75,
-        "test_accuracy_client_mean": 0.7512,
-        "test_accuracy_client_std": 0.25,
-        "worst_decile_accuracy": 0.5,
-        "novel_accuracy": None,
-        "bytes_down": 1_500_000,
-        "bytes_up": 2_000_000,
-        "seconds": 12.34,
-        "data_fingerprint": "abc",
-        "engine": "loop",
-    }
-    found = (evaluation(10, "test", [5, 10]), evaluation(20, "test", [4, 8]))
-    config = {"seed": seed, "method": {"name": method}, "engine": {"name": "loop"}}
-    return Finished(config, summary | changes, found)
 
 
 def test_rows_are_the_summaries_in_order():

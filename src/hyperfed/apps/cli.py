@@ -33,7 +33,18 @@ from hyperfed.data import datasets, partition_files, tables, tasks
 from hyperfed.data.own import rows_like
 from hyperfed.errors import LostEverybodyError, UserError
 from hyperfed.methods import METHODS
-from hyperfed.runs import catalogue, clients, config, experiments, records, report, seeds
+from hyperfed.runs import (
+    catalogue,
+    clients,
+    config,
+    differences,
+    experiments,
+    figures,
+    page,
+    records,
+    report,
+    seeds,
+)
 from hyperfed.runs.catalogue import Kind
 from hyperfed.runs.export import export_model
 from hyperfed.runs.progress import watch
@@ -258,9 +269,13 @@ def compare(
         Argument(metavar="RUN_DIR...", help="Folders of runs, or folders that hold some."),
     ],
     figure: Annotated[Path | None, Option(help="Also draw the accuracies to this file.")] = None,
+    html: Annotated[
+        Path | None, Option(help="Also write a page with table, curves and clients to this file.")
+    ] = None,
+    x: Annotated[str, Option(help=f"What curves go along: {', '.join(figures.AXES)}.")] = "rounds",
     as_json: Json = False,
 ) -> None:
-    """Compare runs that are done."""
+    """Compare runs that are done, and say in which settings they differ."""
     found = [records.read_run(folder) for folder in _run_folders(run_dirs)]
     for unfinished in (record for record in found if record.summary is None):
         say(f"warning: left out, not done: {unfinished.path}")
@@ -272,21 +287,31 @@ def compare(
         say("warning: these runs saw different data, so their numbers do not compare")
     pairs = report.paired(done, rows)
     if figure is not None:
-        report.draw_accuracy(done, figure)
+        figures.draw_accuracy(done, figure, x)
+    if html is not None:
+        page.write_page(done, html, x)
     if as_json:
         print_json(
             [
-                {"folder": str(record.path), **asdict(row), "paired": asdict(pair)}
+                {
+                    "folder": str(record.path),
+                    **asdict(row),
+                    "settings": report.settings_of(record),
+                    "paired": asdict(pair),
+                }
                 for record, row, pair in zip(done, rows, pairs, strict=True)
             ]
         )
         return
+    if found_other := differences.differences(done, [row.label for row in rows]):
+        print_table(differences.table(found_other))
+        print()
     print_table(report.table(rows))
     if any(pair.to_best is not None for pair in pairs):
         print_table(report.paired_table(pairs))
         say("points of a client's test accuracy; 95 % intervals over clients, noise where 0 is in")
-    if figure is not None:
-        print(figure)
+    for written in filter(None, (figure, html)):
+        print(written)
 
 
 app.command()(describe)

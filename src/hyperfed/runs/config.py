@@ -14,6 +14,7 @@ import dataclasses
 import difflib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_type_hints
@@ -63,6 +64,15 @@ def _number_or_fraction(cohort: int | float) -> int | float:
     if isinstance(cohort, float) and not 0 < cohort <= 1:
         raise ValueError("must be a whole number of clients, or a fraction above 0 and at most 1.0")
     return cohort
+
+
+def cohort_size(cohort: int | float, known: int) -> int:
+    """Returns how many of the ``known`` clients a round has; a number above all means all."""
+    if isinstance(cohort, int):
+        return min(cohort, known)
+    # Of the fraction as it is written: 0.29 of 50 are 14.5, but in binary a little less.
+    exact = Decimal(str(cohort)) * known
+    return max(1, int(exact.to_integral_value(ROUND_HALF_UP)))
 
 
 class TooShortError(UserError):

@@ -1,4 +1,4 @@
-"""Finished runs side by side: one table, one figure."""
+"""Finished runs side by side: a table, and two methods client by client."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,6 @@ from hyperfed.runs.statistics import Difference
 from hyperfed.system.files import atomic_write
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -212,29 +211,6 @@ def paired_table(pairs: Sequence[Paired]) -> Table:
     return shown
 
 
-def draw_accuracy(runs: Sequence[FinishedRun], path: Path) -> None:
-    """Draws test accuracy over rounds, and that of each client at the best validation round.
-
-    Args:
-        runs: at least one, each with an evaluation on test examples.
-        path: the figure; its ending says the format (.png, .pdf, .svg).
-
-    Raises:
-        UserError: a run is not done or has no test accuracy, or the figure cannot be written.
-    """
-    rows = comparison(runs)
-    figure = new_figure(10, 4)
-    check_ending(figure, path)
-    left, right = figure.subplots(1, 2, sharey=True)
-    _draw_over_rounds(left, runs, rows)
-    _draw_clients(right, runs, rows)
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", color="0.9")
-        axes.set_axisbelow(True)
-    save(figure, path)
-
-
 def draw_against(usual: FinishedRun, better: FinishedRun, path: Path) -> None:
     """Draws each client's test accuracy under one method against that under another.
 
@@ -320,68 +296,6 @@ def save(figure: "Figure", path: Path) -> None:
     atomic_write(path, lambda file: figure.savefig(file, format=ending, dpi=200))
 
 
-def _draw_over_rounds(axes: "Axes", runs: Sequence[FinishedRun], rows: Sequence[Row]) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    for index, (run, row) in enumerate(zip(runs, rows, strict=True)):
-        points = [(e.round, e.accuracy) for e in run.evaluations if e.split == "test"]
-        measured = [(number, 100 * value) for number, value in points if value is not None]
-        if not measured:
-            raise UserError(f"a run to draw must have test examples, but {row.label} has none")
-        rounds, accuracy = zip(*measured, strict=True)
-        axes.plot(
-            rounds,
-            accuracy,
-            color=COLOURS[index % len(COLOURS)],
-            linestyle=DASHES[index % len(DASHES)],
-            marker=MARKERS[index % len(MARKERS)],
-            markevery=[rounds.index(row.best_round)],
-            label=row.label,
-        )
-    axes.set_title("All clients; marked: best validation round", fontsize="medium")
-    axes.set_xlabel("round")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_ylabel("test accuracy (%)")
-    axes.legend(frameon=False)
-
-
-def _draw_clients(axes: "Axes", runs: Sequence[FinishedRun], rows: Sequence[Row]) -> None:
-    """Draws a box and a point for each client."""
-    for index, (run, row) in enumerate(zip(runs, rows, strict=True)):
-        best = next(e for e in run.evaluations if (e.round, e.split) == (row.best_round, "test"))
-        accuracy = [100 * value for value in best.client_accuracy if value is not None]
-        colour = COLOURS[index % len(COLOURS)]
-        axes.boxplot(
-            accuracy,
-            positions=[index],
-            widths=0.5,
-            showfliers=False,  # every client has its point
-            medianprops={"color": colour, "linewidth": 2},
-        )
-        aside = np.random.default_rng(index).uniform(-0.15, 0.15, len(accuracy))
-        axes.scatter(
-            index + aside,
-            accuracy,
-            s=14,
-            color=colour,
-            marker=MARKERS[index % len(MARKERS)],
-            alpha=0.6,
-            linewidths=0,
-            zorder=3,
-        )
-    crowded = sum(len(row.label) for row in rows) > 60
-    axes.set_xticks(
-        range(len(rows)),
-        [row.label for row in rows],
-        rotation=30 if crowded else 0,
-        ha="right" if crowded else "center",
-    )
-    axes.set_title("Each client, at the best validation round", fontsize="medium")
-    axes.set_xlabel("method")
-    axes.set_ylabel("test accuracy of a client (%)")
-    axes.tick_params(labelleft=True)  # shared axes hide them
-
-
 def _numbers(run: FinishedRun) -> dict[str, Any]:
     """Returns the fields of a row but its label."""
     if not run.summary:
@@ -398,7 +312,7 @@ def _numbers(run: FinishedRun) -> dict[str, Any]:
 
 def _labels(runs: Sequence[FinishedRun]) -> list[str]:
     """Names runs by method, several of one by the settings that differ, and else by number."""
-    settings = [_settings(run) for run in runs]
+    settings = [settings_of(run) for run in runs]
     methods = [own["method.name"] for own in settings]
     labels = []
     for method, own in zip(methods, settings, strict=True):
@@ -415,7 +329,7 @@ def _labels(runs: Sequence[FinishedRun]) -> list[str]:
     return labels
 
 
-def _settings(run: FinishedRun) -> dict[str, Any]:
+def settings_of(run: FinishedRun) -> dict[str, Any]:
     """Returns {dotted key: value} of a run's settings, but for those that change no number."""
     nested = run.config if isinstance(run.config, Mapping) else to_dict(run.config)
     settings = flat(nested)

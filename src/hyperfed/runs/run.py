@@ -8,7 +8,6 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from decimal import ROUND_HALF_UP, Decimal
 from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -364,12 +363,7 @@ class Run(Served):
     @property
     def cohort_size(self) -> int:
         """How many clients take part in a round."""
-        known, cohort = len(self.task.known), self.config.cohort
-        if isinstance(cohort, int):
-            return min(cohort, known)
-        # Of the fraction as it is written: 0.29 of 50 are 14.5, but in binary a little less.
-        exact = Decimal(str(cohort)) * known
-        return max(1, int(exact.to_integral_value(ROUND_HALF_UP)))
+        return configuration.cohort_size(self.config.cohort, len(self.task.known))
 
     def _evaluate(self) -> dict[str, Evaluation]:
         ids = list(self.task.known)

@@ -1,0 +1,237 @@
+"""Figures of finished runs: accuracy along rounds, visits, bytes or seconds, and every client's."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hyperfed.errors import UserError
+from hyperfed.runs.config import RunConfig, cohort_size
+from hyperfed.runs.records import Evaluation
+from hyperfed.runs.report import (
+    COLOURS,
+    DASHES,
+    MARKERS,
+    FinishedRun,
+    Row,
+    check_ending,
+    comparison,
+    new_figure,
+    percent,
+    save,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+TOGETHER = 8
+"""Runs that one pair of axes shows; each of more has axes of its own."""
+
+ACROSS = 6
+"""Axes side by side."""
+
+Along = Callable[[FinishedRun, Evaluation], float]
+"""Where on the horizontal axis an evaluation is."""
+
+
+def _visits(run: FinishedRun, evaluation: Evaluation) -> float:
+    """Returns how many clients have been asked so far, each round counted anew."""
+    config = run.config
+    cohort = config.cohort if isinstance(config, RunConfig) else config["cohort"]
+    return evaluation.round * cohort_size(cohort, len(evaluation.clients))
+
+
+AXES: Mapping[str, tuple[str, Along]] = MappingProxyType(
+    {
+        "rounds": ("round", lambda _, e: e.round),
+        "client-visits": ("clients visited", _visits),
+        "mb": ("MB sent, both ways", lambda _, e: (e.bytes_down + e.bytes_up) / 1e6),
+        "seconds": ("seconds", lambda _, e: e.seconds),
+    }
+)
+"""Name of a horizontal axis -> its label, and where on it an evaluation is."""
+
+
+def curve(run: FinishedRun, row: Row, axis: str) -> list[tuple[float, float]]:
+    """Returns (place on the axis, test accuracy in per cent) of each evaluation of known clients.
+
+    Raises:
+        UserError: no such axis, or a run without test examples.
+    """
+    if axis not in AXES:
+        raise UserError(f"the axis must be one of {', '.join(AXES)}, came {axis!r}")
+    along = AXES[axis][1]
+    found = [
+        (float(along(run, e)), 100 * e.accuracy)
+        for e in run.evaluations
+        if e.split == "test" and e.accuracy is not None
+    ]
+    if not found:
+        raise UserError(f"a run to draw must have test examples, but {row.label} has none")
+    return found
+
+
+def of_clients(run: FinishedRun, row: Row) -> list[float]:
+    """Returns the test accuracy in per cent of each client with examples, at the best round."""
+    best = next(e for e in run.evaluations if (e.round, e.split) == (row.best_round, "test"))
+    return [100 * value for value in best.client_accuracy if value is not None]
+
+
+def draw_accuracy(runs: Sequence[FinishedRun], path: Path, axis: str = "rounds") -> None:
+    """Draws test accuracy along an axis, and that of each client at the best validation round.
+
+    More than ``TOGETHER`` runs have axes of their own, before the others in grey, the best first.
+
+    Args:
+        runs: at least one, each with an evaluation on test examples.
+        path: the figure; its ending says the format (.png, .pdf, .svg).
+        axis: a key of ``AXES``.
+
+    Raises:
+        UserError: a run is not done or has no test accuracy, no such axis, or the figure cannot be
+            written.
+    """
+    rows = comparison(runs)
+    curves = [curve(run, row, axis) for run, row in zip(runs, rows, strict=True)]
+    clients = [of_clients(run, row) for run, row in zip(runs, rows, strict=True)]
+    draw = _together if len(runs) <= TOGETHER else _apart
+    check_ending(new_figure(1, 1), path)
+    figure = draw(runs, rows, curves, clients, axis)
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_axisbelow(True)
+    save(figure, path)
+
+
+def _together(
+    runs: Sequence[FinishedRun],
+    rows: Sequence[Row],
+    curves: Sequence[Sequence[tuple[float, float]]],
+    clients: Sequence[Sequence[float]],
+    axis: str,
+) -> "Figure":
+    """Draws all curves into one pair of axes, and a box and a point for each client beside it."""
+    figure = new_figure(10, 4)
+    left, right = figure.subplots(1, 2, sharey=True)
+    for index, (run, row, points) in enumerate(zip(runs, rows, curves, strict=True)):
+        _line(left, index, run, row, points)
+        _box(right, index, clients[index])
+    left.set_title("All clients; marked: best validation round", fontsize="medium")
+    _name_horizontal(left, axis)
+    left.set_ylabel("test accuracy (%)")
+    left.legend(frameon=False)
+    crowded = sum(len(row.label) for row in rows) > 60
+    right.set_xticks(
+        range(len(rows)),
+        [row.label for row in rows],
+        rotation=30 if crowded else 0,
+        ha="right" if crowded else "center",
+    )
+    right.set_title("Each client, at the best validation round", fontsize="medium")
+    right.set_xlabel("method")
+    right.set_ylabel("test accuracy of a client (%)")
+    right.tick_params(labelleft=True)  # shared axes hide them
+    for axes in (left, right):
+        axes.grid(axis="y", color="0.9")
+    return figure
+
+
+def _apart(
+    runs: Sequence[FinishedRun],
+    rows: Sequence[Row],
+    curves: Sequence[Sequence[tuple[float, float]]],
+    clients: Sequence[Sequence[float]],
+    axis: str,
+) -> "Figure":
+    """Draws each run into axes of its own, and below them a line of clients for each."""
+    order = sorted(range(len(rows)), key=lambda index: -(rows[index].test_accuracy or 0))
+    down = -(-len(rows) // ACROSS)
+    heights = [1.7 * down + 0.6, 0.24 * len(rows) + 0.9]
+    figure = new_figure(12, sum(heights))
+    above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=heights)[:, 0]
+    panels = above.subplots(down, ACROSS, sharex=True, sharey=True, squeeze=False)
+    for place, axes in enumerate(panels.flat):
+        if place >= len(order):
+            axes.set_visible(False)
+            continue
+        here = order[place]
+        for other in curves:
+            places, accuracy = zip(*other, strict=True)
+            axes.plot(places, accuracy, color="0.85", linewidth=0.6, zorder=1)
+        _line(axes, 0, runs[here], rows[here], curves[here])
+        axes.set_title(f"{rows[here].label}  {percent(rows[here].test_accuracy)} %", fontsize=8)
+        axes.tick_params(labelsize=7)
+    above.supxlabel(AXES[axis][0], fontsize=9)
+    above.supylabel("test accuracy (%)", fontsize=9)
+    line = below.subplots()
+    for place, index in enumerate(order):
+        _dots(line, len(order) - 1 - place, clients[index])
+    line.set_yticks(range(len(order)), [rows[index].label for index in reversed(order)], fontsize=8)
+    line.set_ylim(-0.7, len(order) - 0.3)
+    line.set_xlabel("test accuracy of a client (%), at the best validation round; bar: median")
+    line.grid(axis="x", color="0.9")
+    return figure
+
+
+def _line(
+    axes: "Axes",
+    index: int,
+    run: FinishedRun,
+    row: Row,
+    points: Sequence[tuple[float, float]],
+) -> None:
+    """Draws a curve, with a marker at the best validation round."""
+    rounds = [e.round for e in run.evaluations if e.split == "test" and e.accuracy is not None]
+    places, accuracy = zip(*points, strict=True)
+    axes.plot(
+        places,
+        accuracy,
+        color=COLOURS[index % len(COLOURS)],
+        linestyle=DASHES[index % len(DASHES)],
+        marker=MARKERS[index % len(MARKERS)],
+        markevery=[rounds.index(row.best_round)],
+        label=row.label,
+        zorder=2,
+    )
+
+
+def _name_horizontal(axes: "Axes", axis: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_xlabel(AXES[axis][0])
+    if axis in ("rounds", "client-visits"):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _box(axes: "Axes", index: int, accuracy: Sequence[float]) -> None:
+    """Draws a box and a point for each client."""
+    colour = COLOURS[index % len(COLOURS)]
+    axes.boxplot(
+        accuracy,
+        positions=[index],
+        widths=0.5,
+        showfliers=False,  # every client has its point
+        medianprops={"color": colour, "linewidth": 2},
+    )
+    aside = np.random.default_rng(index).uniform(-0.15, 0.15, len(accuracy))
+    axes.scatter(
+        index + aside,
+        accuracy,
+        s=14,
+        color=colour,
+        marker=MARKERS[index % len(MARKERS)],
+        alpha=0.6,
+        linewidths=0,
+        zorder=3,
+    )
+
+
+def _dots(axes: "Axes", height: int, accuracy: Sequence[float]) -> None:
+    """Draws a line of points, one for each client, with a bar at the median."""
+    aside = np.random.default_rng(height).uniform(-0.18, 0.18, len(accuracy))
+    axes.scatter(accuracy, height + aside, s=9, color=COLOURS[0], alpha=0.5, linewidths=0, zorder=2)
+    median = float(np.median(accuracy)) if accuracy else 0.0
+    axes.plot([median] * 2, [height - 0.34, height + 0.34], color=COLOURS[1], linewidth=2, zorder=3)

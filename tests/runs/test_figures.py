@@ -1,0 +1,120 @@
+"""What curves go along, many runs in one figure, the page, and in what runs differ."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+from matplotlib.figure import Figure
+
+from finished_runs import Finished, finished
+from hyperfed.errors import UserError
+from hyperfed.runs.differences import differences, table
+from hyperfed.runs.figures import TOGETHER, curve, draw_accuracy
+from hyperfed.runs.page import content, write_page
+from hyperfed.runs.report import comparison
+
+
+def moved(run: Finished, cohort: float = 2) -> Finished:
+    """The same with bytes and seconds in its evaluations of three clients."""
+    run.config["cohort"] = cohort
+    told = [
+        replace(e, bytes_down=10**6 * e.round, bytes_up=10**5, seconds=e.round / 4)
+        for e in run.evaluations
+    ]
+    return replace(run, evaluations=tuple(told))
+
+
+@pytest.mark.parametrize(
+    ("axis", "cohort", "places"),
+    [
+        ("rounds", 2, (10, 20)),
+        ("client-visits", 2, (20, 40)),
+        ("client-visits", 5, (30, 60)),  # more than there are
+        ("client-visits", 0.5, (20, 40)),  # one and a half, rounded up
+        ("mb", 2, (10.1, 20.1)),
+        ("seconds", 2, (2.5, 5.0)),
+    ],
+)
+def test_curves_go_along_what_is_asked_for(axis, cohort, places):
+    run = moved(finished("pfedhn"), cohort)
+    found = curve(run, comparison([run])[0], axis)
+    assert [place for place, _ in found] == pytest.approx(places)
+    assert [accuracy for _, accuracy in found] == [75.0, 60.0]
+
+
+def test_an_axis_that_is_not_there_is_told(tmp_path):
+    with pytest.raises(UserError, match="one of rounds, client-visits, mb, seconds, came '"):
+        draw_accuracy([finished("a")], tmp_path / "a.png", "epochs")
+    assert not list(tmp_path.iterdir())
+
+
+def test_many_runs_have_axes_of_their_own_the_best_first(tmp_path, monkeypatch):
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    few = [finished(f"m{i}", test_accuracy=i / 100) for i in range(TOGETHER)]
+    draw_accuracy(few, tmp_path / "a.png")
+    assert len(drawn[0].axes) == 2
+    draw_accuracy([*few, finished("best", test_accuracy=0.9)], tmp_path / "b.png", "rounds")
+    *panels, clients = [axes for axes in drawn[1].axes if axes.get_visible()]
+    assert [axes.get_title() for axes in panels] == [
+        "best  90.0 %",
+        *(f"m{i}  {i}.0 %" for i in range(TOGETHER - 1, -1, -1)),
+    ]
+    for axes in panels:  # the others in grey, and its own
+        assert len(axes.lines) == len(panels) + 1
+    names = [text.get_text() for text in clients.get_yticklabels()]
+    assert names == [f"m{i}" for i in range(TOGETHER)] + ["best"]  # from below
+    for points in clients.collections:
+        assert sorted(points.get_offsets()[:, 0].tolist()) == [50.0, 100.0]
+    assert {line.get_xdata()[0] for line in clients.lines} == {75.0}
+
+
+def test_the_page_has_everything_in_it_and_loads_nothing(tmp_path):
+    runs = [moved(finished("local", test_accuracy=0.8525)), moved(finished("pfedhn"), 1)]
+    runs[0].config["method"]["note"] = runs[1].config["method"]["note"] = "</script>"
+    runs[1].config["method"]["note"] = "<b>"
+    path = tmp_path / "page.html"
+    write_page(runs, path, "seconds")
+    text = path.read_text()
+    assert not re.search(r"(?:src|href)=|https?://(?!www\.w3\.org/2000/svg)|@import|url\(", text)
+    assert text.count("</script>") == 2
+    found = json.loads(text.partition('type="application/json">')[2].partition("</script>")[0])
+    assert found == json.loads(json.dumps(content(runs, "seconds")))
+    assert found["axis"] == "seconds"
+    local = found["runs"][0]
+    assert local["shown"]["test_accuracy"] == "85.2"
+    assert local["shown"]["novel_accuracy"] == "–"
+    assert local["curves"]["client-visits"] == [[20, 75.0], [40, 60.0]]
+    assert local["clients"] == [50.0, 100.0]
+    assert local["best_point"] == 0
+    assert found["data"] == 1
+    assert found["differences"]["cohort"] == {"2": ["local"], "1": ["pfedhn"]}
+    assert found["differences"]["method.note"] == {"</script>": ["local"], "<b>": ["pfedhn"]}
+
+
+def test_all_settings_in_which_runs_differ_are_told():
+    runs = [finished("pfedhn", seed) for seed in range(3)] + [finished("moon", 0)]
+    for number, run in enumerate(runs):
+        run.config["method"] |= {"a": number, "b": number // 2, "c": 7, "lr": None}
+        run.config["engine"]["name"] = str(number)  # changes no number
+    runs[3].config["method"] |= {"temperature": 3}
+    del runs[3].config["method"]["b"]  # of another method: not the same thing
+    runs[3].config["track"] = "mlflow"
+    runs[3].config["method"]["lr"] = 0.5
+    labels = ["p0", "p1", "p2", "m"]
+    assert differences(runs, labels) == {
+        "seed": {"0": ["p0", "m"], "1": ["p1"], "2": ["p2"]},
+        "method.a": {"0": ["p0"], "1": ["p1"], "2": ["p2"], "3": ["m"]},
+        "method.b": {"0": ["p0", "p1"], "1": ["p2"]},
+        "method.lr": {"none": ["p0", "p1", "p2"], "0.5": ["m"]},
+    }
+    assert differences(runs[:1], labels[:1]) == {}
+
+
+def test_most_of_many_runs_are_the_others():
+    many = {"lr": {"0.1": list("abcdefg"), "0.2": ["x", "y"]}}
+    runs = table(many).columns[2]
+    assert list(runs.cells) == ["the other 7", "x, y"]
+    few = {"lr": {"0.1": list("abcdef"), "0.2": ["x"]}}
+    assert list(table(few).columns[2].cells) == ["a, b, c, d, e, f", "x"]
