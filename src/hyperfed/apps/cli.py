@@ -130,7 +130,12 @@ def run(
     experiment = experiments.name(source)
     loaded = config.load(source, each[0])
     if loaded.engine.name == "flower":
-        _submit(loaded, submit.folder_for(loaded, out, experiment), as_json=as_json, quiet=quiet)
+        folder = submit.folder_for(loaded, out, experiment)
+        try:
+            _submit(loaded, folder, as_json=as_json, quiet=quiet)
+        except UserError:
+            submit.discard(folder)
+            raise
         return
     with closing(Run.start(loaded, out, experiment=experiment)) as started:
         _train(started, as_json=as_json, quiet=quiet)

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from hyperfed.data import cache, own_files, readers, tables
+from hyperfed.data import cache, hub, own_files, readers, tables
 from hyperfed.data.examples import Examples, Normalize, fingerprint_of, hash_of
 from hyperfed.data.tables import Columns
 from hyperfed.errors import UserError
@@ -162,8 +162,9 @@ def _rows(name: str, source: str, config: str | None, cache_dir: str | None) -> 
     """Opens a configuration of a data set, or says what to do about it."""
     import datasets  # takes seconds to import, and a cached load does without
 
+    local = cache_dir is not None
     try:
-        splits: Mapping[str, Any] = datasets.load_dataset(source, config, cache_dir=cache_dir)
+        splits: Mapping[str, Any] = hub.load(source, config, cache_dir, local=local)
     except ConnectionError as error:
         raise UserError(
             f"{name} must come from a local folder or the Hugging Face hub, and the hub could not "

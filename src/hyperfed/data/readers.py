@@ -16,6 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from hyperfed.data.examples import Examples, channel_statistics, channels_moved_first
+from hyperfed.data.hub import bar
 from hyperfed.errors import UserError
 
 Rows = Callable[[str | None], Mapping[str, Any]]
@@ -270,14 +271,16 @@ def _decode(splits: Mapping[str, Any], column: str, name: str, side: int | None 
     small image is Python's work, not the decoder's.
     """
     pictures: list[Array] = []
-    for table in splits.values():
-        for batch in table.with_format("arrow").iter(batch_size=1000):
-            cells = batch.column(column).combine_chunks()
-            content, paths = cells.field("bytes"), cells.field("path")
-            pictures += [
-                pixels(image.as_buffer() if image.is_valid else path.as_py(), side)
-                for image, path in zip(content, paths, strict=True)
-            ]
+    with bar(f"decoding {name}", sum(map(len, splits.values()))) as advance:
+        for table in splits.values():
+            for batch in table.with_format("arrow").iter(batch_size=1000):
+                cells = batch.column(column).combine_chunks()
+                content, paths = cells.field("bytes"), cells.field("path")
+                pictures += [
+                    pixels(image.as_buffer() if image.is_valid else path.as_py(), side)
+                    for image, path in zip(content, paths, strict=True)
+                ]
+                advance(len(cells))
     sizes = {picture.shape[:2] for picture in pictures}
     if len(sizes) > 1:
         first, second = sorted(sizes)[:2]

@@ -220,3 +220,20 @@ def test_the_exit_code_is_that_of_the_run_and_not_of_flwr(
     assert str(folder) in said.out
     assert ("hyperfed resume" in said.err) == bool(code)
     assert config.load(str(folder / "config.toml")).engine.name == "flower"
+
+
+def test_a_run_that_no_superlink_takes_leaves_no_folder(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submit, "_flwr", lambda home, *arguments: {"output": "nobody there"})
+    link = ("engine=flower", "engine.superlink=127.0.0.1:1")
+    (tmp_path / "kept").mkdir()
+    assert command("run", "pefll", *link, "--out", str(tmp_path / "runs")) == 2
+    assert "must take the run, but: nobody there" in capsys.readouterr().err
+    assert list((tmp_path / "runs").iterdir()) == []
+    # Of a folder with more in it nothing is removed.
+    loaded = config.load("pefll", link)
+    folder = submit.folder_for(loaded, tmp_path / "kept", "")
+    (folder / "log.txt").touch()
+    submit.discard(folder)
+    assert {path.name for path in folder.iterdir()} == {"config.toml", "checkpoint", "log.txt"}

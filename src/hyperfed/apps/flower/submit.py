@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from importlib.util import find_spec
@@ -107,6 +108,21 @@ def folder_for(config: RunConfig, out: Path, experiment: str) -> Path:
     folder = RunFolder.create(out, experiment or config.method, config.seed, datetime.now())
     configuration.dump(config, folder.config)
     return folder.path
+
+
+def discard(folder: Path) -> None:
+    """Removes the folder of a run that no SuperLink has taken, and a group that it leaves empty.
+
+    What has more in it than :func:`folder_for` put there stays.
+    """
+    place = RunFolder(folder)
+    if {path.name for path in folder.iterdir()} != {place.config.name, place.state.parent.name}:
+        return
+    with suppress(OSError):
+        place.state.parent.rmdir()
+        place.config.unlink()
+        folder.rmdir()
+        folder.parent.rmdir()
 
 
 def resumable(folder: Path) -> RunConfig | None:
