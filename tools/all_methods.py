@@ -71,8 +71,13 @@ FEDERATIONS = {
         IMAGES | {"clients": 24, "novel": 1 / 6, "alpha": 0.1, "examples_per_client": 1000}, 10, 20
     ),
 }
-FINETUNED = "fedavg_finetuned"
-"""FedAvg whose clients train its model for a visit's steps when they are served."""
+FINETUNED = "_finetuned"
+"""Ends the name of a method whose clients train on for a visit's steps when they are served."""
+
+NAMES = [
+    *METHODS,
+    *(method + FINETUNED for method in ("fedavg", "pfedhn", "pefll", "headstart", "itpfl")),
+]
 
 
 def settings_of(method: str, federation: Federation) -> dict[str, Any]:
@@ -98,9 +103,9 @@ def settings_of(method: str, federation: Federation) -> dict[str, Any]:
 def train(
     name: str, federation: Federation, seed: int, rates: Mapping[str, float], out: Path | None
 ) -> hyperfed.Run:
-    """Trains a method, or FedAvg with fine-tuning."""
-    method = name.removesuffix("_finetuned")
-    finetuning = {"finetune_steps": federation.local_steps} if name == FINETUNED else {}
+    """Trains a method."""
+    method = name.removesuffix(FINETUNED)
+    finetuning = {"finetune_steps": federation.local_steps} if method != name else {}
     return hyperfed.train(
         method,
         out=out,
@@ -140,7 +145,7 @@ def grid(name: str, federation: Federation, file: Path) -> None:
 
 def at(name: str, local: float, factor: float = 1.0) -> dict[str, float]:
     """Returns a point of a method's grid: its local rate, and its server's if that learns."""
-    method = METHODS[name.removesuffix("_finetuned")]
+    method = METHODS[name.removesuffix(FINETUNED)]
     settings = method.Config(**_defaults(method.PRESETS["default"]))
     server = {} if not hasattr(settings, "lr") else {"lr": float(f"{settings.lr * factor:.2g}")}
     return {"local_lr": local, **server}
@@ -178,7 +183,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("federation", choices=list(FEDERATIONS))
     parser.add_argument("what", choices=["grid", "record"])
-    parser.add_argument("--methods", nargs="+", default=[*METHODS, FINETUNED])
+    parser.add_argument("--methods", nargs="+", default=NAMES, choices=NAMES)
     parser.add_argument("--results", type=Path, default=ROOT / "results" / "all")
     asked = parser.parse_args()
     torch.set_num_threads(1)  # so small a network is not worth sharing among cores
