@@ -1,13 +1,16 @@
 """What can be set is told in full."""
 
+from types import SimpleNamespace
 from typing import Annotated, Literal
 
 import pytest
 from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
 
 from hyperfed.methods import METHODS
 from hyperfed.runs.config import known_keys
 from hyperfed.runs.keys import keys_of, type_name
+from hyperfed.training import LocalConfig
 
 
 @pytest.mark.parametrize("names", [sorted(METHODS)])
@@ -19,6 +22,24 @@ def test_every_key_of_every_method_says_what_it_means(names):
         ]
         assert [f"{method}: {key.name}" for key in found if not key.about] == []
         assert [key.name for key in found if "`" in key.about] == []
+
+
+@dataclass(frozen=True)
+class Config(LocalConfig):
+    """Settings of a method that there is not.
+
+    Attributes:
+        local_lr: its own words,
+            on two lines, with a :class:`reference` and ``code``.
+    """
+
+
+def test_a_method_has_the_last_word_on_what_it_inherits(monkeypatch):
+    monkeypatch.setitem(METHODS, "toy", SimpleNamespace(Config=Config, PRESETS={}))
+    found = {key.name: key.about for key in keys_of("toy")}
+    told = "its own words, on two lines, with a reference and code."
+    assert found["method.local_lr"] == told
+    assert found["method.batch_size"] == "examples of a batch."
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,12 @@ def test_mean_and_spread_are_those_over_the_seeds_of_a_method():
     assert (a.novel_accuracy_mean, a.novel_accuracy_std) == (None, None)
 
 
+def test_a_mean_over_fewer_runs_than_there_are_is_none():
+    (spread,) = over_seeds([row("a", 0, 0.5, 0.4), row("a", 1, 0.5), row("a", 2, 0.5, 0.6)])
+    assert (spread.novel_accuracy_mean, spread.novel_accuracy_std) == (None, None)
+    assert spread.test_accuracy_std == 0
+
+
 def test_the_table_has_every_number_in_80_columns():
     printed = StringIO()
     rows = [row("pfedhn_pc", seed, 0.5 + 0.1 * seed, 1.0) for seed in range(3)]

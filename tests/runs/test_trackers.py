@@ -11,7 +11,7 @@ import hyperfed
 from hyperfed.runs.config import from_keys
 from hyperfed.runs.progress import watch
 from hyperfed.runs.run import Run
-from hyperfed.runs.trackers import PACKAGES, TRACKERS
+from hyperfed.runs.trackers import PACKAGES, TRACKERS, About
 
 SMALL: dict[str, Any] = {
     "rounds": 4,
@@ -215,6 +215,30 @@ def test_what_is_not_installed_is_told_before_anything_is_written(name, tmp_path
     with pytest.raises(hyperfed.UserError, match=rf"pip install 'hyperfed\[{name}\]'"):
         hyperfed.train("fedavg", out=tmp_path / "runs", track=name, **SMALL)
     assert not list(Path(tmp_path).iterdir())
+
+
+def test_tensorboard_hides_what_a_killed_run_left_of_later_rounds(tmp_path, monkeypatch):
+    written: list[Any] = []
+
+    class Writer:
+        def __init__(self, folder: str, purge_step: int) -> None:
+            written.append((folder, purge_step))
+
+        def add_scalar(self, name: str, number: float, round: int) -> None:
+            written.append((name, number, round))
+
+        def flush(self) -> None:
+            written.append("flushed")
+
+        def close(self) -> None:
+            written.append("closed")
+
+    package = SimpleNamespace(SummaryWriter=Writer)
+    tracker = TRACKERS["tensorboard"](package, About("a", {}, tmp_path, 7, None))
+    tracker.log({"loss/val": 0.5}, 9)
+    tracker.close("done")
+    folder = str(tmp_path / "tensorboard")
+    assert written == [(folder, 8), ("loss/val", 0.5, 9), "flushed", "closed"]
 
 
 def test_tensorboard_needs_a_folder_where_it_is_asked_for():
