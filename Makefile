@@ -5,6 +5,8 @@
 #   make test-fast     the quick tests, without servers, for the inner loop
 #   make lint          ruff, mypy and which room imports which
 #   make check-method  all that a method must pass, and lint: make check-method M=fedavg
+#   make docs          the documentation site, strictly, into site/
+#   make notebooks     run the notebooks again, outputs included
 #   make readme        write the tables of README.md, and results/README.md from the records
 #   make bench         speed and memory, written to $(BENCH_JSON)
 #   make gpu           what only a GPU can show, in ten minutes (benchmarks/README.md)
@@ -33,7 +35,7 @@ WORKERS = $(shell $(PYTHON) -c 'import os; print(2 + ($(CORES)))')
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := test
-.PHONY: run test test-fast lint check-method readme bench gpu clean
+.PHONY: run test test-fast lint check-method docs notebooks readme bench gpu clean
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -54,7 +56,7 @@ lint: $(READY)
 
 # In their order: the few tests that mostly wait, for a real federation, start early. Since they
 # wait, there are two workers more than cores. Those that share what is dear to make are one group.
-test: lint
+test: lint docs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-fast: $(READY)
@@ -62,6 +64,12 @@ test-fast: $(READY)
 
 check-method: $(READY)
 	$(BIN)/python tools/check_method.py $(M)
+
+docs: $(READY)
+	PYTHONPATH=tools NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --quiet
+
+notebooks: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/jupyter nbconvert --to notebook --execute --inplace docs/notebooks/*.ipynb
 
 readme: $(READY)
 	$(BIN)/python tools/readme.py

@@ -1,0 +1,22 @@
+# A server of runs, or the node of a site, without a GPU and without root:
+#
+#   docker build -t hyperfed .
+#   docker run --rm hyperfed list methods
+#   docker run --rm -v /srv/clinic:/data:ro -v hyperfed-state:/state hyperfed \
+#     node --data /data/clinic.parquet --state /state
+FROM python:3.11-slim
+
+ENV PYTHONDONTWRITEBYTECODE=1 PIP_NO_CACHE_DIR=1 FLWR_TELEMETRY_ENABLED=0
+RUN useradd --uid 10001 --create-home hyperfed && install -d -o hyperfed -m 0700 /state /runs
+
+COPY constraints.txt pyproject.toml README.md LICENSE /build/
+COPY src /build/src
+RUN pip install -c /build/constraints.txt --index-url https://download.pytorch.org/whl/cpu torch \
+ && pip install -c /build/constraints.txt "/build[flower]" \
+ && rm -r /build
+
+USER hyperfed
+WORKDIR /runs
+VOLUME ["/state", "/runs"]
+ENTRYPOINT ["hyperfed"]
+CMD ["--help"]

@@ -1,0 +1,70 @@
+"""The site: its pages made of docstrings, its links, its notebooks; ``make docs`` builds it."""
+
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+pytest.importorskip("mkdocs_gen_files", reason="NOT TESTED: needs the extra docs")
+
+import hyperfed
+import site_links
+import site_pages
+from hyperfed.methods import METHODS
+from hyperfed.runs.keys import keys_of
+
+NOTEBOOKS = sorted((Path(__file__).parents[1] / "docs" / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_a_methods_page_says_what_every_setting_means(method: str) -> None:
+    page = site_pages.method_page(method)
+    own = [key for key in keys_of(method) if key.name.startswith("method.")]
+    assert [key.name for key in own if not key.about] == []
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    assert len(rows) == len(own) + len(METHODS[method].PRESETS)
+    assert "``" not in page.replace("```", "")
+    assert "Sent: " in page
+
+
+@pytest.mark.parametrize(
+    ("text", "document", "page", "led"),
+    [
+        ("[a](docs/concepts.md#x)", "CONTRIBUTING.md", "contributing.md", "[a](concepts.md#x)"),
+        (
+            "[a](../src/hyperfed/federation.py)",
+            "docs/security.md",
+            "security.md",
+            "[a](reference/hyperfed/federation.md)",
+        ),
+        ("[a](../concepts.md)", "docs/howto/x.md", "howto/x.md", "[a](../concepts.md)"),
+        ("[a](../CHANGELOG.md)", "docs/x.md", "x.md", "[a](changelog.md)"),
+        ("[a\nb](../tests/test_x.py)", "docs/x.md", "x.md", "a\nb"),
+        ("![a](idea.svg)", "docs/x.md", "x.md", "![a](idea.svg)"),
+        ("[a](https://x.org/y) [b](#z)", "docs/x.md", "x.md", "[a](https://x.org/y) [b](#z)"),
+        (
+            "[a](src/hyperfed/__init__.py)",
+            "CHANGELOG.md",
+            "changelog.md",
+            "[a](reference/hyperfed/index.md)",
+        ),
+    ],
+)
+def test_links_to_files_lead_to_pages(text: str, document: str, page: str, led: str) -> None:
+    assert site_links.relinked(text, document, page) == led
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_was_executed_and_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    train = hyperfed.train
+    monkeypatch.setattr(
+        hyperfed, "train", lambda *given, **keys: train(*given, **{**keys, "rounds": 1})
+    )
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    notebook = ModuleType(path.stem)
+    for cell in code:
+        exec(compile("".join(cell["source"]), str(path), "exec"), notebook.__dict__)
