@@ -1,6 +1,7 @@
 """Your own arrays: splits per client, conversions, and every problem told in one error."""
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch import nn
@@ -99,6 +100,63 @@ def test_several_sizes_are_dealt_to_equal_groups():
     task = from_arrays(X, Y, client=np.arange(100) % 10, model=sizes)
     assert set(task.models) == {"small", "large"}
     assert sorted(task.sizes) == ["large"] * 5 + ["small"] * 5
+
+
+PHONES = {"small": linear(), "large": nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 3))}
+RUNS = {"zoe": "large", "bob": "small", "ann": "large"}
+
+
+@pytest.mark.parametrize(
+    "size", [RUNS, pd.Series(RUNS).sort_index(), ["large", "large", "small"], np.array([*"lls"])]
+)
+def test_a_user_says_which_client_runs_which_network(size):
+    models = PHONES | {name[0]: net for name, net in PHONES.items()}
+    task = from_arrays(X, Y, client=CLIENT, model=models, size=size)  # zoe, ann, bob
+    assert [name[0] for name in task.sizes] == ["l", "l", "s"]
+
+
+def test_a_clients_size_is_found_by_its_id_or_by_its_name():
+    for size in ({7: "small", 3: "large"}, {"7": "small", "3": "large"}):
+        task = from_arrays(X, Y, client=[3, 7] * 50, model=PHONES, size=size)
+        assert (task.size_of(0), task.size_of(1)) == ("large", "small")
+
+
+def test_who_runs_what_belongs_to_the_task():
+    """A run must not be resumed with other networks at its clients."""
+    others = RUNS | {"ann": "small"}, RUNS, None, None
+    first, *rest = [
+        from_arrays(X, Y, client=CLIENT, model=PHONES, size=size).fingerprint
+        for size in (RUNS, *others)
+    ]
+    assert [rest.count(each) for each in (first, rest[0], rest[2])] == [1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        (RUNS | {"zoe": "laptop"}, "must be one of the models small, large, got laptop; rename"),
+        ({"zoe": "large"}, r"must have a size, got none for 2 of 3 clients \(ann, bob\)"),
+        (["large", None, "small"], r"got none for 1 of 3 clients \(ann\)"),
+        (pd.Series({**RUNS, "ann": np.nan}), r"got none for 1 of 3 clients \(ann\)"),
+        (["large"], r"got none for 2 of 3 clients \(ann, bob\)"),
+        (RUNS | {"eve": "small"}, r"clients that have examples, got eve \(1 such\)"),
+        (["small"] * 100, "one entry for each client, got 100 for 3 clients"),
+        ("small", "a size for each client, got 'small'"),
+        (3, "a size for each client, got 3"),
+        ({}, "got none for 3 of 3 clients"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_told_once(size, message):
+    with pytest.raises(UserError, match=message) as error:
+        from_arrays(X, Y, client=CLIENT, model=PHONES, size=size)
+    assert str(error.value).count("\n- ") == 1
+
+
+def test_a_single_network_is_called_base():
+    with pytest.raises(UserError, match="one of the models base, got small"):
+        from_arrays(X, Y, client=CLIENT, model=linear(), size=["small"] * 3)
+    sizes = from_arrays(X, Y, client=CLIENT, model=linear(), size=["base"] * 3).sizes
+    assert sizes == ("base",) * 3
 
 
 def test_images_are_normalised_by_the_training_clients_images():

@@ -14,6 +14,7 @@ from hyperfed import federation, trees
 from hyperfed.data import arrays, partitions, tables
 from hyperfed.data.examples import Normalize, channel_statistics, fingerprint_of_frozen, hash_of
 from hyperfed.data.partitions import Partition
+from hyperfed.data.sizes import sizes_of
 from hyperfed.errors import UserError
 from hyperfed.federation import BASE, accuracy
 from hyperfed.nets.pretrained import compute_in_own_precision, with_plain_output
@@ -32,6 +33,7 @@ def from_arrays(
     *,
     client: Sequence[Hashable] | Any,
     model: Network | Mapping[str, Network],
+    size: Mapping[Any, str] | Sequence[str] | None = None,
     split: Sequence[str] | Any = None,
     val: float | None = None,
     test: float | None = None,
@@ -56,10 +58,12 @@ def from_arrays(
         client: (N,) who holds each example: ids of any hashable type. Clients are numbered in the
             order of their first appearance; a client's name is its id as text.
         model: target network, or a function that makes one (called with seeded initialisation), or
-            {size name: either} for several sizes, dealt out to equal groups of clients. Parameters
+            {size name: either} for several sizes, which may be of any architectures. Parameters
             with ``requires_grad=False`` stay as they are and never travel. Of what a model of
             ``transformers`` returns its logits are taken, and it is told which tokens are padding.
             A model of ``peft`` may stand here as it is.
+        size: which client runs which model, {client id: size name}, or a size name for each client
+            in the order of their first appearance; None to deal them to equal groups at random.
         split: (N,) what each example is for: "train", "val" or "test". None to draw it.
         val: fraction of each client's examples for validation; None for 0.15, or what ``split``
             says.
@@ -67,7 +71,7 @@ def from_arrays(
         novel: clients, the last ones, that join after training: their number, or a fraction below 1
             of all, rounded.
         unlabelled: novel clients have no training labels.
-        seed: of the splits, the initial weights and the sizes.
+        seed: of the splits, the initial weights and the sizes that are dealt.
         classes: number of labels; the largest label + 1 where None.
         labels: names of the labels 0, 1, ...; those that ``y`` holds where it holds words.
         loss: (output, y) -> scalar. Cross entropy for labels, mean squared error for floats.
@@ -101,6 +105,9 @@ def from_arrays(
         )
         joining = 0
     models = _models(model, seed, problems)
+    given = None
+    if size is not None and clients:
+        given = sizes_of(size, names, model if isinstance(model, Mapping) else [BASE], problems)
     precision = _precision(models)
     inputs = inputs.to(precision) if inputs.is_floating_point() else inputs
     targets = targets.to(precision) if targets.is_floating_point() else targets
@@ -113,7 +120,7 @@ def from_arrays(
 
     usual_loss, usual_score = _usual(targets)
     known = torch.cat(partition.train[: clients - joining])
-    frozen = fingerprint_of_frozen(models)
+    frozen, told = fingerprint_of_frozen(models), hash_of(*given) if given else ""
     return Task(
         name=name,
         x=inputs,
@@ -123,13 +130,13 @@ def from_arrays(
         test=partition.test,
         models=models,
         classes=classes,
-        sizes=partitions.deal_sizes(tuple(models), clients, seed),
+        sizes=given or partitions.deal_sizes(tuple(models), clients, seed),
         novel=joining,
         unlabelled=unlabelled,
         transform=Normalize(*channel_statistics(inputs[known])),
         loss=loss or usual_loss,
         score=score or usual_score,
-        fingerprint=hash_of(inputs, targets, partition.fingerprint, *filter(None, [frozen])),
+        fingerprint=hash_of(inputs, targets, partition.fingerprint, *filter(None, [frozen, told])),
         names=() if names == tuple(map(str, range(clients))) else names,
         labels=tuple(labels),
     )
