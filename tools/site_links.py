@@ -54,7 +54,7 @@ def page_of(file: str) -> str | None:
         return str(path.relative_to("docs"))
     if path.parts[:2] == ("src", "hyperfed") and path.suffix == ".py":
         return reference(path)
-    return OUTSIDE.get(file)
+    return "methods/index.md" if file == "README.md" else OUTSIDE.get(file)  # for its table
 
 
 def reference(source: PurePosixPath) -> str:

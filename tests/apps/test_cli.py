@@ -725,7 +725,7 @@ class TestList:
             "about": "bound of the gradient's norm in a local step; none by default.",
         }
         assert found["cohort"]["default"] == "5"  # of the method's default preset
-        assert found["task.novel"]["type"] == "float ≥ 0, < 1"
+        assert found["task.novel"]["type"] == "int | float"
         everyones = [e["key"] for e in json.loads(cli("list", "keys", "--json").out)]
         assert everyones == [key for key in found if not key.startswith("method.")]
         assert "did you mean pefll" in failure(cli("list", "keys", "peffl"))

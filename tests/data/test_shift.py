@@ -69,7 +69,7 @@ def test_the_label_shift_of_a_task_by_hand():
     assert found.total_variation == pytest.approx(2 / 3)
     assert found.novel_total_variation == pytest.approx((1 / 4, 1 / 3, None))
     divergence = math.log(1 / 2) / 4 + 3 / 4 * math.log(3 / 2)
-    assert found.novel_kl_divergence == pytest.approx((divergence, math.inf, None))
+    assert found.novel_kl_divergence == pytest.approx((divergence, None, None))
     assert label_shift(task_of([0], [], [1])).total_variation == 1  # who has nothing counts not
 
 

@@ -412,7 +412,7 @@ def test_a_file_that_is_not_there_and_a_servers_file_at_a_site_are_refused(tmp_p
 
 def test_clients_at_sites_are_called_as_their_sites_call_them() -> None:
     frame = Frame(known=2, novel=0, shape=(9,), dtype="torch.float32", classes=6)
-    members = (Member("ward/ann", 3), Member("ward/bob", 4))
+    members = (Member("ward/ann", 3, 1, 1), Member("ward/bob", 4, 1, 1))
     settings = TaskConfig(model="mlp")
     task = remote(settings, Roster(1, frame, members, ""), 0)
     assert task.names == ("ward/ann", "ward/bob")

@@ -353,7 +353,7 @@ def test_a_regression_is_refused() -> None:
 @pytest.mark.parametrize("preset", fedphp.PRESETS)
 def test_the_presets_expect_what_their_runs_do(preset: str) -> None:
     config = from_keys("fedphp", {"preset": preset})
-    known = config.task.clients - config.task.novel_clients
+    known = config.task.client_count - config.task.novel_clients
     share = config.cohort if isinstance(config.cohort, float) else config.cohort / known
     assert config.settings.expected_rounds == round(share * config.rounds)
 

@@ -197,7 +197,7 @@ def test_the_command_writes_the_same_folder(
     with pytest.raises(SystemExit) as left:
         main([*command, "--task", "mine:make_task", "--json"])
     assert not left.value.code
-    assert json.loads(capsys.readouterr().out) == {"adapter": "out", "client": 4}
+    assert json.loads(capsys.readouterr().out) == {"adapter": "out", "client": "4"}
     run.adapter(4, tmp_path / "python")
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "python" / name).read_bytes()

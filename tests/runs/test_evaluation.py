@@ -95,7 +95,7 @@ def test_a_run_says_whom_its_numbers_are_without(monkeypatch: pytest.MonkeyPatch
         ]
         assert e.evaluated == "2 of 4"
         assert e.count == (6, 0, 6, 0)
-    told = progress._line(Progress(2, 4, (), {"val": val}))
+    told = progress._line(Progress(2, 4, (), {"val": val}), str)
     assert "evaluated 2 of 4 clients, without client 1 (the reply is not finite), client 3" in told
     assert run.evaluations[0].evaluated == "4 of 4"
 

@@ -229,7 +229,9 @@ def test_no_two_points_are_further_apart_than_the_lipschitz_constants_allow(buil
 
 
 def test_the_norms_of_a_hypernetwork_are_those_of_its_layers() -> None:
-    net = SingleOutput({"base": shapes_of(nn.Linear(1, 2, bias=False))}, 2, 2, 0)
+    net = SingleOutput(
+        {"base": shapes_of(nn.Linear(1, 2, bias=False))}, 2, hidden=2, hidden_layers=0
+    )
     with torch.no_grad():
         net.trunk[0].weight.copy_(torch.tensor([[0.0, 3], [2, 0]]))
         net.trunk[0].bias.copy_(torch.tensor([3.0, 4]))

@@ -4,6 +4,7 @@ Distributions are rows (..., classes) that sum to one, such as ``Partition.class
 """
 
 from dataclasses import dataclass
+from math import inf, isfinite
 
 import torch
 from torch import Tensor
@@ -79,7 +80,7 @@ class LabelShift:
         novel_total_variation: of each novel client to its nearest known one (pFedHN, figures 2 and
             7); None of a client without examples.
         novel_kl_divergence: KL(novel || known), in nats, to the known client where it is least
-            (IT-PFL-HN, figure 3); infinite where each of them lacks a class of the novel one.
+            (IT-PFL-HN, figure 3); None where each of them lacks a class of the novel one.
     """
 
     total_variation: float | None = None
@@ -105,7 +106,8 @@ def label_shift(task: Task) -> LabelShift:
     for row in share[len(task.known) :, None]:  # (1, classes); all at once would fill the memory
         there = bool(row.isfinite().all())
         variation.append(float(nearest_total_variation(row, known)) if there else None)
-        divergence.append(float(kl_divergence(row, known).min()) if there else None)
+        least = float(kl_divergence(row, known).min()) if there else inf
+        divergence.append(least if isfinite(least) else None)
     return LabelShift(mean, tuple(variation), tuple(divergence))
 
 

@@ -125,9 +125,7 @@ class Run(Served):
         Raises:
             UserError: not a run's folder, a damaged or foreign checkpoint, or other data.
         """
-        folder = RunFolder(path)
-        if not folder.config.exists():
-            raise UserError(f"{path} must be a run's folder, but has no config.toml")
+        folder = _run_folder(path)
         config = configuration.load(str(folder.config))
         if task is None and config.engine.name == "flower":  # whose data are not here
             task = tasks.remote(config.task, Roster.read(folder.sites), config.seed)
@@ -150,14 +148,15 @@ class Run(Served):
         Raises:
             UserError: as :meth:`open`; or the run is done.
         """
-        if RunFolder(path).summary.exists():
+        folder = _run_folder(path)
+        if folder.summary.exists():
             raise UserError(
                 f"a run to resume must not be done, but {path} has a summary.json; "
                 "evaluate or personalize it, or start a new run"
             )
         lock = Lock(path)
         try:
-            RunFolder(path).clean()
+            folder.clean()
             run = cls.open(path, task)
             assert run.folder is not None
             run.folder.truncate_after(run.round)
@@ -534,3 +533,11 @@ def _keyed(memory: Mapping[int, Tree]) -> Tree:
 
 def _numbered(memory: Mapping[str, Tree]) -> dict[int, Tree]:
     return {int(client): tree for client, tree in memory.items()}
+
+
+def _run_folder(path: Path) -> RunFolder:
+    """Returns the folder of a run, which must be one."""
+    folder = RunFolder(path)
+    if not folder.config.exists():
+        raise UserError(f"{path} must be a run's folder, but has no config.toml")
+    return folder

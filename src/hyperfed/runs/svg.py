@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from io import StringIO
 from typing import TYPE_CHECKING
 
-import matplotlib as mpl
-
 from hyperfed.runs.report import COLOURS, DASHES, MARKERS
 
 if TYPE_CHECKING:
@@ -132,6 +130,8 @@ def _new(width: float, height: float) -> "Figure":
 def _svg(figure: "Figure") -> str:
     """Returns a figure as SVG whose text is text, the same for the same numbers."""
     file = StringIO()
+    import matplotlib as mpl
+
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "hyperfed"}):
         figure.savefig(file, format="svg", metadata=dict.fromkeys(METADATA))
     whole = file.getvalue()

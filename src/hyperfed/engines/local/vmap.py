@@ -12,7 +12,7 @@ import threading
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -295,10 +295,11 @@ class _TaskOfAnyone(Task):
 
 def _of_anyone(task: Task, size: str, novel: bool, initial: Tree, rows: Tree) -> Task:
     """Returns a task with one client, who may be any of a group."""
-    parts: dict[str, Any] = {"sizes": _Alike("sizes", [size])}
+    parts: dict[str, Any] = {field.name: getattr(task, field.name) for field in fields(Task)}
+    parts["sizes"] = _Alike("sizes", [size])
     for split in ("train", "val", "test"):
         parts[split] = _Alike(split, [rows[split]] if split in rows else [])
-    return _TaskOfAnyone(**vars(task) | parts | {"models": {size: initial}, "novel": int(novel)})
+    return _TaskOfAnyone(**parts | {"models": {size: initial}, "novel": int(novel)})
 
 
 _REASONS = {
