@@ -17,6 +17,8 @@ CLASSES = {
     "ernestchu/emnist-digits": 10,
 }
 TRAIN, TEST = 2000, 600
+MNIST = 10_400
+"""Of which 10,000 are for validation."""
 
 
 def make_all(folder: Path) -> None:
@@ -26,7 +28,7 @@ def make_all(folder: Path) -> None:
         shape = (32, 32, 3) if colours else (28, 28)
         image = "img" if colours else "image"
         label = {"cifar100": "fine_label"}.get(name, "label")
-        for split, count in (("train", TRAIN), ("test", TEST)):
+        for split, count in (("train", MNIST if name == "mnist" else TRAIN), ("test", TEST)):
             labels = np.arange(count) % classes
             columns: dict[str, Sequence[object]] = {image: _noise(labels, shape)}
             columns[label] = labels.tolist()

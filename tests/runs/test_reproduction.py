@@ -125,6 +125,9 @@ def test_a_scale_shortens_the_phases_too_and_leaves_each_a_round(folder: Path) -
 
     assert lengths(0.5) == (3, 2)
     assert lengths(0.01) == (2, 1)
+    (job,) = planned(folder, "like-sampled", scale=0.3)
+    assert job.config.settings.novel_rounds == 6  # of 20
+    assert job.config.settings.novel_models == "sampled"
 
 
 def test_what_is_wrong_is_told_before_anything_is_written(folder: Path) -> None:

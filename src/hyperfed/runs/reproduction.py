@@ -135,11 +135,11 @@ def _job(experiment: Experiment, cell: str, seed: int, scale: float, out: Path) 
 
 
 def _scaled(source: str, config: RunConfig, scale: float) -> list[str]:
-    """Returns settings with fewer rounds, and the phases that they are parted into as well."""
+    """Returns settings with fewer rounds, and with shorter phases and newcomers' training."""
     phases = [
         f"method.{name}={max(1, math.floor(value * scale))}"
         for name, value in vars(config.settings).items()
-        if name.endswith("_rounds") and not name.startswith("novel_") and value
+        if (name.endswith("_rounds") or name.startswith("novel_")) and type(value) is int and value
     ]
     for rounds in count(math.ceil(config.rounds * scale)):  # no phase may be left without a round
         settings = [f"rounds={rounds}", *phases]
