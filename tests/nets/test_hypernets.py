@@ -11,6 +11,7 @@ from torch.func import functional_call, grad, vmap
 from hyperfed.errors import UserError
 from hyperfed.nets import (
     Chunked,
+    ChunkHeads,
     DescribedChunks,
     LeNet,
     MultiHead,
@@ -373,6 +374,53 @@ class TestChunked:
         for i in range(3):
             one = grad(loss)({name: t[i] for name, t in stacked.items()})
             torch.testing.assert_close({name: t[i] for name, t in batched.items()}, one)
+
+
+class TestChunkHeads:
+    OPTIONS = {"chunk": 4, "embedding": 3, "hidden": 5, "hidden_layers": 1}  # noqa: RUF012
+    TARGETS = SIZES | {"other": {"w": torch.Size([2, 5]), "b": torch.Size([1])}}
+    """Of 8, 16, 32 and 11 parameters: 2, 4, 8 and 3 chunks."""
+
+    @pytest.mark.parametrize("size", ["S", "other"])
+    def test_equals_a_loop_over_clients_and_chunks(self, size):
+        with seeded(7):
+            net = ChunkHeads(self.TARGETS, **self.OPTIONS).double()
+        count, embedding = net.chunks[size], draw(2, net.chunks[size], 3)
+        model = net(embedding, size)
+        for client in range(2):
+            flat: list[float] = []
+            for place in range(count):
+                layers = matrices(net, "trunk.0", "trunk.2", f"heads.{count}.{place}")
+                flat += hand_made(embedding[client, place][None], layers)[0].tolist()
+            position = 0
+            for name, shape in self.TARGETS[size].items():
+                piece = torch.tensor(flat[position:][: shape.numel()], dtype=torch.float64)
+                torch.testing.assert_close(model[name][client], piece.reshape(shape))
+                position += shape.numel()
+            assert list(model) == list(self.TARGETS[size])
+            assert 0 <= len(flat) - position < 4  # no chunk is generated in vain
+
+    def test_targets_of_as_many_chunks_have_their_heads_in_common(self):
+        like = {"fc.weight": torch.Size([9, 1])}  # 3 chunks, as "other" has
+        net = ChunkHeads(self.TARGETS | {"like": like}, **self.OPTIONS)
+        assert net.chunks == {"S": 2, "M": 4, "L": 8, "other": 3, "like": 3}
+        assert {name: len([*heads.children()]) for name, heads in net.heads.items()} == {
+            "2": 2,
+            "3": 3,
+            "4": 4,
+            "8": 8,
+        }
+        embedding = torch.randn(1, 3, 3)
+        ours, theirs = net(embedding, "other"), net(embedding, "like")
+        torch.testing.assert_close(ours["w"].flatten()[:9], theirs["fc.weight"].flatten())
+
+    def test_the_defaults_are_the_authors(self):
+        net = ChunkHeads({"base": {"w": torch.Size([62, 100])}})
+        assert net.chunks == {"base": 3}
+        wide = [(layer.in_features, layer.out_features) for layer in net.trunk[::2]]
+        assert wide == [(64, 128), (128, 128), (128, 128)]
+        assert isinstance(net.trunk[-1], nn.ReLU)
+        assert tuple(net.state_dict()["heads.3.2.weight"].shape) == (3072, 128)
 
 
 class TestDrawWeights:

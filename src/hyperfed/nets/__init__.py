@@ -2,6 +2,7 @@
 
 from hyperfed.nets.hypernets import (
     Chunked,
+    ChunkHeads,
     DescribedChunks,
     HyperNet,
     MultiHead,
@@ -30,6 +31,7 @@ __all__ = [
     "MLP",
     "TARGETS",
     "CharLSTM",
+    "ChunkHeads",
     "Chunked",
     "DescribedChunks",
     "HyperNet",

@@ -3,7 +3,8 @@
 ``MultiHead`` is pFedHN's (Shamsian et al., ICML 2021, section 5 and appendix B), also used by
 IT-PFL-HN and by PeFLL's code; ``SingleOutput`` is PeFLL's (Scott et al., ICLR 2024, table 4);
 ``DescribedChunks`` stands in for either where targets are large (Ha et al., ICLR 2017; von Oswald
-et al., ICLR 2020); ``Chunked`` is the small hypernetwork every client of pFedKT owns (Yi et al.,
+et al., ICLR 2020); ``ChunkHeads`` is MH-pFedHN's (Zhang et al., IJCAI 2026), for clients of any
+architectures; ``Chunked`` is the small hypernetwork every client of pFedKT owns (Yi et al.,
 appendix B, table 2).
 
 A hypernetwork is built from the parameter shapes of any module, listed by target size: a task with
@@ -361,6 +362,77 @@ class DescribedChunks(_Chunks):
         last = self.network[-1]
         assert isinstance(last, nn.Linear)
         return [last]
+
+
+class ChunkHeads(nn.Module):
+    """A trunk, and a linear head for each chunk of a target (MH-pFedHN).
+
+    Of a target of D parameters, flattened in order, each of the ceil(D / ``chunk``) chunks is made
+    of an embedding of its own, by Linear(e, H), ``hidden_layers`` times (ReLU, Linear(H, H)), ReLU
+    and the head of the chunk's place, Linear(H, ``chunk``). The surplus of the last chunk is
+    dropped. Targets of as many chunks, whatever their architectures, have their heads in common;
+    all targets have the trunk in common. Nothing but the number of parameters is known of a target.
+
+    Memory: the heads of one number of chunks hold (H + 1) D numbers, as those of ``MultiHead`` do,
+    but rounded up to whole chunks and once for all targets of that number.
+
+    Attributes:
+        chunks: ``{target size: its number of chunks}``.
+        trunk: ``nn.Sequential``.
+        heads: ``nn.ModuleDict`` with the heads of each number of chunks, keyed by it.
+
+    Args:
+        shapes: the tensors to generate, by target size (``shapes_of``).
+        chunk: parameters made by one head.
+        embedding: e, length of an embedding.
+        hidden: H, units of each hidden layer.
+        hidden_layers: number of (ReLU, Linear(H, H)) blocks, 0 or more.
+
+    Raises:
+        UserError: nothing to generate, a malformed size name, or a number out of range.
+    """
+
+    def __init__(
+        self,
+        shapes: Shapes,
+        *,
+        chunk: int = 3072,
+        embedding: int = 64,
+        hidden: int = 128,
+        hidden_layers: int = 2,
+    ) -> None:
+        super().__init__()
+        _check_at_least(1, chunk=chunk, embedding=embedding)
+        self.shapes = _checked(shapes)
+        self.chunks = {
+            size: math.ceil(_count(tensors) / chunk) for size, tensors in self.shapes.items()
+        }
+        self.trunk = _trunk(embedding, hidden, hidden_layers).append(nn.ReLU())
+        self.heads = nn.ModuleDict(
+            {
+                str(count): nn.ModuleList(nn.Linear(hidden, chunk) for _ in range(count))
+                for count in sorted({*self.chunks.values()})
+            }
+        )
+
+    def forward(self, embedding: Tensor, size: str = "base") -> dict[str, Tensor]:
+        """Generates the models of C clients.
+
+        Args:
+            embedding: (C, chunks, e).
+            size: the clients' target size; the heads of the others are not computed.
+
+        Returns:
+            ``{parameter name: (C, *shape)}``.
+
+        Raises:
+            UserError: unknown size.
+        """
+        tensors = _of_size(self.shapes, size)
+        features = self.trunk(embedding).unbind(dim=1)  # for each chunk (C, H)
+        heads = self.heads.get_submodule(str(self.chunks[size])).children()
+        chunks = [head(own) for head, own in zip(heads, features, strict=True)]
+        return _unflatten(torch.cat(chunks, dim=1)[:, : _count(tensors)], tensors)
 
 
 HyperNet = MultiHead | SingleOutput | DescribedChunks

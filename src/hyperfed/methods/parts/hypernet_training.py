@@ -101,17 +101,36 @@ def descend(
         reduction: over the clients that are there.
     """
     together = clients.weight.sign().sum() if reduction == "mean" else 1
-    for size, group in clients.sizes.items():
-        if is_plain():
-            pull_back(model[size], delta[size], group.weight.sign() / together)
-        else:
-            pull_back_apart(optimizer, model[size], delta[size], group.weight.sign(), together)
+    pull_back_groups(optimizer, model, delta, clients.sizes, together)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     fill_gradients(parameters)
     if clip is not None:
         nn.utils.clip_grad_norm_(parameters, clip)
     optimizer.step()
     optimizer.zero_grad()
+
+
+def pull_back_groups(
+    optimizer: torch.optim.Optimizer,
+    model: Mapping[str, Model],
+    delta: Mapping[str, Model],
+    groups: Mapping[str, Cohort],
+    together: Tensor | int,
+) -> None:
+    """Pulls the deltas of clients back: their sum, or what a rule makes of them, over ``together``.
+
+    Args:
+        optimizer: of whatever made the models; adds to the gradients of its parameters.
+        model: {size: what was sent to its clients, leaves (C, ...), part of an autograd graph}.
+        delta: {size: sent minus trained}, likewise.
+        groups: {size: its clients}; a lost client does not count.
+        together: by how much the clients' sum is divided.
+    """
+    for size, group in groups.items():
+        if is_plain():
+            pull_back(model[size], delta[size], group.weight.sign() / together)
+        else:
+            pull_back_apart(optimizer, model[size], delta[size], group.weight.sign(), together)
 
 
 def pull_back_apart(

@@ -1,0 +1,280 @@
+"""MH-pFedHN (Zhang et al., IJCAI 2026): one hypernetwork for clients of any architectures.
+
+Paper: https://arxiv.org/abs/2507.22330, with the authors' code, github.com/DangDang1895/MH-pFL.
+
+Sent: the parameters that the hypernetwork makes, chunk by chunk, from as many embeddings as the
+client's network needs. Returned: delta, sent minus trained. Kept by the client: batch-norm buffers,
+where its network has any. Evaluated: the generated model with them. A novel client's embeddings are
+drawn as all were and fitted by ``novel_rounds`` of the same exchange, with the hypernetwork frozen;
+if no client that trained has as many chunks as it, its heads are as they were drawn.
+
+The trunk is one for all; a head makes the chunk at its place for all clients of as many chunks,
+whatever their architectures. The server, which is told no architecture, has for every client as
+many embeddings as the largest target needs, and uses the first.
+
+With ``global_model`` it is MH-pFedHNGD: the hypernetwork makes a light global model too, from
+embeddings of its own. A round's clients all train it, and it is pulled back as their mean, weighted
+by training examples. Each then trains its own model on
+
+    (1 - alpha) * supervised loss + alpha * T^2 * KL(p_global || p_own)
+
+with p the softmax of the outputs over the temperature T and the global model as it was sent. A
+novel client learns from its labels alone, as in the code. The light model is the smallest of the
+task's targets (in the code its CNN); its batch-norm buffers travel with it and are averaged.
+
+The code visits all clients in a round, one after another, with a step of Adam after each, and the
+step of the global model before them all. Here a round makes one step for the mean over its cohort;
+with ``cohort = 1``, as in the presets, that is the code's step, for clients drawn at random. The
+step of the global model is the first of two that start where the round did, for the clients' models
+are made before it. As in the code, a step moves what made this round's models and nothing else: the
+moments of Adam of an embedding or a head wait until its next turn.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import torch
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
+from torch import Tensor, nn
+from torch.optim import Adam
+
+from hyperfed import federation, trees
+from hyperfed.federation import Cohort, Each, Outline, step
+from hyperfed.methods.parts.contrast import check_logits, distances
+from hyperfed.methods.parts.hypernet_training import clip_rows, pull_back_groups
+from hyperfed.nets.hypernets import ChunkHeads, shapes_of
+from hyperfed.training import Batch, LocalConfig, Objective, forward, sgd, supervised
+from hyperfed.trees import Model, Tree, detach, partition, pull_back, subtract, weighted_mean
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class Config(LocalConfig):
+    """Settings of MH-pFedHN.
+
+    Attributes:
+        local_weight_decay: weight decay of local SGD.
+        local_clip: bound of a local gradient's norm.
+        lr: learning rate of the server's Adam.
+        clip: bound of the norm of the server's gradient; None for none.
+        chunk: parameters that one head makes.
+        embedding_size: length e of an embedding.
+        embedding_std: standard deviation of a new one.
+        hidden: width of the hypernetwork's hidden layers, of which ``hidden_layers`` follow the
+            first.
+        hidden_layers: their number.
+        global_model: whether there is a light global model that teaches (MH-pFedHNGD).
+        distillation: alpha, the weight of what it says; the labels have 1 - alpha.
+        temperature: T, by which both models' outputs are divided.
+        novel_rounds: exchanges in which a novel client's embeddings are fitted.
+        novel_lr: learning rate of that fit; ``lr`` where not given.
+    """
+
+    local_weight_decay: Annotated[float, Field(ge=0)] = 5e-4
+    local_clip: PositiveFloat | None = 50.0
+    lr: PositiveFloat = 2e-4
+    clip: PositiveFloat | None = 50.0
+    chunk: PositiveInt = 3072
+    embedding_size: PositiveInt = 64
+    embedding_std: PositiveFloat = 0.002
+    hidden: PositiveInt = 128
+    hidden_layers: NonNegativeInt = 2
+    global_model: bool = False
+    distillation: Annotated[float, Field(ge=0, le=1)] = 0.2
+    temperature: PositiveFloat = 15.0
+    novel_rounds: NonNegativeInt = 20
+    novel_lr: PositiveFloat | None = None
+
+
+OFFICIAL: Mapping[str, Any] = {
+    "rounds": 25_000,
+    "cohort": 1,
+    "evaluate_every": 250,
+    "task.clients": 50,
+    "method.local_epochs": 1,
+    "method.novel_rounds": 500,
+}
+"""The authors' code: 500 visits to each of 50 clients, of a pass over its data."""
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "default": {"rounds": 200, "cohort": 1, "evaluate_every": 25},
+    "official": OFFICIAL,
+    "official_gd": {**OFFICIAL, "method.global_model": True},
+}
+
+
+class Client(federation.Client):
+    """Trains the model it is sent, and the global one, and answers with the differences."""
+
+    @staticmethod
+    def networks(outline: Outline, config: Config) -> dict[str, nn.Module]:
+        """Builds the light global model's network, where there is one."""
+        if not config.global_model:
+            return {}
+        return {"global": copy.deepcopy(outline.models[lightest(outline)])}
+
+    @step(like="model")
+    def train_global(self, model: Model) -> Model:
+        """Returns delta of the global model after local SGD; as it was sent it will teach."""
+        self.scratch["global"] = model
+        network = self.network("global")
+        objective, trainable = supervised(network, self.loss), trees.parameters_of(network)
+        trained = sgd(objective, model, self.batches, self.config.local, trainable=trainable).model
+        return subtract(model, trained)
+
+    @step(like="model")
+    def train_model(self, model: Model) -> Model:
+        """Returns delta after local SGD, taught by the global model if there is one."""
+        teacher: Model | None = self.scratch.get("global")
+        trained = sgd(
+            self.objective if teacher is None else self.taught_by(teacher),
+            self.personal_model(model),
+            self.batches,
+            self.config.local,
+            trainable=self.parameters,
+        ).model
+        _, self.memory["buffers"] = partition(trained, self.parameters)
+        return subtract(model, trained)
+
+    @step(like="embedding")
+    def draw_embedding(self, embedding: Tree) -> Tree:
+        """Returns {"embedding": (chunks * e,)} as all are before training.
+
+        Args:
+            embedding: the same, for the shape alone. The draw is the client's, so that nobody's
+                depends on who else joins.
+        """
+        like = embedding["embedding"]
+        drawn = torch.randn(like.shape, generator=self.generator, dtype=like.dtype)
+        return {"embedding": self.config.embedding_std * drawn.to(self.device)}
+
+    def taught_by(self, teacher: Model) -> Objective:
+        """Returns (1 - alpha) F(w) + alpha T^2 KL(p_global || p_own); the teacher is constant."""
+        temperature = self.config.temperature
+
+        def objective(model: Model, batch: Batch) -> tuple[Tensor, Model]:
+            output, buffers = forward(self.module, model, batch.x)
+            said, _ = forward(self.network("global"), teacher, batch.x)
+            divergence = distances(output / temperature, said / temperature, "kl").mean()
+            loss = self.loss(output, batch.y)
+            return torch.lerp(loss, temperature**2 * divergence, self.config.distillation), buffers
+
+        return objective
+
+    def personal_model(self, received: Model) -> Model:
+        """Returns the received parameters with the client's own buffers, at first the initial."""
+        return received | self.recall("buffers", self.buffers)
+
+
+def lightest(outline: Outline) -> str:
+    """Returns the name of the target size with the fewest parameters to train."""
+
+    def parameters(size: str) -> int:
+        return sum(shape.numel() for shape in shapes_of(outline.models[size]).values())
+
+    return min(outline.models, key=parameters)
+
+
+class Server(federation.Server):
+    """Holds the hypernetwork and the clients' embeddings, the global model's behind them."""
+
+    def __init__(self, outline: Outline, config: Config) -> None:
+        super().__init__(outline, config)
+        self.light = lightest(outline)
+        self.buffers: Tree = {}  # of the global model
+        if config.global_model:
+            check_logits("mh_pfedhn with a global_model", outline.classes)
+            parameters = trees.parameters_of(outline.models[self.light])
+            _, self.buffers = partition(outline.initial(self.light), parameters)
+        self.hyper_net = ChunkHeads(
+            {size: shapes_of(net) for size, net in outline.models.items()},
+            chunk=config.chunk,
+            embedding=config.embedding_size,
+            hidden=config.hidden,
+            hidden_layers=config.hidden_layers,
+        ).to(outline.dtype)
+        shape = max(self.hyper_net.chunks.values()), config.embedding_size
+        self.embeddings = nn.ParameterList(
+            config.embedding_std * torch.randn(shape, dtype=outline.dtype)
+            for _ in range(outline.clients + config.global_model)
+        )
+        self.optimizer = Adam([*self.embeddings, *self.hyper_net.parameters()], config.lr)
+
+    def round(self, clients: Cohort) -> None:
+        """Makes, sends and pulls back the models of a cohort, and the global one before them."""
+        groups, batches = clients.sizes, self.config.batches
+        light, light_delta = self.global_model(), {}
+        if light:
+            sent = trees.take(detach(light), 0) | self.buffers
+            light_delta = clients.ask(Client.train_global, sent, batches=batches)
+        model = {
+            size: self.hyper_net(self.embeddings_of(group.ids.tolist(), size), size)
+            for size, group in groups.items()
+        }
+        delta = {
+            size: group.ask(Client.train_model, Each(detach(model[size])), batches=batches)
+            for size, group in groups.items()
+        }
+
+        pull_back_groups(self.optimizer, model, delta, groups, clients.weight.sign().sum())
+        for client in clients.ids[clients.weight == 0].tolist():
+            self.embeddings[client].grad = None
+        if light:
+            parameters = [*self.embeddings, *self.hyper_net.parameters()]
+            gradients = [parameter.grad for parameter in parameters]
+            self.optimizer.zero_grad()
+            mean = weighted_mean(light_delta, clients.weight)
+            self.buffers = subtract(self.buffers, partition(mean, self.buffers)[0])
+            pull_back(light, trees.repeat(mean, 1), torch.ones(1, device=clients.weight.device))
+            self.descend()
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+        self.descend()
+
+    def global_model(self) -> Model:
+        """Returns the global model's parameters, leaves (1, ...); {} where there is none."""
+        if not self.config.global_model:
+            return {}
+        embedding = self.embeddings_of([self.outline.clients], self.light)
+        model: Model = self.hyper_net(embedding, self.light)
+        return model
+
+    def embeddings_of(self, clients: Sequence[int], size: str) -> Tensor:
+        """Returns (C, chunks, e), as many for each client as a target of their size needs."""
+        chunks = self.hyper_net.chunks[size]
+        return torch.stack([self.embeddings[client][:chunks] for client in clients])
+
+    def descend(self) -> None:
+        """Makes a step of what has gradients; afterwards nothing has."""
+        if self.config.clip is not None:
+            parameters = [*self.embeddings, *self.hyper_net.parameters()]
+            nn.utils.clip_grad_norm_(parameters, self.config.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def personalize(self, clients: Cohort) -> Each:
+        """Sends the generated models; a novel client's embeddings are fitted first."""
+        if clients.novel:
+            embedding = self.fit_embeddings(clients)
+        else:
+            embedding = self.embeddings_of(clients.ids.tolist(), clients.size)
+        with torch.no_grad():
+            return Each(self.hyper_net(embedding, clients.size))
+
+    def fit_embeddings(self, clients: Cohort) -> Tensor:
+        """Returns (C, chunks, e) embeddings of novel clients; the hypernetwork is frozen."""
+        config, size = self.config, clients.size
+        shape = self.embeddings_of([0], size)[0].shape
+        like = {"embedding": self.embeddings[0].detach().new_zeros(shape.numel())}
+        rows: Tensor = clients.ask(Client.draw_embedding, like)["embedding"]
+        rows.requires_grad_()
+        optimizer = Adam([rows], config.novel_lr or config.lr)
+        for _ in range(config.novel_rounds):
+            model = self.hyper_net(rows.view(-1, *shape), size)
+            delta = clients.ask(Client.train_model, Each(detach(model)), batches=config.batches)
+            optimizer.zero_grad()
+            pull_back(model, delta, clients.weight.sign(), onto=[rows])
+            clip_rows(rows, config.clip)
+            optimizer.step()
+        return rows.detach().view(-1, *shape)
