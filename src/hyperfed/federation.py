@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from hyperfed import training, trees
 from hyperfed.errors import UserError
+from hyperfed.privacy import Releases
 from hyperfed.training import Batch, Batches
 from hyperfed.trees import Model, Tree, state
 
@@ -253,7 +254,11 @@ def step(function: S, /) -> S: ...
 
 @overload
 def step(
-    *, like: str | None = None, evaluates: bool = False, deferrable: bool = False
+    *,
+    like: str | None = None,
+    evaluates: bool = False,
+    deferrable: bool = False,
+    private: bool = False,
 ) -> Callable[[S], S]: ...
 
 
@@ -264,6 +269,7 @@ def step(
     like: str | None = None,
     evaluates: bool = False,
     deferrable: bool = False,
+    private: bool = False,
 ) -> S | Callable[[S], S]:
     """Marks a function of a :class:`Client` that the network may call. Takes and returns trees.
 
@@ -273,10 +279,14 @@ def step(
             loses its client for the round.
         evaluates: the step may read test data. Training and personalisation cannot.
         deferrable: the step may be posted (:meth:`Cohort.post`) and run later: it writes no memory.
+        private: what it replies depends on data by :meth:`Client.release` alone, where the client's
+            settings are private.
     """
 
     def mark(function: S) -> S:
-        function.__dict__["step"] = StepInfo(function.__name__, like, evaluates, deferrable)
+        function.__dict__["step"] = StepInfo(
+            function.__name__, like, evaluates, deferrable, private
+        )
         return function
 
     return mark if function is None else mark(function)
@@ -290,6 +300,7 @@ class StepInfo:
     like: str | None
     evaluates: bool
     deferrable: bool
+    private: bool
 
 
 class Client:
@@ -307,6 +318,7 @@ class Client:
         module: this worker's own copy of the target; weights that are not frozen mean nothing.
         batches: the batches that the server asked for.
         generator: for any other draw of this step, a function of (seed, client, round, step).
+        releases: what the client has let out with noise, and its way to let out more.
     """
 
     def __init__(
@@ -324,10 +336,11 @@ class Client:
         networks: Mapping[str, nn.Module] | None = None,
         labelled: bool = True,
         evaluates: bool = False,
+        releases: Releases | None = None,
     ) -> None:
         self.id, self.round, self.config = id, round, config
         self.batches, self.generator = batches, generator
-        self.memory, self.scratch = memory, scratch
+        self.memory, self.scratch, self.releases = memory, scratch, releases
         self.module, self._networks = module, networks or {}
         self.loss, self.classes = task.loss, task.classes
         self._task, self._labelled, self._evaluates = task, labelled, evaluates
@@ -406,6 +419,26 @@ class Client:
             order = torch.randperm(len(train), generator=self.generator)
             for rows in order[: sum(lengths)].split_with_sizes(lengths):
                 yield train.batch(rows)
+
+    def release(self, value: Tensor, sensitivity: float) -> Tensor:
+        """Returns a value as it may leave the client: with noise, where its settings are private.
+
+        They are a method's that has :class:`hyperfed.methods.parts.privacy.PrivacyConfig`. What was
+        let out before is let out again when the same is asked, with the same noise.
+
+        Args:
+            value: what was computed from the client's data.
+            sensitivity: how far replacing one sample moves it, in Euclidean norm.
+
+        Raises:
+            UserError: the client's budget is spent.
+        """
+        mechanism = self.config.mechanism
+        if mechanism is None:
+            return value
+        assert self.releases is not None, "who runs clients gives them a way to let out answers"
+        budget = self.config.budget or mechanism.epsilon
+        return self.releases.release(value, sensitivity, mechanism, budget)
 
     def recall(self, name: str, entries: Collection[str]) -> Model:
         """Returns the part of a model kept as ``memory[name]``; before that, the initial one.
@@ -697,7 +730,10 @@ class Server:
     """
 
     def privacy(self) -> dict[str, Any] | None:
-        """Returns what the records say of a client's privacy, plain data; None without any."""
+        """Returns what the settings promise of a client's privacy, plain data with its "delta".
+
+        None where there is none. What was spent is not the server's to say.
+        """
         return None
 
     def diagnostics(self) -> Tree:

@@ -17,7 +17,7 @@ from hyperfed.errors import UserError
 from hyperfed.federation import AllLostError, Cohort, Task
 from hyperfed.methods import itpfl
 from hyperfed.methods.parts import hypernet_training
-from hyperfed.methods.parts.privacy import GaussianMechanism, PrivacyConfig, analytic_multiplier
+from hyperfed.privacy import GaussianMechanism, analytic_multiplier
 from hyperfed.runs import evaluation
 from hyperfed.runs.config import from_keys
 from hyperfed.runs.run import Run
@@ -842,7 +842,7 @@ def reply_of(ours: Federation, client: int, round: int = 7) -> Tensor:
 
 def check_noise() -> None:
     """What leaves a novel client has noise of the calibrated size; nothing is added later."""
-    settings = {"epsilon": 0.3, "embedding_size": 20}
+    settings = {"epsilon": 0.3, "budget": 30.0, "embedding_size": 20}
     ours = federation(settings=settings)
     clean = encode(encoder_of(ours), inputs(ours, 3), bounded=True)
     noise = torch.cat([reply_of(ours, 3, number) - clean for number in range(100)])
@@ -870,6 +870,7 @@ def test_without_sigma_there_is_no_noise(monkeypatch: pytest.MonkeyPatch) -> Non
     noisy = federation(settings={"epsilon": 0.3})
     assert not torch.allclose(noisy.personal(3, fresh=True)["head.bias"], expected["head.bias"])
     monkeypatch.setattr(GaussianMechanism, "sigma", lambda self, sensitivity: 0.0)
+    noisy.engine.released.clear()
     torch.testing.assert_close(noisy.personal(3, fresh=True), expected, rtol=0, atol=0)
 
 
@@ -892,17 +893,44 @@ def test_replacing_a_sample_moves_what_is_sent_by_at_most_2_over_n() -> None:
         assert (reply_of(changed, 3) - before).norm() <= 2 / 9
 
 
-def test_a_client_that_remembers_refuses_to_exceed_its_budget() -> None:
+@pytest.mark.parametrize("fresh", [False, True])
+def test_no_client_answers_beyond_its_budget_whatever_it_is_said_to_remember(fresh: bool) -> None:
     ours = federation(settings={"epsilon": 0.3, "budget": 0.5})
-    for number in range(2):
-        cohort = ours.engine.cohort([3], number, training=False)
-        ours.server.personalize(cohort)
-        ours.engine.commit(cohort)
-    assert len(ours.engine.memory[3]["ledger"]["multipliers"]) == 2
+    said = []
+    for number in (0, 1, 1, 0):  # the same question again is answered alike
+        ours.engine.memory = {}
+        said.append(reply_of(ours, 3, number))
+        cohort = ours.engine.cohort([3], number, training=False, fresh=fresh)
+        torch.testing.assert_close(ours.server.describe(cohort)[0], said[-1], rtol=0, atol=0)
+    assert torch.equal(said[0], said[3])
+    assert torch.equal(said[1], said[2])
+    assert len(ours.engine.released[3]["multipliers"]) == 2
     with pytest.raises(UserError, match=r"within epsilon 0\.5 .* after 2 of them"):
-        ours.server.personalize(ours.engine.cohort([3], 2, training=False))
+        ours.server.personalize(ours.engine.cohort([3], 2, training=False, fresh=fresh))
     ours.round([0, 1, 2], 1)  # nobody else is concerned
-    assert "ledger" not in ours.engine.memory[0]
+    assert ours.engine.released.keys() == {3}
+
+
+def test_another_encoder_is_another_question_with_other_noise() -> None:
+    """Of one noise for both, the difference of two answers would tell what is behind them."""
+    ours = federation(settings={"epsilon": 0.3, "budget": 5.0})
+    encoder = encoder_of(ours)
+    other = trees.tree_map(lambda leaf: leaf + 1e-12, encoder)
+    said = []
+    for sent in (encoder, other):
+        cohort = ours.engine.cohort([3], 0, training=False, fresh=True)
+        said.append(cohort.ask(itpfl.Client.describe, sent)["descriptor"][0])
+    sigma = 2 / 9 * analytic_multiplier(0.3, 0.01)
+    assert (said[0] - said[1]).norm() > 0.1 * sigma
+    assert len(ours.engine.released[3]["multipliers"]) == 2
+
+
+def test_weights_that_overflow_do_not_tell_whose_sample_did() -> None:
+    """A sample that gives NaN would make the whole answer NaN, whatever the noise."""
+    ours = federation(settings={"epsilon": 0.3, "private": True})
+    huge = trees.tree_map(lambda leaf: leaf * 1e200, encoder_of(ours))
+    cohort = ours.engine.cohort([0, 3], 0, training=False)
+    assert cohort.ask(itpfl.Client.describe, huge)["descriptor"].isfinite().all()
 
 
 def test_the_server_says_how_private_it_is() -> None:
@@ -910,7 +938,7 @@ def test_the_server_says_how_private_it_is() -> None:
     assert Federation("pfedhn", make_task()).server.privacy() is None
     record = federation(settings={"epsilon": 0.3}).server.privacy()
     assert record is not None
-    assert (record["epsilon"], record["delta"]) == (0.3, 0.01)
+    assert (record["epsilon_of_an_answer"], record["delta"]) == (0.3, 0.01)
     assert record["mechanism"] == "gaussian, analytic calibration"
 
 
@@ -981,12 +1009,12 @@ def test_old_clients_with_weights_of_phase_two_are_caught(monkeypatch: pytest.Mo
         check_serving()
 
 
-def no_noise(self: Any, value: Tensor, *others: Any) -> Tensor:
+def no_noise(self: Any, value: Tensor, sensitivity: float) -> Tensor:
     return value
 
 
 def test_no_noise_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PrivacyConfig, "release", no_noise)
+    monkeypatch.setattr(itpfl.Client, "release", no_noise)
     with pytest.raises(AssertionError):
         check_noise()
 
@@ -999,7 +1027,7 @@ def test_noise_of_the_server_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         sigma = 2 / 9 * analytic_multiplier(0.3, 0.01)
         return row + sigma * torch.randn(row.shape, generator=generator(0), dtype=row.dtype)
 
-    monkeypatch.setattr(PrivacyConfig, "release", no_noise)
+    monkeypatch.setattr(itpfl.Client, "release", no_noise)
     monkeypatch.setattr(itpfl.Server, "describe", noisy)
     with pytest.raises(AssertionError):
         check_noise()

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hyperfed.errors import UserError
-from hyperfed.methods.parts.privacy import sensitivity
 from hyperfed.nets.deepsets import DeepSet
 from hyperfed.nets.targets import MLP, TARGETS, CharLSTM, LeNet, build_target
+from hyperfed.privacy import sensitivity
 from hyperfed.training import apply
 from hyperfed.trees import model_of
 from toys import Normed, TwoLayers

@@ -14,6 +14,8 @@ from hyperfed.engines.local.loop import LoopEngine
 from hyperfed.errors import UserError
 from hyperfed.federation import Cohort, Outline, Task, step
 from hyperfed.methods import METHODS
+from hyperfed.privacy import analytic_multiplier
+from hyperfed.runs.config import from_keys
 from hyperfed.runs.evaluation import SUMS, evaluate, with_samples
 from hyperfed.runs.run import Run
 from hyperfed.training import UnlabelledError
@@ -22,6 +24,7 @@ from toys import Federation, make_task
 
 NOVEL = 3
 SETTINGS = {"local_steps": 3, "batch_size": 4, "local_lr": 0.1}
+KEYS: dict[str, Any] = {"method": {"epsilon": 0.3, "phase_one_rounds": 1, **SETTINGS}}
 
 
 def trained(method: str, task: Task) -> Federation:
@@ -31,6 +34,14 @@ def trained(method: str, task: Task) -> Federation:
     for number in range(2):
         ours.round([0, 1, 2], number)
     return ours
+
+
+def killed(run: Run, training: Any) -> Path:
+    """The folder that a killed run leaves."""
+    training.close()
+    run.close()
+    assert run.folder is not None
+    return run.folder.path
 
 
 def with_other_test_data(task: Task) -> Task:
@@ -170,7 +181,7 @@ def test_a_run_serves_novel_clients_by_another_protocol_without_training_again()
 
 def test_novel_clients_are_served_several_times_with_noise_of_their_own() -> None:
     run = finished("itpfl", make_task(novel=1), private=True, phase_one_rounds=1)
-    noisy = run.served_otherwise(["method.epsilon=0.5", "method.delta=0.01"])
+    noisy = run.served_otherwise(["method.epsilon=0.5", "method.delta=0.01", "method.budget=2"])
     once, thrice = noisy.evaluate_novel(), noisy.evaluate_novel(draws=3)
     assert thrice.count == tuple(3 * count for count in once.count)
     assert thrice.loss != pytest.approx(once.loss, rel=1e-6)
@@ -178,6 +189,58 @@ def test_novel_clients_are_served_several_times_with_noise_of_their_own() -> Non
     assert run.evaluate_novel(draws=3).loss == pytest.approx(run.evaluate_novel().loss, rel=1e-9)
     with pytest.raises(UserError, match="draws must be at least 1"):
         run.evaluate_novel(draws=0)
+
+
+def test_every_answer_to_a_private_run_is_the_same_one_or_spends(tmp_path: Path) -> None:
+    task = make_task(novel=1, unlabelled=True)
+    keys: dict[str, Any] = {"cohort": 2, "evaluate_every": 1, "rounds": 2}
+    method = {"epsilon": 0.3, "delta": 0.01, "phase_one_rounds": 1, **SETTINGS}
+    run = hyperfed.train("itpfl", task, **keys, method=method, out=tmp_path)
+    assert run.summary["privacy"] == {
+        "mechanism": "gaussian, analytic calibration",
+        "adjacency": "one sample replaced",
+        "epsilon_of_an_answer": 0.3,
+        "delta": 0.01,
+        "noise_multiplier": pytest.approx(analytic_multiplier(0.3, 0.01)),
+        "epsilon_budget": 0.3,
+        "epsilon_spent": pytest.approx(0.3),
+        "answers": 1,
+        "answered": 1,
+        "noise": "drawn from the run's seed: a simulation, which protects nobody who knows it",
+    }
+    opened = Run.open(run.folder.path, task)
+    for served in (run, opened, run.served_otherwise(["serve.finetune_steps=0"])):
+        models = [served.model(NOVEL).state_dict() for _ in range(2)]
+        torch.testing.assert_close(models[0], run.model(NOVEL).state_dict(), rtol=0, atol=0)
+        torch.testing.assert_close(models[1], models[0], rtol=0, atol=0)
+        assert served.evaluate_novel().loss == run.evaluations[-1].loss
+        with pytest.raises(UserError, match=r"within epsilon 0\.3 .* after 1 of them"):
+            served.evaluate_novel(draws=20)
+        with pytest.raises(UserError, match="after 1 of them"):
+            served.served_otherwise(["method.epsilon=0.2"]).evaluate_novel()
+        assert served.privacy() == run.summary["privacy"]
+    x = task.x[task.train[NOVEL]]
+    first, again = (run.personalize(x).state_dict() for _ in range(2))
+    torch.testing.assert_close(again, first, rtol=0, atol=0)
+    assert run.privacy() == run.summary["privacy"] | {"answered": 2}
+    (newcomer,) = run._newcomers.values()
+    assert len(newcomer[0]["multipliers"]) == 1
+
+
+def test_what_was_spent_survives_rounds_that_come_to_nothing_and_the_end_of_the_process(
+    tmp_path: Path,
+) -> None:
+    task = make_task(novel=1)
+    config = from_keys("itpfl", {"rounds": 9, "checkpoint_every": 1, "evaluate_every": 1} | KEYS)
+    run = Run.start(config, tmp_path, task)
+    training = run.train()
+    next(training)
+    run.model(NOVEL)
+    assert run.privacy()["answers"] == 1
+    run.engine.memory = {}
+    next(training)
+    resumed = Run.resume(killed(run, training), task)
+    assert resumed.privacy()["answers"] == 1
 
 
 def test_novel_clients_are_served_by_the_server_of_the_best_round_not_of_the_last() -> None:

@@ -89,10 +89,16 @@ class SiteData:
 
         Raises:
             UserError: one of them is not at this site, or the site does not fit the frame.
+                Whether a client is novel is the site's to say.
         """
         rows = {self._name(client): parts for client, parts in self.rows.items()}
         if strange := [name for name in names.values() if name not in rows]:
             raise UserError(f"client {strange[0]} must be at this site, but is not")
+        if otherwise := [name for n, name in names.items() if (n >= frame.known) != self.novel]:
+            raise UserError(
+                f"client {otherwise[0]} must {'join after' if self.novel else 'take part in'} "
+                "training, as its site says, but the message has it otherwise; start a new run"
+            )
         ours = (tuple(self.x.shape[1:]), str(self.x.dtype), self.classes <= frame.classes)
         if ours != (frame.shape, frame.dtype, True) or bool(self.classes) != bool(frame.classes):
             raise UserError(

@@ -4,8 +4,9 @@ Whoever holds the client's data runs the call with :func:`execute`: a worker thr
 another machine, a site.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,9 +15,11 @@ from torch import Tensor, nn
 from hyperfed import trees
 from hyperfed.engines.replies import DivergedError, check_tree
 from hyperfed.federation import Client, Split, StepInfo, Task
+from hyperfed.privacy import Noise, Releases, secret_noise, seeded_noise
 from hyperfed.system.randomness import generator
 from hyperfed.training import Batches
 from hyperfed.trees import Tree
+from hyperfed.trees.checkpoints import dumps
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class Call:
         batches: what to train on.
         turn: how often this client was asked this step before, in this cohort.
         fresh: the client starts the cohort with an empty memory.
+        released: what the client has let out with noise (:class:`hyperfed.privacy.Releases`). It is
+            its holder's to say, and travels with no message to a site.
     """
 
     cohort: int
@@ -43,6 +48,17 @@ class Call:
     batches: Batches | None = None
     turn: int = 0
     fresh: bool = False
+    released: Tree = field(default_factory=dict)
+
+    def question(self, sigma: float) -> str:
+        """Names what is asked, to be answered with so much noise.
+
+        How often it was asked in this round is no part of it, so that it is answered alike.
+        """
+        asked = {"step": self.step, "round": self.round, "sigma": sigma}
+        payload = {str(place): tree for place, tree in enumerate(self.payload)}
+        told = dumps(payload, asked | {"batches": repr(self.batches)})
+        return hashlib.blake2b(told, digest_size=16).hexdigest()
 
     @property
     def keys(self) -> tuple[int, int, str, int]:
@@ -58,11 +74,13 @@ class Answer:
         tree: the reply, which alone goes back to the server.
         memory: what is to survive rounds.
         scratch: what is to survive the messages of this round.
+        released: what the client has let out by now, in rounds that come to nothing too.
     """
 
     tree: Tree
     memory: Tree
     scratch: Tree
+    released: Tree = field(default_factory=dict)
 
 
 def find_step(client: type[Client], name: str) -> tuple[Callable[..., Tree], StepInfo]:
@@ -92,6 +110,8 @@ def execute(
     networks: Mapping[str, nn.Module],
     memory: Tree,
     scratch: Tree,
+    secret: bool = False,
+    limits: Sequence[tuple[float, float]] = (),
 ) -> Answer:
     """Runs a call in this process.
 
@@ -105,6 +125,8 @@ def execute(
         networks: copies of the method's other networks, likewise.
         memory: what the client remembers of earlier rounds; stays as it is.
         scratch: what it remembers of earlier messages of this round; stays as it is.
+        secret: noise is the operating system's, not the seed's.
+        limits: (epsilon, delta) that hold for all that the client lets out.
 
     Raises:
         BadReplyError: the reply, or what is remembered, is no tree of tensors.
@@ -114,6 +136,12 @@ def execute(
     labelled = is_labelled(task, call.client)
     lengths = batch_lengths(call.batches, len(task.train[call.client]))
     batches = draw(call, task, seed).split_with_sizes(lengths)
+
+    def noise(question: str) -> Noise:
+        if secret:
+            return secret_noise
+        return seeded_noise(generator(seed, "noise", call.client, question))
+
     answer = perform(
         call,
         task=task,
@@ -126,6 +154,7 @@ def execute(
         batches=(Split(task, rows, labelled=labelled).batch() for rows in batches),
         generator=generator(seed, "client", *call.keys),
         labelled=labelled,
+        releases=Releases(call.released, call.question, noise, limits),
     )
     written = {name: kept for name, kept in answer.memory.items() if kept is not memory.get(name)}
     check_tree(written, does="remember")
@@ -162,7 +191,8 @@ def perform(
             f"a step marked @step(deferrable=True) must not write memory, but {call.step} did; "
             "write it in a step that is asked, or write scratch"
         )
-    return Answer(trees.detach(reply), built.memory, built.scratch)
+    released = built.releases.kept if isinstance(built.releases, Releases) else {}
+    return Answer(trees.detach(reply), built.memory, built.scratch, released)
 
 
 def _same(memory: Tree, before: Tree) -> bool:

@@ -78,6 +78,17 @@ class Engine(Protocol):
     def memory(self, memory: dict[int, Tree]) -> None: ...
 
     @property
+    def released(self) -> dict[int, Tree]:
+        """What clients have let out with noise, {client: as of :class:`hyperfed.privacy.Releases`}.
+
+        It only grows: no round that is taken back, and no earlier memory, changes it. Assigned by a
+        run that goes on, and to another engine of the same clients.
+        """
+
+    @released.setter
+    def released(self, released: dict[int, Tree]) -> None: ...
+
+    @property
     def waiting(self) -> "list[Question]":
         """What was posted and travels with the next message; its cohorts fill and empty it."""
 

@@ -8,10 +8,11 @@ a copy of the hypernetwork on what g makes of each client (equation 9).
 
 Sent: generated parameters, for their delta; in phase 1 also the encoder and the client's embedding,
 for the trained encoder; in phase 2 the encoder, for a descriptor. (The paper's one message of phase
-1 is two here; their bytes are the same.) Kept by the client: the ledger of its privacy alone.
-Evaluated: for known clients, what the hypernetwork as phase 1 left it makes of their embeddings;
-for a novel client, what the fine-tuned one makes of its descriptor, in one forward pass over
-its unlabelled inputs. Batch-norm statistics never travel: each client measures them on its inputs.
+1 is two here; their bytes are the same.) Kept by the client: nothing, but for what it let out with
+noise. Evaluated: for known clients, what the hypernetwork as phase 1 left it makes of their
+embeddings; for a novel client, what the fine-tuned one makes of its descriptor, in one forward pass
+over its unlabelled inputs. Batch-norm statistics never travel: each client measures them on its
+inputs.
 
 With ``encoder = "end_to_end"`` there are no embeddings: in phase 1 a model is made from what g says
 of a batch, and the hypernetwork's gradient with respect to that goes back to the client, which
@@ -54,9 +55,10 @@ from hyperfed import federation
 from hyperfed.errors import UserError
 from hyperfed.federation import EVALUATION_BATCH, Cohort, Each, Outline, step
 from hyperfed.methods.parts.hypernet_training import HyperNetConfig, Reduction, descend
-from hyperfed.methods.parts.privacy import PrivacyConfig, sensitivity
+from hyperfed.methods.parts.privacy import PrivacyConfig
 from hyperfed.nets.deepsets import DeepSet
 from hyperfed.nets.hypernets import HyperNet
+from hyperfed.privacy import sensitivity
 from hyperfed.training import (
     Epochs,
     LocalConfig,
@@ -242,18 +244,17 @@ class Client(federation.Client):
         pulled, after = grad(along, has_aux=True)(parameters)
         return dict(pulled | after)
 
-    @step
+    @step(private=True)
     def describe(self, encoder: Model) -> Tree:
         """Returns {"descriptor": (l,)}, the mean over batches of all inputs; no label is read.
 
-        A novel client adds its noise here. It does so by its own settings: no server can ask it for
-        less.
+        A novel client adds its noise here.
         """
         inputs = (batch.x for batch in self.draw_batches(Epochs(1, self.config.batch_size)))
         descriptor = mean_output(self.network("encoder"), encoder, inputs)
         if self.novel:
             moved = sensitivity(bound=1, lipschitz=1, samples=len(self.train))
-            descriptor = self.config.release(descriptor, moved, self.memory, self.generator)
+            descriptor = self.release(descriptor, moved)
         return {"descriptor": descriptor}
 
     def personal_model(self, received: Model) -> Model:

@@ -67,7 +67,9 @@ class DeepSet(nn.Module):
         """Returns the descriptor (l,) of a batch (B, ...) of inputs as the target takes them."""
         features: Tensor = self.features(x)  # (B, units)
         if self.bounded:
-            return F.normalize(self.layers(features), dim=-1).mean(dim=0)
+            each = F.normalize(self.layers(features), dim=-1)
+            # Whatever the weights are: a sample whose numbers overflow is no exception.
+            return each.nan_to_num(0.0).mean(dim=0)
         first, other = features.chunk(2, dim=-1)
         pooled = torch.cat([first.mean(dim=0), other.amax(dim=0)])  # (units,)
         descriptor: Tensor = self.layers(pooled)

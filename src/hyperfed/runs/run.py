@@ -446,8 +446,10 @@ class Run(Served):
             "data_fingerprint": self.task.fingerprint,
             "clients": list(self.task.names) or None,
             "labels": list(self.task.labels) or None,
-            "privacy": self.server.privacy(),
+            "privacy": self.privacy(),
         }
+        if self.engine.released and self.folder is not None:
+            self._checkpoint()  # what was let out since the last one is not to be forgotten
         if self.folder is not None:
             self.folder.write_summary(self.summary)
 
@@ -457,6 +459,8 @@ class Run(Served):
         if self.folder is None:
             return
         tree: Tree = {"server": self._state(), "memory": _keyed(self.engine.memory)}
+        if self.engine.released:
+            tree["released"] = _keyed(self.engine.released)
         self._count()  # what was posted: a server's state waits for it
         meta: dict[str, Any] = {
             "method": self.config.method,
@@ -511,6 +515,7 @@ class Run(Served):
     def _load(self, tree: Tree, meta: Mapping[str, Any]) -> None:
         self.server.load(trees.to(tree["server"], self.engine.device))
         self.engine.memory = _numbered(tree["memory"])
+        self.engine.released = _numbered(tree.get("released", {}))
         self.round = index(meta["round"])
         if not 0 <= self.round <= self.config.rounds:
             raise ValueError(f"round {self.round} of {self.config.rounds}")

@@ -12,12 +12,14 @@ from typing import Any
 
 from torch import nn
 
-from hyperfed import engines, trees
+from hyperfed import engines, privacy, trees
 from hyperfed.data import tasks
 from hyperfed.data.own import Task
 from hyperfed.data.roster import RemoteTask
 from hyperfed.data.shift import LabelShift, label_shift
-from hyperfed.engines import Engine, EngineCohort
+from hyperfed.engines import EngineCohort
+from hyperfed.engines.local.loop import LoopEngine
+from hyperfed.engines.made_up import made_up
 from hyperfed.errors import UserError
 from hyperfed.federation import Server
 from hyperfed.methods import METHODS
@@ -100,8 +102,9 @@ class Served:
         self._best: Best | None = None
         self._bytes = {"down": 0, "up": 0}
         self._earlier, self._start = 0.0, monotonic()
+        self._newcomers: dict[str, dict[int, Tree]] = {}
         if self.task.unlabelled and self.task.novel:
-            self._serve_unlabelled(self.engine, self.server, self.task.novel_ids[0])
+            self._check_unlabelled()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles what serves clients: settings, data and the best round; it trains no more."""
@@ -203,21 +206,44 @@ class Served:
             precision=self.config.precision,
             device=str(self.engine.device),
         )
+        engine.released = self._newcomers.setdefault(task.fingerprint, {})
+        if task.unlabelled:
+            self._check_unlabelled()
         with closing(engine), self._at_best() as server:
-            if task.unlabelled:
-                self._serve_unlabelled(engine, server, 0)
             cohort = engine.cohort([0], self.config.rounds, training=False, fresh=True)
             return self._export(server, cohort, task.size_of(0))
 
-    def _serve_unlabelled(self, engine: Engine, server: Server, client: int) -> None:
-        """Finds out whether the method can do without a novel client's labels."""
+    def privacy(self) -> dict[str, Any] | None:
+        """Returns what the method promises its clients, and what was spent of it until now.
+
+        None where it promises nothing.
+        """
+        promised = self.server.privacy()
+        if promised is None:
+            return None
+        everyone = [self.engine.released, *self._newcomers.values()]
+        kept = [released for each in everyone for released in each.values()]
+        noise = "drawn from the run's seed: a simulation, which protects nobody who knows it"
+        if isinstance(self.task, RemoteTask):
+            noise = "drawn at the sites, by their operating systems"
+        return promised | privacy.spent(kept, promised["delta"]) | {"noise": noise}
+
+    def _check_unlabelled(self) -> None:
+        """Finds out whether the method can do without a novel client's labels.
+
+        No client is asked: one with made-up examples stands for it.
+        """
         if steps := self.config.serve.finetune_steps:
             raise UserError(
                 "serve.finetune_steps must be 0 where a novel client has no labels, which "
                 f"fine-tuning needs, came {steps}; set it to 0, or give labels"
             )
+        task = replace(made_up(self.task, novel=max(1, self.task.novel)), unlabelled=True)
+        seed, settings, device = self.config.seed, self.config.settings, self.engine.device
+        engine = LoopEngine(task, self.method.Client, settings, seed=seed, device=device)
         try:
-            server.personalize(engine.cohort([client], 0, training=False, fresh=True))
+            novel = engine.cohort([task.novel_ids[0]], 0, training=False, fresh=True)
+            self._new_server().to(device).personalize(novel)
         except UnlabelledError as error:
             raise UserError(
                 f"{self.config.method} needs labels to personalise, but a novel client has none; "
@@ -264,6 +290,8 @@ class Served:
                 " does; start a new run with it"
             )
         other.round, other._best, other._bytes = self.round, self.best, dict(self._bytes)
+        # They are the same clients, whatever they are served by.
+        other.engine.released, other._newcomers = self.engine.released, self._newcomers
         return other
 
     def evaluate_novel(self, draws: int = 1) -> Evaluation:
@@ -271,10 +299,12 @@ class Served:
 
         Args:
             draws: how often they are served, at least once, each time with noise and batches of its
-                own; the counts are those of all times together.
+                own; the counts are those of all times together. Where answers are private, each
+                time spends of the clients' budget (``method.budget``).
 
         Raises:
-            UserError: there are none, or the run has not come to its first evaluation.
+            UserError: there are none, the run has not come to its first evaluation, or the budget
+                is not enough.
         """
         if draws < 1:
             raise UserError(f"draws must be at least 1, got {draws}; leave it out for one")

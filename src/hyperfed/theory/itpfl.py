@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from hyperfed.errors import UserError, check_positive
-from hyperfed.methods.parts.privacy import sensitivity
+from hyperfed.privacy import sensitivity
 from hyperfed.theory.arguments import check_not_negative, check_probability
 
 __all__ = [

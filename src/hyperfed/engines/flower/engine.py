@@ -48,6 +48,7 @@ class FlowerEngine:
 
     Attributes:
         traffic: bytes of all messages to sites and back, {"down": ..., "up": ...}.
+        released: what sites say that their clients have let out with noise, without the answers.
     """
 
     name = "flower"
@@ -69,6 +70,7 @@ class FlowerEngine:
         self.device, self._precision = device, precision
         self.faults, self.timeout = faults or Faults(), timeout
         self.traffic = {"down": 0, "up": 0}
+        self.released: dict[int, Tree] = {}
         self.waiting: list[Question] = []
         keys = {} if task.roster is None else task.roster.keys
         self._sites = None if task.link is None else Sites(task.link, timeout, keys)
@@ -243,6 +245,9 @@ class FlowerEngine:
             if not isinstance(answers[place], Exception):
                 remembers = place in response.remembers
                 self._asked.setdefault(call.cohort, {})[call.client] = remembers
+            if told := response.spent.get(place):
+                multipliers = torch.tensor(told, dtype=torch.float64)
+                self.released[call.client] = {"multipliers": multipliers}
         return answers
 
     def _as_promised(

@@ -10,17 +10,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from hyperfed import trees
 from hyperfed.data.roster import RemoteTask
 from hyperfed.engines.calls import Call
 from hyperfed.engines.local.loop import LoopEngine
-from hyperfed.federation import Client, Task
+from hyperfed.engines.made_up import made_up
+from hyperfed.federation import Client
 from hyperfed.trees import Structure
-
-EXAMPLES = 8
-"""Of the made-up client: more than one, for batch-norm."""
 
 
 class HonestClient:
@@ -58,36 +54,9 @@ class HonestClient:
     def _reply(self, call: Call, size: str) -> Structure | None:
         if self._engine is None:
             self._engine = LoopEngine(
-                _made_up(self._task), self._client, self._config, workers=1, **self._options
+                made_up(self._task), self._client, self._config, workers=1, **self._options
             )
         place = self._place.setdefault((call.cohort, size), call.client)
         batches = call.batches and replace(call.batches, count=min(1, call.batches.count))
         (reply,) = self._engine.answer([replace(call, client=place, batches=batches)])
         return None if isinstance(reply, Exception) else trees.structure(reply)
-
-
-def _made_up(task: RemoteTask) -> Task:
-    """Returns a task in which all clients have the same few examples, drawn from nobody's."""
-    draw = torch.Generator().manual_seed(0)
-    shape, dtype = (EXAMPLES, *task.x.shape[1:]), task.x.dtype
-    if dtype.is_floating_point:
-        x = torch.randn(shape, generator=draw, dtype=dtype)
-    else:  # of tokens, the first are in any vocabulary
-        x = torch.randint(0, 256 if dtype == torch.uint8 else 2, shape, generator=draw, dtype=dtype)
-    y = torch.arange(EXAMPLES) % task.classes if task.classes else torch.zeros(EXAMPLES)
-    rows = [torch.arange(EXAMPLES)] * task.clients
-    return Task(
-        name=task.name,
-        x=x,
-        y=y.to(task.y.dtype),
-        train=rows,
-        val=rows,
-        test=rows,
-        models=task.models,
-        classes=task.classes,
-        sizes=task.sizes,
-        novel=task.novel,
-        transform=task.transform,
-        loss=task.loss,
-        score=task.score,
-    )

@@ -14,8 +14,9 @@ import torch
 from hyperfed import trees
 from hyperfed.data.examples import Normalize, fingerprint_of_frozen
 from hyperfed.data.roster import Frame, Introduction, Member
-from hyperfed.engines.calls import Answer, Call
+from hyperfed.engines.calls import Answer, Call, find_step
 from hyperfed.engines.flower import wire
+from hyperfed.engines.flower.releases import KeptReleases
 from hyperfed.engines.flower.store import Draft, Store, make_private
 from hyperfed.engines.flower.wire import Request, Response, Version
 from hyperfed.engines.local.vmap import best_engine
@@ -25,6 +26,9 @@ from hyperfed.system.devices import CPU
 from hyperfed.training import Precision
 from hyperfed.trees import Tree
 from hyperfed.trees.checkpoints import load_state, save_state
+
+COUNTING = ("evaluate", "finetune")
+"""Steps of every client that reply with counts or nothing."""
 
 
 class Source(Protocol):
@@ -147,9 +151,11 @@ class Site:
         try:
             task = self._with_frozen(request, self.source.task(request.frame, request.names))
             store = Store(self.state, request.run)
-            with store.alone():
+            released = KeptReleases(self.state)
+            _check_distinct(request)
+            with store.alone(), released.alone():
                 store.receive(request.session, request.serial)
-                return self._answer(request, task, store)
+                return self._answer(request, task, store, released)
         except Exception as error:  # concerns all that this message called, and nobody else
             everyone = dict.fromkeys(range(len(request.calls)), error)
             return Response(request.session, request.serial, everyone)
@@ -177,7 +183,9 @@ class Site:
             save_state(path, weights, {})
         return replace(task, models=models)
 
-    def _answer(self, request: Request, task: Task, store: Store) -> Response:
+    def _answer(
+        self, request: Request, task: Task, store: Store, released: KeptReleases
+    ) -> Response:
         engine = best_engine(self._device)(
             task,
             self._client,
@@ -187,6 +195,7 @@ class Site:
             cores_per_client=self._cores,
             precision=self._precision,
             device=self._device,
+            secret=True,
         )
         answers: dict[int, Tree | Exception] = {}
         remembers: set[int] = set()
@@ -199,16 +208,22 @@ class Site:
                     answers[place] = draft.reply
                     remembers |= {place} if draft.memory else set()
                     continue
+                self._check_private(call, task)
                 begin = Answer({}, *_beginning(request, call, name, store, draft))
+                engine.released.setdefault(call.client, released.read(name))
             except Exception as error:
                 answers[place] = error
                 continue
             engine.memories.note(call, begin)
             to_run[place] = call
+        let_out = dict(engine.released)
         try:
             replies = engine.answer(list(to_run.values()))
         finally:
             engine.close()
+        for client, name in request.names.items():
+            if client in let_out and engine.released[client] is not let_out[client]:
+                released.write(name, engine.released[client])  # before it leaves
         for (place, call), reply in zip(to_run.items(), replies, strict=True):
             answers[place] = reply
             memory, scratch = engine.memories.of(call)
@@ -219,7 +234,40 @@ class Site:
         for client, name in request.names.items():
             opened = [(request.session, cohort) for cohort in request.open]
             store.prune(name, _needed(request, client, opened))
-        return Response(request.session, request.serial, answers, frozenset(remembers))
+        spent = {
+            place: released.multipliers(request.names[call.client])
+            for place, call in enumerate(request.calls)
+        }
+        spent = {place: told for place, told in spent.items() if told}
+        return Response(request.session, request.serial, answers, frozenset(remembers), spent)
+
+    def _check_private(self, call: Call, task: Task) -> None:
+        """Finds out whether the answer to a call lets out no more than it may.
+
+        Raises:
+            UserError: the client's answers are to have noise, and this one would have none.
+        """
+        private = getattr(self._config, "mechanism", None) is not None
+        if private and call.client in task.novel_ids and call.step not in COUNTING:
+            _, info = find_step(self._client, call.step)
+            if not info.private:
+                raise UserError(
+                    "a client whose answers are private must be asked for no other, but was asked "
+                    f"to {call.step}; leave it out, or make it no novel one"
+                )
+
+
+def _check_distinct(request: Request) -> None:
+    """Finds out whether each client is called by one number, and once in a cohort.
+
+    What it lets out is counted by name, one call after the other.
+
+    Raises:
+        UserError: it is not.
+    """
+    called = [(call.cohort, call.client) for call in request.calls]
+    if len({*request.names.values()}) < len(request.names) or len({*called}) < len(called):
+        raise UserError("a client must be called by one number, and once in a cohort")
 
 
 def _beginning(

@@ -11,7 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
+from pydantic import (
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    NonNegativeInt,
+    PositiveInt,
+    TypeAdapter,
+    ValidationError,
+)
 from pydantic.dataclasses import dataclass as validated
 
 from hyperfed.data.roster import Frame, Introduction, check_introduction, first_of, plain
@@ -90,12 +98,15 @@ class Response:
         serial: that of the request.
         answers: place of the call in the request -> reply or exception.
         remembers: places of the calls after which their client has a memory.
+        spent: place of the call -> noise multipliers of all that its client has ever let out, where
+            that is anything; they tell nothing of its data.
     """
 
     session: int
     serial: int
     answers: Mapping[int, Tree | Exception]
     remembers: frozenset[int] = frozenset()
+    spent: Mapping[int, Sequence[float]] = field(default_factory=dict)
 
 
 @validated(frozen=True, config=_PLAIN)
@@ -132,6 +143,7 @@ class _Response:
     serial: int
     errors: dict[int, tuple[str, str]]
     remembers: list[int]
+    spent: dict[int, list[Annotated[FiniteFloat, Field(gt=0)]]] = Field(default_factory=dict)
 
 
 _WEIGHTS = "weights"
@@ -222,6 +234,7 @@ def pack_response(response: Response) -> bytes:
         "serial": response.serial,
         "errors": errors,
         "remembers": sorted(response.remembers),
+        "spent": {str(place): list(told) for place, told in response.spent.items()},
     }
     return dumps(replies, meta)
 
@@ -237,7 +250,8 @@ def unpack_response(content: bytes) -> Response:
         raise WireError("a reply must hold one tree for each call; ask for it again")
     answers: dict[int, Tree | Exception] = {int(name): reply for name, reply in tree.items()}
     answers |= {place: _raised(*error) for place, error in found.errors.items()}
-    return Response(found.session, found.serial, answers, frozenset(found.remembers))
+    remembers = frozenset(found.remembers)
+    return Response(found.session, found.serial, answers, remembers, found.spent)
 
 
 def read_introduction(content: bytes) -> Introduction:

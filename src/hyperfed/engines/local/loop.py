@@ -46,9 +46,12 @@ class LoopEngine:
         device: where the data, the clients' models and the server are.
         home: the engine of the task that the method was trained on, where ``task`` is that of a
             newcomer.
+        secret: clients' noise is the operating system's, not the seed's.
+        limits: (epsilon, delta) that hold for all that a client lets out.
 
     Attributes:
         memories: what clients remember, drafts of open cohorts too.
+        released: what each client has let out with noise.
     """
 
     name = "loop"
@@ -66,6 +69,8 @@ class LoopEngine:
         precision: Precision = "float32",
         device: torch.device = CPU,
         home: Engine | None = None,
+        secret: bool = False,
+        limits: Sequence[tuple[float, float]] = (),
     ) -> None:
         self.task, self.device = task.to(device), device
         self.client, self.config, self.seed = client, config, seed
@@ -73,6 +78,8 @@ class LoopEngine:
         self.precision = precision
         self.faults, self.home = faults or Faults(), home
         self.memories = Memories(device)
+        self.released: dict[int, Tree] = {}
+        self._secret, self._limits = secret, limits
         keep_freed_memory()
         if device.type == "cuda":  # the same bits in two runs, and all those of a float32
             torch.backends.cudnn.deterministic = True
@@ -136,6 +143,8 @@ class LoopEngine:
         for call, answer in zip(calls, answers, strict=True):
             if isinstance(answer, Answer):
                 self.memories.note(call, answer)
+                if answer.released:
+                    self.released[call.client] = answer.released
         return [answer.tree if isinstance(answer, Answer) else answer for answer in answers]
 
     def saved(self, *memories: Mapping[int, Tree]) -> None:
@@ -154,10 +163,12 @@ class LoopEngine:
 
     def _run(self, call: Call) -> Answer | Exception:
         memory, scratch = self.memories.of(call)
+        released = self.released.get(call.client, {})
+        payload = tuple(trees.to(tree, self.device) for tree in call.payload)
         try:
             with self._randomness("module", *call.keys), self.arithmetic():
                 return execute(
-                    replace(call, payload=tuple(trees.to(t, self.device) for t in call.payload)),
+                    replace(call, payload=payload, released=released),
                     task=self.task,
                     client=self.client,
                     config=self.config,
@@ -166,6 +177,8 @@ class LoopEngine:
                     networks=self._networks_of_this_thread(),
                     memory=memory,
                     scratch=scratch,
+                    secret=self._secret,
+                    limits=self._limits,
                 )
         except Exception as error:  # whatever a client raises concerns only itself
             return error

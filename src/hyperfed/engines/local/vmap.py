@@ -212,6 +212,7 @@ class VmappedEngine(LoopEngine):
                 batches=(Split(task, rows, labelled=labelled).batch() for rows in batches),
                 generator=generator,
                 labelled=labelled,
+                releases=_ANYONE,  # each answers for itself, and not together
             )
             return {"reply": answer.tree, "memory": answer.memory, "scratch": answer.scratch}
 

@@ -4,7 +4,7 @@ import pickle
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -64,11 +64,13 @@ class Outcome:
         reply: the client's reply, packed, or what it raised.
         wrote_memory: the client wrote to its memory.
         wrote_scratch: the same of its scratch.
+        released: what it has let out with noise.
     """
 
     reply: Tree | Exception
     wrote_memory: bool = False
     wrote_scratch: bool = False
+    released: Tree = field(default_factory=dict)
 
 
 class Worker:
@@ -116,6 +118,7 @@ class Worker:
         for call, memory, scratch in zip(calls, known[::2], known[1::2], strict=True):
             memories.note(call, Answer({}, unpack(memory or {}), unpack(scratch or {})))
         before = [[dict(trees.leaves(tree)) for tree in memories.of(call)] for call in calls]
+        self._engine.released = {call.client: call.released for call in calls}
         replies = self._engine.answer(calls)
         outcomes: list[Outcome] = []
         written: list[Tree | None] = []
@@ -127,7 +130,9 @@ class Worker:
                     pack(tree) if _written(tree, leaves) else None
                     for tree, leaves in zip(memories.of(call), trees_before, strict=True)
                 ]
-                outcomes.append(Outcome(pack(reply), *(tree is not None for tree in after)))
+                wrote = [tree is not None for tree in after]
+                released = self._engine.released[call.client]
+                outcomes.append(Outcome(pack(reply), wrote[0], wrote[1], released))
                 written += after
             except Exception as error:  # whatever a client raises concerns only itself
                 outcomes.append(Outcome(portable(error)))

@@ -121,6 +121,7 @@ class RayEngine:
         self.cores_per_client, self.gpus_per_worker = cores_per_client or 1, gpus_per_worker
         self.precision, self._actors_device = precision, device
         self.waiting: list[Question] = []
+        self.released: dict[int, Tree] = {}
         self._numbers = count()
         self._cohorts: dict[int, _Drafts] = {}
         self._kept: dict[int, _Memory] = {}
@@ -279,6 +280,7 @@ class RayEngine:
         shards: dict[int, list[int]] = {}
         for position, call in enumerate(calls):
             shards.setdefault(call.client % self.workers, []).append(position)
+        calls = [replace(call, released=self.released.get(call.client, {})) for call in calls]
         sent = _packed(calls)
         returns = {
             index: self._send(index, [sent[p] for p in positions])
@@ -314,6 +316,8 @@ class RayEngine:
             if isinstance(outcome.reply, Exception):
                 answers.append(outcome.reply)
                 continue
+            if outcome.released:
+                self.released[call.client] = outcome.released
             before = self._known(call)
             self._cohorts[call.cohort].of[call.client] = _Draft(
                 _Memory(memory) if outcome.wrote_memory else before.memory,

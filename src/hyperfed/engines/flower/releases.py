@@ -1,0 +1,76 @@
+"""What the clients of a site have let out with noise, of all runs, on the site's own disk.
+
+Nothing that a server can say changes it: neither a new run or session, nor a message that names no
+memory, or an old one. What was let out is on the disk before it leaves.
+"""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import quote
+
+from hyperfed.engines.flower.store import make_private
+from hyperfed.system.files import refused, remove_unfinished
+from hyperfed.trees import Tree
+from hyperfed.trees.checkpoints import load_state, save_state
+
+
+class KeptReleases:
+    """One file for each client, ``<state>/released/_<client>.safetensors``.
+
+    Args:
+        state: folder of the site's state; made where it does not exist.
+
+    Raises:
+        UserError: the folder cannot be made.
+    """
+
+    def __init__(self, state: Path) -> None:
+        self._folder = state / "released"
+        try:
+            make_private(self._folder)
+        except OSError as error:
+            raise refused(self._folder, error) from error
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Waits until no other process answers with noise, and keeps others waiting."""
+        with (self._folder / "lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            remove_unfinished(self._folder)
+            yield
+
+    def read(self, client: str) -> Tree:
+        """Returns what a client has let out; {} where that is nothing.
+
+        Raises:
+            UserError: its file is damaged. Nothing may be let out then.
+        """
+        path = self._path(client)
+        return load_state(path)[0] if path.exists() else {}
+
+    def multipliers(self, client: str) -> list[float]:
+        """Returns the noise multipliers of all that a client has let out."""
+        released = self.read(client)
+        return list(map(float, released["multipliers"])) if released else []
+
+    def write(self, client: str, released: Tree) -> None:
+        """Keeps what a client has let out, whatever becomes of the machine from here on.
+
+        Raises:
+            UserError: the disk refuses. What was to be let out must not leave then.
+        """
+        path = self._path(client)
+        save_state(path, released, {"client": client})
+        folder = os.open(self._folder, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # the file's name, beside its content
+        except OSError as error:
+            raise refused(path, error) from error
+        finally:
+            os.close(folder)
+
+    def _path(self, client: str) -> Path:
+        return self._folder / f"_{quote(client, safe='')}.safetensors"

@@ -1,0 +1,272 @@
+"""Differential privacy of what a client sends: sensitivity, Gaussian noise, accounting.
+
+A mechanism is (epsilon, delta)-private if for any two data sets that differ in one sample, and any
+set of outputs, the probabilities p and q of that set obey p <= exp(epsilon) q + delta. Here two
+data sets differ by **replacing** one sample: how many there are, n, is no secret.
+
+The noise is only as secret as what draws it. A simulation draws it from the run's seed, so that it
+can be repeated; that shows what privacy costs, and protects nobody from someone who knows the seed.
+A site draws it from its operating system's generator. The low bits of floating-point samples are
+protected by neither (Mironov, CCS 2012).
+"""
+
+import math
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hyperfed.errors import UserError, check_positive
+from hyperfed.trees import Tree
+
+Calibration = Literal["analytic", "classical"]
+"""How much noise: exactly enough, or the textbook's formula, which IT-PFL-HN's paper uses."""
+
+ROUNDING = 1e-9
+"""Relative excess over a budget that is put down to rounding: epsilon is found by root search."""
+
+
+def sensitivity(bound: float, lipschitz: float, samples: int) -> float:
+    """Returns how far replacing one sample moves g(D) = psi(1/n sum_x phi(x)), in Euclidean norm.
+
+    2 L B / n (IT-PFL-HN, lemma 7.1 as appendix D proves it; the lemma's statement lacks the 2).
+
+    Args:
+        bound: B, the largest norm of phi.
+        lipschitz: L, the Lipschitz constant of the linear map psi.
+        samples: n.
+    """
+    check_positive(bound=bound, lipschitz=lipschitz, samples=samples)
+    return 2 * lipschitz * bound / samples
+
+
+@cache
+def analytic_multiplier(epsilon: float, delta: float) -> float:
+    """Returns the smallest sigma / sensitivity of Gaussian noise that is (epsilon, delta)-private.
+
+    Balle and Wang (ICML 2018, theorem 8), valid for every epsilon > 0.
+
+    Raises:
+        UserError: epsilon is not positive, or delta not between 0 and 1.
+    """
+    import dp_accounting  # takes seconds to import
+
+    _check_budget(epsilon, delta)
+    return float(dp_accounting.get_sigma_gaussian(epsilon, delta))
+
+
+def classical_multiplier(epsilon: float, delta: float) -> float:
+    """Returns sqrt(2 ln(1.25 / delta)) / epsilon, the textbook's sigma / sensitivity.
+
+    Dwork and Roth (2014, theorem A.1); IT-PFL-HN, section 7. Its proof needs epsilon < 1; beyond,
+    the noise can be too little for what it claims (Balle and Wang, section 2.2).
+
+    Raises:
+        UserError: epsilon is not between 0 and 1, or delta not between 0 and 1.
+    """
+    _check_budget(epsilon, delta)
+    if epsilon >= 1:
+        raise UserError(
+            f"the classical calibration holds for epsilon below 1 only, came {epsilon}: beyond, "
+            "its noise can be too little; use the calibration 'analytic'"
+        )
+    return math.sqrt(2 * math.log(1.25 / delta)) / epsilon
+
+
+@dataclass(frozen=True)
+class GaussianMechanism:
+    """Gaussian noise in proportion to a sensitivity.
+
+    Attributes:
+        epsilon: of one query.
+        delta: of one query.
+        calibration: what sets the amount of noise.
+
+    Raises:
+        UserError: the calibration does not hold for these numbers.
+    """
+
+    epsilon: float
+    delta: float
+    calibration: Calibration = "analytic"
+
+    def __post_init__(self) -> None:
+        self.multiplier  # noqa: B018  so that wrong numbers are refused at once
+
+    @property
+    def multiplier(self) -> float:
+        """The noise's standard deviation over the sensitivity."""
+        if self.calibration == "classical":
+            return classical_multiplier(self.epsilon, self.delta)
+        return analytic_multiplier(self.epsilon, self.delta)
+
+    def sigma(self, sensitivity: float) -> float:
+        """Returns the noise's standard deviation for a query of some sensitivity."""
+        return self.multiplier * sensitivity
+
+
+Noise: TypeAlias = Callable[[Tensor], Tensor]
+"""Draws independent N(0, 1) numbers of the shape, dtype and device of a tensor."""
+
+
+def seeded_noise(generator: torch.Generator) -> Noise:
+    """Returns noise that whoever knows the generator's seed can draw too: for simulations."""
+
+    def draw(like: Tensor) -> Tensor:
+        noise = torch.randn(like.shape, generator=generator, dtype=like.dtype)
+        return noise.to(like.device)
+
+    return draw
+
+
+def secret_noise(like: Tensor) -> Tensor:
+    """Draws noise from the operating system's generator, which no seed tells.
+
+    Each number is the normal distribution's quantile of 53 random bits, in the middle of their
+    interval of [0, 1], so that the largest is 8.2.
+    """
+    bits = np.frombuffer(os.urandom(8 * like.numel()), dtype=np.uint64) >> np.uint64(11)
+    quantile = (torch.from_numpy(bits.astype(np.float64)) + 0.5) * 2.0**-53
+    noise: Tensor = torch.special.ndtri(quantile).view(like.shape)
+    return noise.to(dtype=like.dtype, device=like.device)
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What a client has spent of its privacy by Gaussian queries, and what it will spend at most.
+
+    Queries may differ and may depend on earlier answers. Gaussian noise with multipliers z_1 .. z_k
+    tells exactly as much as one query with multiplier (sum z_i^-2)^(-1/2) (Dong, Roth and Su, 2022,
+    corollary 3.3), so that the composition is exact.
+
+    Attributes:
+        epsilon: the budget.
+        delta: the delta at which epsilon is spent.
+        multipliers: sigma / sensitivity of each query so far.
+    """
+
+    epsilon: float
+    delta: float
+    multipliers: tuple[float, ...] = ()
+
+    @property
+    def spent(self) -> float:
+        """The epsilon, at ``delta``, of all queries together."""
+        import dp_accounting
+
+        if not self.multipliers:
+            return 0.0
+        precision = math.fsum(multiplier**-2 for multiplier in self.multipliers)
+        return float(dp_accounting.get_epsilon_gaussian(precision**-0.5, self.delta))
+
+    def after(self, multiplier: float) -> "Ledger":
+        """Returns the ledger after one more query.
+
+        Raises:
+            UserError: the query would exceed the budget. Nothing may be sent then.
+        """
+        check_positive(multiplier=multiplier)
+        ledger = Ledger(self.epsilon, self.delta, (*self.multipliers, multiplier))
+        if ledger.spent > self.epsilon * (1 + ROUNDING):
+            raise UserError(
+                f"all queries to a client must stay within epsilon {self.epsilon:g} at delta "
+                f"{self.delta:g}, but after {len(self.multipliers)} of them this one would bring "
+                f"it to {ledger.spent:.4g}; ask what was asked before, which costs nothing, "
+                "add more noise (a smaller epsilon for each query) or raise the budget"
+            )
+        return ledger
+
+    def state(self) -> Tree:
+        """Returns {"multipliers": (k,) float64}, what a checkpoint or a site's disk keeps."""
+        return {"multipliers": torch.tensor(self.multipliers, dtype=torch.float64)}
+
+    def load(self, state: Tree) -> "Ledger":
+        """Returns a ledger of this budget with the queries of a :meth:`state`, none of {}."""
+        told = tuple(state["multipliers"].tolist()) if state else ()
+        return Ledger(self.epsilon, self.delta, told)
+
+
+class Releases:
+    """What one client has let out: every answer is noted and kept, and a repeated one is free.
+
+    It outlives all that a server can forget or ask anew: no round that is taken back, no client
+    that starts without memory and no earlier version of one gives a budget back.
+
+    Args:
+        kept: as of the client's last answer, {} before its first.
+        question: names what is asked, by a standard deviation: two that are named alike are
+            answered alike.
+        noise: of the question that is named.
+        limits: (epsilon, delta) that hold for all answers beside the settings' budget.
+
+    Attributes:
+        kept: {"multipliers": (k,) of a :class:`Ledger`, "answers": {question: answer}}, {} where
+            nothing was let out.
+    """
+
+    def __init__(
+        self,
+        kept: Tree,
+        question: Callable[[float], str],
+        noise: Callable[[str], Noise],
+        limits: Sequence[tuple[float, float]] = (),
+    ) -> None:
+        self.kept = kept
+        self._question, self._noise, self._limits = question, noise, limits
+
+    def release(
+        self, value: Tensor, sensitivity: float, mechanism: GaussianMechanism, budget: float
+    ) -> Tensor:
+        """Returns ``value`` with noise, or what it was with noise when the same was asked before.
+
+        Args:
+            value: what was computed from the client's data.
+            sensitivity: how far replacing one sample moves it, in Euclidean norm.
+            mechanism: of the noise.
+            budget: epsilon that all answers may cost, at the mechanism's delta.
+
+        Raises:
+            UserError: the budget, or a limit, would be exceeded.
+        """
+        sigma = mechanism.sigma(sensitivity)
+        question = self._question(sigma)
+        answers: Tree = self.kept.get("answers", {})
+        if question in answers:
+            before: Tensor = answers[question]
+            return before.to(value.device)
+        for epsilon, delta in ((budget, mechanism.delta), *self._limits):
+            ledger = Ledger(epsilon, delta).load(self.kept).after(mechanism.multiplier)
+        answer = value + sigma * self._noise(question)(value)
+        self.kept = ledger.state() | {"answers": answers | {question: answer.detach().cpu()}}
+        return answer
+
+
+def spent(kept: Iterable[Tree], delta: float) -> dict[str, Any]:
+    """Returns what records say of what clients have let out, plain data.
+
+    Args:
+        kept: what each client has, as of :class:`Releases`.
+        delta: at which epsilon is spent.
+
+    Returns:
+        {"epsilon_spent": of the client that spent most, "answers": of that client, repeated ones
+        not counted, "answered": how many clients did answer}.
+    """
+    ledgers = [Ledger(math.inf, delta).load(each) for each in kept if each]
+    most = max(ledgers, key=lambda ledger: ledger.spent, default=Ledger(math.inf, delta))
+    told = {"epsilon_spent": most.spent, "answers": len(most.multipliers)}
+    return told | {"answered": len(ledgers)}
+
+
+def _check_budget(epsilon: float, delta: float) -> None:
+    """Raises ``UserError`` unless epsilon > 0 (and finite) and 0 < delta < 1."""
+    check_positive(epsilon=epsilon)
+    if not 0 < delta < 1:
+        raise UserError(
+            f"delta must be between 0 and 1, came {delta}; choose one well below 1 / samples"
+        )
