@@ -175,6 +175,8 @@ def test_the_architecture_tells_where_what_is_and_leaves_out_no_room() -> None:
 def test_the_readme_lists_every_method_as_its_docstring_says() -> None:
     text = readme.README.read_text(encoding="utf-8")
     assert readme.written(text) == text, "run make readme"
+    few = readme.FEW_LABELS.read_text(encoding="utf-8")
+    assert readme.written(few, readme.OF_FEW_LABELS) == few, "run make readme"
     section = text.partition("\n## Methods\n")[2].partition("\n## ")[0]
     assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == list(METHODS)
 

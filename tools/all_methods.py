@@ -1,8 +1,9 @@
 """What stands behind the comparison of all methods: the choice of rates, and the records.
 
-    python tools/all_methods.py few grid       # every method's rates, on one grid
-    python tools/all_methods.py few record     # three divisions of the data into results/all/few
-    python tools/all_methods.py many grid && python tools/all_methods.py many record
+    python tools/all_methods.py few_labels grid      # every method's rates, on one grid
+    python tools/all_methods.py few_labels record    # three divisions into results/few_labels
+    python tools/all_methods.py many_labels grid
+    python tools/all_methods.py many_labels record
 
 What is done already is skipped, so a stopped command goes on where it was. ``--methods`` takes some
 of them only: several processes share the work.
@@ -64,10 +65,10 @@ class Federation:
 
 IMAGES = {"name": "fashion_mnist", "model": "mlp", "hidden": 50, "partition": "dirichlet_equal"}
 FEDERATIONS = {
-    "few": Federation(
+    "few_labels": Federation(
         IMAGES | {"clients": 120, "novel": 1 / 6, "alpha": 0.3, "examples_per_client": 20}, 20, 10
     ),
-    "many": Federation(
+    "many_labels": Federation(
         IMAGES | {"clients": 24, "novel": 1 / 6, "alpha": 0.1, "examples_per_client": 1000}, 10, 20
     ),
 }
@@ -184,7 +185,7 @@ if __name__ == "__main__":
     parser.add_argument("federation", choices=list(FEDERATIONS))
     parser.add_argument("what", choices=["grid", "record"])
     parser.add_argument("--methods", nargs="+", default=NAMES, choices=NAMES)
-    parser.add_argument("--results", type=Path, default=ROOT / "results" / "all")
+    parser.add_argument("--results", type=Path, default=ROOT / "results")
     asked = parser.parse_args()
     torch.set_num_threads(1)  # so small a network is not worth sharing among cores
     results = asked.results / asked.federation

@@ -1,8 +1,9 @@
-"""Writes the tables of README.md: of methods, from their docstrings, and of the first run.
+"""Writes the tables of README.md and of docs/howto/few_labels.md.
 
     make readme
 
-The first run's is the mean of the records in ``results/first_run``, of all their seeds.
+That of methods is of their docstrings; the others are means of records in ``results``, of all their
+seeds.
 
 A docstring begins with ``Name (authors, venue year): what it is in a line.`` Several papers are
 parted by semicolons. Where a paper can be read, the next paragraph begins with ``Paper:`` and gives
@@ -11,7 +12,8 @@ a link for each. ``hyperfed list methods`` shows the same line.
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean
@@ -19,9 +21,10 @@ from statistics import fmean
 from hyperfed.methods import METHODS
 
 README = Path(__file__).parents[1] / "README.md"
+FEW_LABELS = README.parent / "docs" / "howto" / "few_labels.md"
 BEGIN, END = "<!-- {}: written by make readme -->\n", "<!-- {}: end -->\n"
 ACCURACIES = ("test_accuracy", "novel_accuracy")
-FIRST_RUN = README.parent / "results" / "first_run"
+RESULTS = README.parent / "results"
 FIRST_LINE = re.compile(
     r"(?P<name>[^:(]+?)(?: \((?P<papers>[^)]+ \d{4}(?:; [^)]+ \d{4})*)\))?: (?P<about>.+)\."
 )
@@ -58,16 +61,28 @@ def table() -> str:
     return "\n".join(["| method | paper | in a line |", "|---|---|---|", *map(row, METHODS)]) + "\n"
 
 
-def first_run_table() -> str:
-    """Returns mean and range over seeds of what ``make run`` shows of the first seed."""
+def table_of_records(folder: str, *, best_first: bool = False) -> str:
+    """Returns mean and range over seeds of what records reached, ``results/FOLDER/METHOD/seedN``.
+
+    Args:
+        folder: of ``results``.
+        best_first: in the order of the clients that trained, not as methods are listed.
+    """
+    found: dict[str, list[dict[str, float]]] = {}
+    for method in (RESULTS / folder).iterdir():
+        files = sorted(method.glob("seed*/summary.json"))
+        if files:
+            found[method.name] = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    listed = list(METHODS)
+    order = sorted(found, key=lambda name: listed.index(name.removesuffix(FINETUNED)))
+    if best_first:
+        order.sort(key=lambda name: -fmean(s[ACCURACIES[0]] for s in found[name]))
     lines = ["| method | clients that trained | clients that joined afterwards |", "|---|---|---|"]
-    for method in METHODS:
-        files = sorted((FIRST_RUN / method).glob("seed*/summary.json"))
-        if not files:
-            continue
-        summaries = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-        cells = [_mean_and_range([s[key] for s in summaries]) for key in ACCURACIES]
-        lines.append(" | ".join([f"| `{method}`", *cells]) + " |")
+    for name in order:
+        cells = [_mean_and_range([s[key] for s in found[name]]) for key in ACCURACIES]
+        called = name.removesuffix(FINETUNED)
+        tuned = ", fine-tuned" if called != name else ""
+        lines.append(" | ".join([f"| `{called}`{tuned}", *cells]) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -76,25 +91,38 @@ def _mean_and_range(values: Sequence[float]) -> str:
     return f"{mean} % ({low} to {high})"
 
 
-SECTIONS = {"first run": first_run_table, "methods": table}
-"""Name -> what makes what stands there."""
+FINETUNED = "_finetuned"
+"""Ends the folder of a method whose clients train on when they are served."""
+
+SECTIONS: Mapping[str, Callable[[], str]] = {
+    "first run": partial(table_of_records, "first_run"),
+    "methods": table,
+}
+"""Name -> what makes what stands there in README.md."""
+
+OF_FEW_LABELS: Mapping[str, Callable[[], str]] = {
+    name: partial(table_of_records, name.replace(" ", "_"), best_first=True)
+    for name in ("few labels", "many labels")
+}
 
 
-def written(text: str) -> str:
-    """Returns the text of README.md with the tables as they should be.
+def written(text: str, sections: Mapping[str, Callable[[], str]] = SECTIONS) -> str:
+    """Returns the text of a document with the tables as they should be.
 
     Raises:
         ValueError: a docstring begins otherwise, or the text has no place for a table.
     """
-    for name, made in SECTIONS.items():
+    for name, made in sections.items():
         begin, end = BEGIN.format(name), END.format(name)
         before, found, rest = text.partition(begin)
         _, last, after = rest.partition(end)
         if not (found and last):
-            raise ValueError(f"README.md must have the lines {begin!r} and {end!r}")
+            raise ValueError(f"the text must have the lines {begin!r} and {end!r}")
         text = before + begin + made() + end + after
     return text
 
 
 if __name__ == "__main__":
-    README.write_text(written(README.read_text(encoding="utf-8")), encoding="utf-8")
+    for document, tables in ((README, SECTIONS), (FEW_LABELS, OF_FEW_LABELS)):
+        text = written(document.read_text(encoding="utf-8"), tables)
+        document.write_text(text, encoding="utf-8")
