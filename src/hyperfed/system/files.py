@@ -63,6 +63,23 @@ def atomic_folder(path: Path, write: Callable[[Path], object]) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def append(path: Path, content: bytes) -> None:
+    """Adds to the end of a file that nobody but its owner may read, and has the disk keep it.
+
+    Raises:
+        UserError: the disk is full, read-only or otherwise refuses.
+    """
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            os.write(file, content)
+            os.fsync(file)
+        finally:
+            os.close(file)
+    except OSError as error:
+        raise refused(path, error) from error
+
+
 def remove_unfinished(folder: Path) -> None:
     """Removes what a killed process was about to put in place, in a folder nobody else writes to.
 

@@ -151,6 +151,17 @@ def test_two_rounds_equal_the_loop_engine(method: str, reused: type[Reused]) -> 
         torch.testing.assert_close(*counts, rtol=0, atol=1e-12)
 
 
+def test_what_was_let_out_with_noise_is_the_engines_to_remember(reused: type[Reused]) -> None:
+    """The actors remember nothing, and the cohorts here are never committed."""
+    loop, ray = both("itpfl", reused, {"epsilon": 0.3, "embedding_size": 3}, novel=1)
+    for each in (loop, ray):
+        for _ in range(2):
+            each.server.personalize(each.engine.cohort([3], 9, training=False, fresh=True))
+        with pytest.raises(UserError, match="after 1 of them"):
+            each.server.personalize(each.engine.cohort([3], 8, training=False, fresh=True))
+    torch.testing.assert_close(ray.engine.released[3], loop.engine.released[3], rtol=0, atol=1e-12)
+
+
 def test_a_delayed_gradient_equals_the_loop_engine(reused: type[Reused]) -> None:
     loop, ray = both("pefll", reused, {"delayed_gradient": True}, net=Normed)
     cohorts: list[list[Any]] = [[], []]

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import ConfigDict, Field, PositiveInt, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from hyperfed.apps.flower import policies
 from hyperfed.data import site as sitedata
 from hyperfed.data import tasks
 from hyperfed.data.roster import Introduction, Roster, enrol
@@ -71,6 +72,8 @@ class NodeConfig:
         workers: clients computed at once.
         cores_per_client: intra-op threads of each.
         device: where the site computes: ``cpu``, ``cuda`` or ``cuda:N``.
+        policy: file that says what a server may do here (:mod:`hyperfed.apps.flower.policies`);
+            the strict default where empty.
     """
 
     state: Annotated[str, Field(min_length=1)]
@@ -82,6 +85,7 @@ class NodeConfig:
     workers: PositiveInt | None = None
     cores_per_client: PositiveInt | None = None
     device: str = "cpu"
+    policy: str = ""
 
 
 def run_settings(run_config: Mapping[str, Any]) -> RunConfig:
@@ -152,6 +156,8 @@ def site_of(run_config: Mapping[str, Any], node_config: Mapping[str, Any]) -> Si
         cores_per_client=node.cores_per_client,
         precision=config.precision,
         device=find_device(node.device),
+        method=config.method,
+        policy=policies.read(Path(node.policy) if node.policy else None),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
+from hyperfed.apps.flower import policies
 from hyperfed.apps.printing import Json, print_json, print_table, say, table
 from hyperfed.data.roster import Roster
 from hyperfed.data.site import read as read_site
@@ -44,7 +45,12 @@ def node(
     ] = None,
     key: Annotated[Path | None, Option(help="The private key that this node is known by.")] = None,
     insecure: Annotated[bool, Option("--insecure", help="Without encryption: a trial.")] = False,
-    check: Annotated[bool, Option("--check", help="Check the data and do no more.")] = False,
+    policy: Annotated[
+        Path | None, Option(help="What a server may do here; strict where not given.")
+    ] = None,
+    check: Annotated[
+        bool, Option("--check", help="Check the data, say what a server could learn, do no more.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Be a site: check its data and, with --superlink, serve its clients from this machine.
@@ -56,6 +62,7 @@ def node(
     if data is None and (check or not clients):
         raise UserError("a site must have data to check; give --data")
     found = None if data is None else read_site(data)
+    allowed = policies.read(policy)
     start: dict[str, str] = {}
     if not check:
         if state is None:
@@ -71,6 +78,7 @@ def node(
             "workers": workers,
             "cores_per_client": cores_per_client,
             "device": device,
+            "policy": "" if policy is None else str(policy.resolve()),
         }
         if superlink:
             _serve(given, superlink, root_certificates, key, insecure=insecure)
@@ -83,13 +91,17 @@ def node(
     }
     if as_json:
         classes = found.classes if found else None
-        print_json({"clients": counts, "classes": classes, "start": None, **start})
+        learns = policies.explain(allowed, found)
+        said = {"clients": counts, "classes": classes, "learns": learns}
+        print_json({**said, "start": None, **start})
         return
     if counts:
         shown = table("client", *parts)
         for name, of in counts.items():
             shown.add_row(name, *(str(of[part]) for part in parts))
         print_table(shown)
+    if check:
+        print("\n".join(policies.explain(allowed, found)))
     for line in start.values():
         print(line)
 

@@ -16,19 +16,18 @@ from hyperfed.data.examples import Normalize, fingerprint_of_frozen
 from hyperfed.data.roster import Frame, Introduction, Member
 from hyperfed.engines.calls import Answer, Call, find_step
 from hyperfed.engines.flower import wire
+from hyperfed.engines.flower.diary import Diary
+from hyperfed.engines.flower.policy import COUNTING, Policy, RefusedError, guarded, is_evaluation
 from hyperfed.engines.flower.releases import KeptReleases
 from hyperfed.engines.flower.store import Draft, Store, make_private
 from hyperfed.engines.flower.wire import Request, Response, Version
 from hyperfed.engines.local.vmap import best_engine
-from hyperfed.errors import UserError
+from hyperfed.errors import UserError, one_line
 from hyperfed.federation import Client, Task
 from hyperfed.system.devices import CPU
 from hyperfed.training import Precision
 from hyperfed.trees import Tree
 from hyperfed.trees.checkpoints import load_state, save_state
-
-COUNTING = ("evaluate", "finetune")
-"""Steps of every client that reply with counts or nothing."""
 
 
 class Source(Protocol):
@@ -117,6 +116,8 @@ class Site:
         cores_per_client: threads of one client's arithmetic.
         precision: of that.
         device: where the site computes.
+        method: name of the method.
+        policy: what the site lets a server do; None for all, as in a trial.
     """
 
     def __init__(
@@ -131,9 +132,13 @@ class Site:
         cores_per_client: int | None = None,
         precision: Precision = "float32",
         device: torch.device = CPU,
+        method: str = "",
+        policy: Policy | None = None,
     ) -> None:
         self.source, self.state = source, state
-        self._client, self._config, self._seed = client, config, seed
+        self._method, self._policy = method, policy
+        self._client = client if policy is None else guarded(client)
+        self._config, self._seed = config, seed
         self._workers, self._cores = workers, cores_per_client
         self._precision, self._device = precision, device
 
@@ -143,6 +148,8 @@ class Site:
         Raises:
             UserError: it is no request.
         """
+        if self._policy is not None:
+            self._policy.check_message(content)
         request = wire.unpack_request(content)
         return wire.pack_response(self.answer(request))
 
@@ -155,10 +162,42 @@ class Site:
             _check_distinct(request)
             with store.alone(), released.alone():
                 store.receive(request.session, request.serial)
+                if self._policy is not None:
+                    self._policy.check_run(self._method, self._config)
                 return self._answer(request, task, store, released)
         except Exception as error:  # concerns all that this message called, and nobody else
             everyone = dict.fromkeys(range(len(request.calls)), error)
+            self._note(request, everyone, {})
             return Response(request.session, request.serial, everyone)
+
+    def _note(
+        self,
+        request: Request,
+        answers: Mapping[int, Tree | Exception],
+        behind: Mapping[int, int],
+    ) -> None:
+        """Writes into the audit log what is about to be answered."""
+        if self._policy is None:
+            return
+        make_private(self.state)
+        diary = Diary(self.state, self._policy)
+        for place, call in enumerate(request.calls):
+            answer, decision = answers[place], "answered"
+            if isinstance(answer, Exception):
+                kind = "refused" if isinstance(answer, RefusedError) else type(answer).__name__
+                decision = one_line(f"{kind}: {answer}")
+            diary.note(
+                run=request.run,
+                session=request.session,
+                message=request.serial,
+                round=call.round,
+                client=one_line(request.names[call.client]),
+                step=one_line(call.step),
+                bytes_in=sum(trees.count_bytes(tree) for tree in call.payload),
+                bytes_out=0 if isinstance(answer, Exception) else trees.count_bytes(answer),
+                examples=behind.get(place, 0),
+                decision=decision,
+            )
 
     def _with_frozen(self, request: Request, task: Task) -> Task:
         """Returns the task with what is frozen in the run's targets.
@@ -196,9 +235,11 @@ class Site:
             precision=self._precision,
             device=self._device,
             secret=True,
+            limits=() if self._policy is None else self._policy.limits,
         )
         answers: dict[int, Tree | Exception] = {}
         remembers: set[int] = set()
+        behind: dict[int, int] = {}
         to_run: dict[int, Call] = {}
         for place, call in enumerate(request.calls):
             name, version = request.names[call.client], (request.session, call.cohort)
@@ -209,6 +250,7 @@ class Site:
                     remembers |= {place} if draft.memory else set()
                     continue
                 self._check_private(call, task)
+                behind[place] = self._allowed(call, name, task)
                 begin = Answer({}, *_beginning(request, call, name, store, draft))
                 engine.released.setdefault(call.client, released.read(name))
             except Exception as error:
@@ -234,12 +276,26 @@ class Site:
         for client, name in request.names.items():
             opened = [(request.session, cohort) for cohort in request.open]
             store.prune(name, _needed(request, client, opened))
+        self._note(request, answers, behind)
         spent = {
             place: released.multipliers(request.names[call.client])
             for place, call in enumerate(request.calls)
         }
         spent = {place: told for place, told in spent.items() if told}
         return Response(request.session, request.serial, answers, frozenset(remembers), spent)
+
+    def _allowed(self, call: Call, name: str, task: Task) -> int:
+        """Returns the number of examples behind the reply to a call that the policy allows.
+
+        Raises:
+            RefusedError: it does not.
+        """
+        if self._policy is None:
+            return 0
+        found = self._policy.check_call(call, self._client, self._config, task, self._seed)
+        if is_evaluation(call, self._client):
+            Diary(self.state, self._policy).evaluate(name)
+        return found
 
     def _check_private(self, call: Call, task: Task) -> None:
         """Finds out whether the answer to a call lets out no more than it may.

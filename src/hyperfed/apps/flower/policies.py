@@ -1,0 +1,99 @@
+"""A site's policy as a file, and what a server can learn under it in plain words.
+
+``hyperfed node --policy FILE.toml`` takes a TOML file with any of the keys of
+:class:`hyperfed.engines.flower.policy.Policy`; what it does not name stays strict::
+
+    methods = ["fedavg", "pefll"]
+    smallest_reply = 50
+    evaluations_per_day = 20
+
+    [settings]                 # of the method: least and most
+    local_steps = [10, 1000]
+"""
+
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from hyperfed.data.roster import first_of
+from hyperfed.data.site import SiteData
+from hyperfed.engines.flower.policy import Policy
+from hyperfed.errors import UserError
+from hyperfed.methods import METHODS
+
+BY_CLASS = ("fedpac", "fedproto")
+"""Methods that reply by class: of a class with one example, what they say is of that example."""
+
+_POLICY = TypeAdapter(Policy)
+
+
+def read(path: Path | None) -> Policy:
+    """Returns the policy in a file, and the strict one where there is none.
+
+    Raises:
+        UserError: it cannot be read, or is wrong.
+    """
+    strict = Policy(methods=tuple(sorted(METHODS.keys() - set(BY_CLASS))))
+    if path is None:
+        return strict
+    try:
+        table = tomllib.loads(path.expanduser().read_text())
+        # Lists of TOML become tuples as those of JSON do, and nothing else is converted.
+        policy: Policy = _POLICY.validate_json(_POLICY_JSON.dump_json(table), strict=True)
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"--policy must be a TOML file, but {path} is not ({error})") from error
+    except ValidationError as error:
+        raise UserError(f"{path} must be a policy, but {first_of(error)}") from error
+    if unknown := set(policy.methods or ()) - METHODS.keys():
+        raise UserError(f"{path} must name methods of hyperfed, but names {min(unknown)}")
+    if policy.methods is None:
+        return replace(policy, methods=strict.methods)
+    return policy
+
+
+_POLICY_JSON = TypeAdapter(dict[str, object])
+
+
+def explain(policy: Policy, data: SiteData | None) -> list[str]:
+    """Returns what a server could learn at a site, a sentence each.
+
+    Args:
+        policy: of the site.
+        data: of the site, to say which clients are too small for it.
+    """
+    said = [
+        "What a server could learn here, whatever program it runs:",
+        "- of each client: its name, how many examples it has to train, validate and test, and "
+        "whether it joins after training; of all together: the shape of an example, the number of "
+        "classes, mean and deviation of the colours, a hash of the data",
+        f"- what {', '.join(policy.methods or ('any method',))} reply, in the clear: models, "
+        "changes of models or their gradients, each of at least "
+        f"{policy.smallest_reply} different examples in batches of at least "
+        f"{policy.smallest_batch}. From a gradient of few examples, some can be reconstructed; "
+        "that gets harder with more of them, never impossible",
+        f"- counts of right answers and sums of losses on validation and test data, of at least "
+        f"{policy.smallest_evaluation} examples, at most {policy.evaluations_per_day} times a day "
+        "for each client. Of a model that says the same of all examples nothing is counted; from "
+        "one that was made for it, how many examples have which label can still be estimated",
+        f"- of a novel client in a private run: answers with noise of this machine's own, for "
+        f"epsilon {policy.epsilon:g} at delta {policy.delta:g} in all runs together, and then none",
+        f"Never run: {', '.join(policy.refused_steps) or 'nothing'}. Every message is noted in "
+        "audit.jsonl in the state folder.",
+    ]
+    if by_class := sorted({*BY_CLASS} & {*(policy.methods or METHODS)}):
+        said.append(
+            f"- {' and '.join(by_class)} reply with the mean features of each class: of a class "
+            "with one example, those of that example"
+        )
+    for bound, (least, most) in policy.settings.items():
+        said.append(f"Runs with {bound} below {least:g} or above {most:g} are refused.")
+    if data is not None:
+        small = [c for c, (train, _, _) in data.rows.items() if len(train) < policy.smallest_reply]
+        if small:
+            said.append(
+                f"Too small to reply: {', '.join(small[:5])}{' ...' if len(small) > 5 else ''} "
+                f"({len(small)} of {len(data.rows)} clients)."
+            )
+    return said

@@ -1,0 +1,167 @@
+"""What a site lets a server do, by its own words and its own state, never by what a message says.
+
+A run's settings, methods' steps and all that they are given come from a server. A policy is the
+site's: it is read from the site's disk, and a call that it does not allow is not run.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import torch
+from pydantic import ConfigDict, Field, FiniteFloat, NonNegativeInt, PositiveInt
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from hyperfed.engines.calls import Call, draw, find_step
+from hyperfed.errors import UserError
+from hyperfed.federation import Client, Task, step
+from hyperfed.trees import Tree
+
+COUNTING = ("evaluate", "finetune")
+"""Steps of every client that reply with counts or with nothing."""
+
+READS_NOTHING = 1e-3
+"""How far a probability must vary over a client's examples, or the model does not read them."""
+
+
+class RefusedError(UserError):
+    """The site's policy does not allow what was asked."""
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
+class Policy:
+    """What a site lets a server do. The defaults are strict; a file changes what it names.
+
+    Attributes:
+        methods: the methods that it runs; None for any.
+        refused_steps: steps that are never run, of any method. ``export`` hands out the personal
+            model of a client, which at a site is nobody else's business.
+        settings: bounds of the method's settings, {name: (least, most)}.
+        smallest_batch: examples of a batch that is trained on.
+        smallest_reply: different training examples behind a reply that depends on any.
+        smallest_evaluation: examples behind counts, of each split that a client has.
+        evaluations_per_day: evaluations of a client, by all runs together, in a day (UTC).
+        largest_message: bytes that a server may send at once.
+        epsilon: what all answers with noise may cost a client, in all runs together.
+        delta: at which that is spent.
+        largest_log: bytes of the audit log, beyond which a new file is begun.
+    """
+
+    methods: tuple[str, ...] | None = None
+    refused_steps: tuple[str, ...] = ("export",)
+    settings: Mapping[str, tuple[FiniteFloat, FiniteFloat]] = Field(default_factory=dict)
+    smallest_batch: PositiveInt = 8
+    smallest_reply: PositiveInt = 11
+    smallest_evaluation: PositiveInt = 5
+    evaluations_per_day: NonNegativeInt = 100
+    largest_message: PositiveInt = 1 << 30
+    epsilon: Annotated[FiniteFloat, Field(gt=0)] = 1.0
+    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-3
+    largest_log: PositiveInt = 10 << 20
+
+    @property
+    def limits(self) -> Sequence[tuple[float, float]]:
+        """What holds for all that a client lets out with noise."""
+        return [(self.epsilon, self.delta)]
+
+    def check_message(self, content: bytes) -> None:
+        """Raises ``RefusedError`` for a message that is too large."""
+        if len(content) > self.largest_message:
+            raise RefusedError(
+                f"a message must have {self.largest_message} bytes at most, has {len(content)}"
+            )
+
+    def check_run(self, method: str, config: Any) -> None:
+        """Raises ``RefusedError`` for a method, or for settings of it, that are not allowed."""
+        if self.methods is not None and method not in self.methods:
+            raise RefusedError(f"the method must be one that the site runs, came {method}")
+        for name, (least, most) in self.settings.items():
+            value = getattr(config, name, None)
+            if isinstance(value, int | float) and not least <= value <= most:
+                raise RefusedError(f"{name} must be {least:g} to {most:g} here, came {value:g}")
+
+    def check_call(
+        self, call: Call, client: type[Client], config: Any, task: Task, seed: int
+    ) -> int:
+        """Finds out whether a call is allowed, but for how often.
+
+        Args:
+            call: what is asked.
+            client: the method's Client.
+            config: the method's settings.
+            task: with the client's data.
+            seed: of the run.
+
+        Returns:
+            the number of examples behind the reply.
+
+        Raises:
+            RefusedError: it is not.
+        """
+        _, info = find_step(client, call.step)
+        if call.step in self.refused_steps:
+            raise RefusedError(f"the step {call.step} is not run here")
+        if info.private and config.mechanism is None and call.client in task.novel_ids:
+            raise RefusedError(f"a novel client must answer {call.step} with noise; set epsilon")
+        if is_evaluation(call, client):
+            held_out = [len(task.val[call.client]), len(task.test[call.client])]
+            if fewest := min((count for count in held_out if count), default=0):
+                self._check_number(fewest, self.smallest_evaluation, "counts of an evaluation")
+            return fewest
+        train = task.train[call.client]
+        behind = len(train)
+        if call.batches is not None:
+            size = min(call.batches.size, behind)
+            self._check_number(size, self.smallest_batch, "a batch")
+            behind = len({*draw(call, task, seed).tolist()})
+        if info.name not in COUNTING:
+            self._check_number(behind, self.smallest_reply, "a reply")
+        return behind
+
+    def _check_number(self, came: int, least: int, of: str) -> None:
+        if came < least:
+            raise RefusedError(f"{of} must be of {least} examples at least here, came {came}")
+
+
+def is_evaluation(call: Call, client: type[Client]) -> bool:
+    """Returns whether a call reads test data."""
+    return call.step == "evaluate" or find_step(client, call.step)[1].evaluates
+
+
+def guarded(client: type[Client]) -> type[Client]:
+    """Returns the same clients, which count nothing by a model that does not read its input.
+
+    What such a model gets right is how many test examples have some label, and its loss, with
+    probabilities chosen for it, tells all these numbers at once.
+    """
+
+    class Guarded(client):  # type: ignore[valid-type, misc]
+        outputs: list[Tensor] | None = None
+
+        @step
+        def evaluate(self, received: Tree) -> Tree:
+            """Counts, by a model whose outputs are not the same for all examples."""
+            self.outputs = []
+            counts: Tree = super().evaluate(received)
+            if self.outputs and not _reads(torch.cat(self.outputs), self.classes):
+                raise RefusedError(
+                    "a model to evaluate must say different things of different examples, but "
+                    "this one says the same of all"
+                )
+            return counts
+
+        def predict(self, model: Tree, x: Tensor) -> Tensor:
+            output: Tensor = super().predict(model, x)
+            if self.outputs is not None:
+                self.outputs.append(output.detach())
+            return output
+
+    return Guarded
+
+
+def _reads(output: Tensor, classes: int) -> bool:
+    """Returns whether outputs (N, ...) differ from example to example, in what they mean."""
+    told = output.double().softmax(-1) if classes else output.double()
+    told = told.flatten(1) if told.ndim > 1 else told[:, None]
+    varies = (told.amax(dim=0) - told.amin(dim=0)).amax()
+    return len(told) < 2 or bool(varies > READS_NOTHING)

@@ -1,0 +1,81 @@
+"""A policy's file, and what is said of it in plain words."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hyperfed.apps.cli import main
+from hyperfed.apps.flower.policies import read
+from hyperfed.engines.flower.policy import Policy
+from hyperfed.errors import UserError
+
+
+def command(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    return int(ended.value.code or 0)
+
+
+def test_what_a_file_does_not_name_is_strict(tmp_path: Path) -> None:
+    path = tmp_path / "policy.toml"
+    path.write_text(
+        'methods = ["fedavg"]\nsmallest_reply = 50\n[settings]\nlocal_steps = [10, 1000]\n'
+    )
+    settings = {"local_steps": (10.0, 1000.0)}
+    assert read(path) == Policy(methods=("fedavg",), smallest_reply=50, settings=settings)
+    path.write_text("")
+    assert read(path) == read(None)
+    assert "export" in read(None).refused_steps
+    assert not {"fedproto", "fedpac"} & {*(read(None).methods or ())}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("smallest_batch = 0", "smallest_batch"),
+        ("smallest_bach = 9", "smallest_bach"),
+        ('epsilon = "much"', "epsilon"),
+        ('methods = ["fedavgg"]', "names fedavgg"),
+        ("[settings]\nlocal_lr = [1]", "settings.local_lr"),
+        ("methods = ", "must be a TOML file"),
+    ],
+)
+def test_a_wrong_file_is_told(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "policy.toml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message):
+        read(path)
+
+
+def test_a_missing_file_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"none\.toml is not"):
+        read(tmp_path / "none.toml")
+
+
+def test_a_check_says_what_a_server_could_learn(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    data, policy = tmp_path / "clinic.npz", tmp_path / "policy.toml"
+    names = np.repeat(["ann", "bob"], [30, 6])
+    np.savez(data, x=np.zeros((36, 4)), y=np.arange(36) % 2, client=names)
+    policy.write_text('methods = ["fedavg", "fedproto"]\nevaluations_per_day = 7\n')
+    assert command("node", "--data", str(data), "--policy", str(policy), "--check") == 0
+    said = capsys.readouterr().out
+    for part in (
+        "what fedavg, fedproto reply",
+        "at least 11 different examples in batches of at least 8",
+        "at most 7 times a day",
+        "epsilon 1 at delta 0.001",
+        "fedproto reply with the mean features of each class",
+        "Too small to reply: bob (1 of 2 clients)",
+        "Never run: export",
+    ):
+        assert part in said
+    assert command("node", "--data", str(data), "--state", str(tmp_path / "s")) == 0
+    assert "--policy" not in capsys.readouterr().out
+    state = ["--state", str(tmp_path / "s"), "--policy", str(policy)]
+    assert command("node", "--data", str(data), *state) == 0
+    assert f"--policy {policy}" in capsys.readouterr().out

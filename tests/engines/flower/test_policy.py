@@ -1,0 +1,260 @@
+"""A site's policy holds against a server that departs from the protocol."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engines.flower.sites import DirectLink, remote
+from hyperfed.data.roster import Frame
+from hyperfed.engines.calls import Call
+from hyperfed.engines.flower import diary
+from hyperfed.engines.flower.engine import FlowerEngine
+from hyperfed.engines.flower.policy import Policy, RefusedError
+from hyperfed.engines.flower.site import Shard, Site
+from hyperfed.engines.flower.wire import Request, pack_request, unpack_response
+from hyperfed.errors import UserError
+from hyperfed.methods import fedavg, itpfl
+from hyperfed.runs.evaluation import evaluate
+from hyperfed.training import Epochs, Steps
+from hyperfed.trees import Tree, model_of
+from toys import Federation, make_task
+
+TASK = make_task(examples=(12, 7, 20, 9), novel=1)
+FRAME = Frame(known=3, novel=1, shape=(5,), dtype="torch.float64", classes=3)
+MODEL = TASK.initial("base")
+CONSTANT = {name: leaf * name.endswith("bias") for name, leaf in MODEL.items()}
+
+
+def site_in(folder: Path, method: Any = fedavg, config: Any = None, **changes: Any) -> Site:
+    policy = replace(Policy(methods=("fedavg", "itpfl"), smallest_batch=4), **changes)
+    source, settings = Shard(TASK, range(4)), config or method.Config(local_lr=0.1)
+    name = method.__name__.rpartition(".")[2]
+    return Site(source, folder, method.Client, settings, seed=0, method=name, policy=policy)
+
+
+def asked(
+    site: Site,
+    step: str = "train_model",
+    client: int = 0,
+    model: Tree = MODEL,
+    batches: Any = None,
+    **changes: Any,
+) -> Tree | Exception:
+    """The answer to one call; ``serial`` is also its cohort."""
+    serial = changes.pop("serial", 1)
+    call = Call(serial, 0, client, step, (model,), batches)
+    made = Request(1, 10, serial, FRAME, {client: f"{client:06d}"}, [call], {}, {}, [serial])
+    content = pack_request(replace(made, **changes))
+    return unpack_response(site.handle(content)).answers[0]
+
+
+def log(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "audit.jsonl").read_text().splitlines()]
+
+
+HONEST = Steps(20, 8)
+
+
+def test_an_honest_run_has_the_numbers_of_one_without_a_policy(tmp_path: Path) -> None:
+    task = make_task(examples=(12, 20))
+    settings = fedavg.Config(local_steps=20, batch_size=8, local_lr=0.1)
+    sites = {
+        node: Site(
+            Shard(task, [node]), tmp_path / str(node), fedavg.Client, settings, seed=0,
+            method="fedavg", policy=Policy(methods=("fedavg",)),
+        )
+        for node in range(2)
+    }  # fmt: skip
+    ours = Federation("fedavg", task, local_steps=20, batch_size=8, local_lr=0.1)
+    theirs = Federation("fedavg", task, local_steps=20, batch_size=8, local_lr=0.1)
+    link = DirectLink(sites)
+    theirs.engine = FlowerEngine(remote(task, link, sites), fedavg.Client, settings, seed=0)
+    found = []
+    for each in (ours, theirs):
+        each.round([0, 1], 0)
+        each.round([1], 1)
+        found.append(evaluate(each.server, each.engine, [0, 1], 2)["test"].loss)
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+    torch.testing.assert_close(theirs.server.state(), ours.server.state(), rtol=0, atol=0)
+
+
+DEPARTURES: dict[str, tuple[Callable[[Site], Any], str]] = {
+    "the gradient of one example": (
+        lambda site: asked(site, batches=Steps(1, 1)),
+        "a batch must be of 4 examples at least here, came 1",
+    ),
+    "the same in many steps": (lambda site: asked(site, batches=Steps(500, 1)), "a batch must be"),
+    "the same in passes": (lambda site: asked(site, batches=Epochs(3, 1)), "a batch must be"),
+    "the gradient of a batch of few": (
+        lambda site: asked(site, batches=Steps(1, 4)),
+        "a reply must be of 11 examples at least here, came 4",
+    ),
+    "a client of few": (
+        lambda site: asked(site, client=1, batches=HONEST),
+        "a reply must be of 11 examples at least here, came 7",
+    ),
+    "no batches at all": (lambda site: asked(site, client=1), "a reply must be of 11"),
+    "a constant model": (
+        lambda site: asked(site, "evaluate", model=CONSTANT),
+        "this one says the same of all",
+    ),
+    "a model of noise too small to count": (
+        lambda site: asked(
+            site, "evaluate", model=CONSTANT | {"head.weight": 1e-6 * MODEL["head.weight"]}
+        ),
+        "this one says the same of all",
+    ),
+    "a client's own model": (lambda site: asked(site, "export"), "the step export is not run here"),
+}
+
+
+@pytest.mark.parametrize("departure", sorted(DEPARTURES))
+def test_a_server_that_departs_from_the_protocol_is_refused(departure: str, tmp_path: Path) -> None:
+    ask, message = DEPARTURES[departure]
+    answer = ask(site_in(tmp_path))
+    assert message in str(answer)
+    assert isinstance(answer, Exception)
+    (entry,) = log(tmp_path)
+    assert message in entry["decision"]
+    assert entry["decision"].startswith("refused: ")
+    assert entry["bytes_out"] == 0
+
+
+@pytest.mark.parametrize(
+    ("step", "options"),
+    [
+        ("train_model", {"batches": HONEST}),
+        ("train_model", {"batches": Epochs(1, 4)}),
+        ("train_model", {"batches": Steps(1, 11)}),
+        ("evaluate", {}),
+        ("evaluate", {"client": 1}),
+    ],
+)
+def test_what_the_policy_allows_is_answered(
+    step: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    assert isinstance(asked(site_in(tmp_path), step, **options), dict)
+    (entry,) = log(tmp_path)
+    assert entry["decision"] == "answered"
+
+
+def test_methods_and_settings_are_bounded(tmp_path: Path) -> None:
+    assert "must be one that the site runs, came fedavg" in str(
+        asked(site_in(tmp_path, methods=("pefll",)), batches=HONEST)
+    )
+    bound = {"local_lr": (0.0, 0.05), "embedding_size": (1, 2)}  # the other is not of this method
+    told = str(asked(site_in(tmp_path, settings=bound), batches=HONEST, serial=2))
+    assert "local_lr must be 0 to 0.05 here, came 0.1" in told
+    allowed = site_in(tmp_path, settings={"local_lr": (0.1, 0.1)})
+    assert isinstance(asked(allowed, batches=HONEST, serial=3), dict)
+    assert [entry["decision"].partition(":")[0] for entry in log(tmp_path)] == [
+        "refused",
+        "refused",
+        "answered",
+    ]
+
+
+def test_a_message_that_is_too_large_is_not_read(tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match="must have 100 bytes at most, has"):
+        asked(site_in(tmp_path, largest_message=100), batches=HONEST)
+
+
+def test_a_client_is_evaluated_so_often_a_day_in_all_runs_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    days = ["2026-01-01"] * 4 + ["2025-12-31", "2026-01-02"]
+    answers = []
+    for serial, day in enumerate(days, 1):
+        with monkeypatch.context() as then:
+            then.setattr(diary, "datetime", _Frozen(day))
+            limited = site_in(tmp_path, evaluations_per_day=2)
+            answers.append(asked(limited, "evaluate", serial=serial, run=serial, session=serial))
+    answered = [isinstance(answer, dict) for answer in answers]
+    assert answered == [True, True, False, False, False, True]
+    assert "evaluated 2 times a day at most" in str(answers[3])
+    other = asked(site_in(tmp_path, evaluations_per_day=2), "evaluate", 1, serial=9, session=99)
+    assert isinstance(other, dict)
+
+
+class _Frozen:
+    """A clock that stands."""
+
+    def __init__(self, day: str) -> None:
+        self._day = day
+
+    def now(self, zone: Any) -> Any:
+        return datetime.fromisoformat(self._day)
+
+
+def test_the_smallest_evaluation_is_of_each_split(tmp_path: Path) -> None:
+    told = str(asked(site_in(tmp_path, smallest_evaluation=7), "evaluate"))
+    assert "counts of an evaluation must be of 7 examples at least here, came 6" in told
+
+
+def test_a_site_has_a_budget_whatever_a_run_says(tmp_path: Path) -> None:
+    settings = itpfl.Config(epsilon=0.3, budget=1e9, embedding_size=6)
+    encoder = _encoder(settings)
+    answers = []
+    for serial in range(1, 4):
+        here = site_in(tmp_path, itpfl, settings, epsilon=0.31, delta=0.01, smallest_reply=5)
+        model = {name: leaf + serial * 1e-9 for name, leaf in encoder.items()}
+        answers.append(asked(here, "describe", 3, model, serial=serial, run=serial))
+    assert [isinstance(answer, dict) for answer in answers] == [True, False, False]
+    assert "within epsilon 0.31 at delta 0.01" in str(answers[1])
+    bare = site_in(tmp_path, itpfl, itpfl.Config(private=True, embedding_size=6), smallest_reply=5)
+    assert "must answer describe with noise" in str(asked(bare, "describe", 3, encoder, serial=4))
+    assert isinstance(asked(bare, "describe", 2, encoder, serial=5), dict)  # who trains
+
+
+def _encoder(settings: Any) -> Tree:
+    return model_of(itpfl.Client.networks(TASK.outline(), settings)["encoder"])
+
+
+def test_the_audit_log_says_what_was_asked_and_is_never_rewritten(tmp_path: Path) -> None:
+    here = site_in(tmp_path, largest_log=700)
+    for serial in range(1, 6):
+        asked(here, batches=HONEST, serial=serial)
+    files = sorted(tmp_path.glob("audit*.jsonl"))
+    entries = [json.loads(line) for path in files for line in path.read_text().splitlines()]
+    assert len(files) > 1
+    assert [entry["message"] for entry in sorted(entries, key=lambda e: e["message"])] == [
+        1, 2, 3, 4, 5,
+    ]  # fmt: skip
+    size = sum(leaf.numel() * leaf.element_size() for leaf in MODEL.values())
+    assert {**entries[0], "time": "", "message": 0} == {
+        "time": "",
+        "run": 1,
+        "session": 10,
+        "message": 0,
+        "round": 0,
+        "client": "000000",
+        "step": "train_model",
+        "bytes_in": size,
+        "bytes_out": size,
+        "examples": 12,
+        "decision": "answered",
+    }
+    assert all(path.stat().st_mode & 0o077 == 0 for path in files)
+
+
+def test_nothing_is_answered_that_cannot_be_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise UserError("no space left")
+
+    monkeypatch.setattr(diary, "append", full)
+    with pytest.raises(UserError, match="no space left"):
+        asked(site_in(tmp_path), batches=HONEST)
+
+
+def test_without_a_policy_nothing_is_noted(tmp_path: Path) -> None:
+    bare = Site(Shard(TASK, range(4)), tmp_path, fedavg.Client, fedavg.Config(), seed=0)
+    assert isinstance(asked(bare, batches=Steps(1, 1)), dict)
+    assert not (tmp_path / "audit.jsonl").exists()
