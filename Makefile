@@ -7,7 +7,8 @@
 #   make check-method  all that a method must pass, and lint: make check-method M=fedavg
 #   make docs          the documentation site, strictly, into site/
 #   make notebooks     run the notebooks again, outputs included
-#   make readme        write the tables of README.md, and results/README.md from the records
+#   make readme        write the tables of README.md and of docs/howto/few_labels.md
+#   make report        write results/README.md and results/report.html from the records
 #   make bench         speed and memory, written to $(BENCH_JSON)
 #   make gpu           what only a GPU can show, in ten minutes (benchmarks/README.md)
 #   make clean         remove .venv, caches and builds; runs/ and results/ stay
@@ -35,7 +36,7 @@ WORKERS = $(shell $(PYTHON) -c 'import os; print(2 + ($(CORES)))')
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := test
-.PHONY: run test test-fast lint check-method docs notebooks readme bench gpu clean
+.PHONY: run test test-fast lint check-method docs notebooks readme report bench gpu clean
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -73,6 +74,8 @@ notebooks: $(READY)
 
 readme: $(READY)
 	$(BIN)/python tools/readme.py
+
+report: $(READY)
 	$(BIN)/python -m hyperfed report --out results/README.md
 	$(BIN)/python -m hyperfed report --out results/report.html
 

@@ -244,7 +244,7 @@ def patched(text: str, diff: str) -> str:
 
 def unwanted(folder: str, names: list[str]) -> set[str]:
     """What a clone of the project does not have, or no test reads; caches save time."""
-    made = {"results", "runs", "build", "dist", "shared"} if Path(folder) == ROOT else set()
+    made = {"runs", "build", "dist", "shared"} if Path(folder) == ROOT else set()
     hidden = {name for name in names if name.startswith(".")} - {".mypy_cache"}
     return hidden | made & {*names}
 
