@@ -98,6 +98,15 @@ def test_noise_is_normal(draw: Noise) -> None:
     assert draw(torch.empty(3)).dtype == torch.float32
 
 
+@pytest.mark.parametrize(("byte", "quantile"), [(b"\xff", 1 - 2.0**-53), (b"\0", 2.0**-53)])
+def test_secret_noise_is_finite_whatever_the_generator_gives(
+    byte: bytes, quantile: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.urandom", lambda count: byte * count)
+    drawn = secret_noise(torch.empty(3, dtype=torch.float64))
+    assert drawn.tolist() == pytest.approx([norm.ppf(quantile)] * 3, rel=1e-9)
+
+
 def test_seeded_noise_is_a_function_of_its_seed_and_secret_noise_of_none() -> None:
     like = torch.empty(7, dtype=torch.float64)
     assert torch.equal(seeded(like), seeded(like))

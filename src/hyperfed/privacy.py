@@ -127,11 +127,11 @@ def seeded_noise(generator: torch.Generator) -> Noise:
 def secret_noise(like: Tensor) -> Tensor:
     """Draws noise from the operating system's generator, which no seed tells.
 
-    Each number is the normal distribution's quantile of 53 random bits, in the middle of their
-    interval of [0, 1], so that the largest is 8.2.
+    Each number is the normal distribution's quantile of 52 random bits, in the middle of their
+    interval of [0, 1], so that the largest is 8.2: of 53 the last middle would be rounded to 1.
     """
-    bits = np.frombuffer(os.urandom(8 * like.numel()), dtype=np.uint64) >> np.uint64(11)
-    quantile = (torch.from_numpy(bits.astype(np.float64)) + 0.5) * 2.0**-53
+    bits = np.frombuffer(os.urandom(8 * like.numel()), dtype=np.uint64) >> np.uint64(12)
+    quantile = (torch.from_numpy(bits.astype(np.float64)) + 0.5) * 2.0**-52
     noise: Tensor = torch.special.ndtri(quantile).view(like.shape)
     return noise.to(dtype=like.dtype, device=like.device)
 

@@ -39,6 +39,7 @@ def test_what_a_file_does_not_name_is_strict(tmp_path: Path) -> None:
         ('epsilon = "much"', "epsilon"),
         ('methods = ["fedavgg"]', "names fedavgg"),
         ("[settings]\nlocal_lr = [1]", "settings.local_lr"),
+        ("[settings]\nlocal_stepz = [1, 2]", "bounds local_stepz"),
         ("methods = ", "must be a TOML file"),
     ],
 )

@@ -192,6 +192,13 @@ class _Frozen:
         return datetime.fromisoformat(self._day)
 
 
+def test_a_bounded_setting_that_is_no_number_is_outside() -> None:
+    policy = Policy(settings={"epsilon": (0.01, 1.0)})
+    policy.check_run("itpfl", itpfl.Config(epsilon=0.5))
+    with pytest.raises(RefusedError, match=r"epsilon must be 0\.01 to 1 here, came None"):
+        policy.check_run("itpfl", itpfl.Config(epsilon=None))
+
+
 def test_the_smallest_evaluation_is_of_each_split(tmp_path: Path) -> None:
     told = str(asked(site_in(tmp_path, smallest_evaluation=7), "evaluate"))
     assert "counts of an evaluation must be of 7 examples at least here, came 6" in told

@@ -12,7 +12,7 @@
 """
 
 import tomllib
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
@@ -48,6 +48,9 @@ def read(path: Path | None) -> Policy:
         raise UserError(f"{path} must be a policy, but {first_of(error)}") from error
     if unknown := set(policy.methods or ()) - METHODS.keys():
         raise UserError(f"{path} must name methods of hyperfed, but names {min(unknown)}")
+    known = {field.name for method in METHODS.values() for field in fields(method.Config)}
+    if unknown := policy.settings.keys() - known:
+        raise UserError(f"{path} must bound settings of methods, but bounds {min(unknown)}")
     if policy.methods is None:
         return replace(policy, methods=strict.methods)
     return policy

@@ -36,7 +36,8 @@ class Policy:
         methods: the methods that it runs; None for any.
         refused_steps: steps that are never run, of any method. ``export`` hands out the personal
             model of a client, which at a site is nobody else's business.
-        settings: bounds of the method's settings, {name: (least, most)}.
+        settings: bounds of the method's settings, {name: (least, most)}; one that is no number is
+            outside.
         smallest_batch: examples of a batch that is trained on.
         smallest_reply: different training examples behind a reply that depends on any.
         smallest_evaluation: examples behind counts, of each split that a client has.
@@ -76,9 +77,9 @@ class Policy:
         if self.methods is not None and method not in self.methods:
             raise RefusedError(f"the method must be one that the site runs, came {method}")
         for name, (least, most) in self.settings.items():
-            value = getattr(config, name, None)
-            if isinstance(value, int | float) and not least <= value <= most:
-                raise RefusedError(f"{name} must be {least:g} to {most:g} here, came {value:g}")
+            value = getattr(config, name, least)  # a method without the setting keeps every bound
+            if not isinstance(value, int | float) or not least <= value <= most:
+                raise RefusedError(f"{name} must be {least:g} to {most:g} here, came {value}")
 
     def check_call(
         self, call: Call, client: type[Client], config: Any, task: Task, seed: int
