@@ -82,7 +82,7 @@ def explain(policy: Policy, data: SiteData | None) -> list[str]:
         "one that was made for it, how many examples have which label can still be estimated",
         f"- of a novel client in a private run: answers with noise of this machine's own, for "
         f"epsilon {policy.epsilon:g} at delta {policy.delta:g} in all runs together, and then none",
-        f"Never run: {', '.join(policy.refused_steps) or 'nothing'}. Every message is noted in "
+        f"Never run: {', '.join(policy.refused_steps) or 'nothing'}. Every call is noted in "
         "audit.jsonl in the state folder.",
     ]
     if by_class := sorted({*BY_CLASS} & {*(policy.methods or METHODS)}):
