@@ -17,13 +17,10 @@ from hyperfed.federation import AllLostError
 from hyperfed.methods import METHODS
 from hyperfed.runs.evaluation import evaluate
 from hyperfed.system.randomness import seeded
-from toys import Federation, Normed, Stemmed, TwoLayers, make_task, snapshot
+from toys import Federation, Normed, Stemmed, TwoLayers, lengths, make_task, snapshot
 
 ALL = sorted(METHODS)
 SETTINGS = {"local_steps": 3, "batch_size": 4, "local_lr": 0.1}
-LENGTHS = {"novel_steps": 3, "novel_rounds": 2, "absorb_steps": 2}
-"""Of what a method has beside local training: such as a newcomer's."""
-
 COUNTS = {"val", "test"}
 """What is in an evaluation, and in no model."""
 
@@ -31,9 +28,8 @@ COUNTS = {"val", "test"}
 def federation(
     method: str, engine: Any = None, settings: dict[str, Any] | None = None, **task: Any
 ) -> Federation:
-    known = METHODS[method].Config.__dataclass_fields__
-    short = {key: value for key, value in LENGTHS.items() if key in known}
-    return Federation(method, make_task(**task), engine, **SETTINGS | short | (settings or {}))
+    own = SETTINGS | lengths(method) | (settings or {})
+    return Federation(method, make_task(**task), engine, **own)
 
 
 def used(ours: Federation, client: int, **options: Any) -> trees.Tree:
@@ -84,7 +80,8 @@ def test_batch_norm_loses_nobody_whose_last_batch_would_have_one_example(
 ) -> None:
     known = METHODS[method].Config.__dataclass_fields__
     epochs = {key: 1 for key in known if key.endswith("_epochs")}
-    ours = Federation(method, make_task(Normed, examples=(9, 5, 9, 6)), batch_size=4, **epochs)
+    own = {"batch_size": 4} | lengths(method) | epochs
+    ours = Federation(method, make_task(Normed, examples=(9, 5, 9, 6)), **own)
     ours.engine = kind(ours.task, ours.method.Client, ours.config, seed=0)
     for number in range(2):
         assert ours.round([0, 1, 2, 3], number).state.lost == {}

@@ -146,11 +146,20 @@ def snapshot(federation: Federation) -> Tree:
     return trees.clone(trees.to({"server": federation.server.state(), "memory": memory}, CPU))
 
 
+LENGTHS = ("novel_steps", "novel_rounds", "absorb_steps", "phase_one_rounds")
+"""Settings of how long methods do what is not local training."""
+
+
+def lengths(method: str, length: int = 2) -> dict[str, int]:
+    """The same short length of all that a method has beside local training."""
+    return {key: length for key in LENGTHS if key in METHODS[method].Config.__dataclass_fields__}
+
+
 def short(method: str, **settings: Any) -> dict[str, Any]:
     """Settings for a few local steps, those that the method has."""
     known = METHODS[method].Config.__dataclass_fields__
     few = {"local_steps": 3, "batch_size": 4, "local_lr": 0.1}
-    few |= {"novel_steps": 2, "phase_one_rounds": 1} | settings
+    few |= lengths(method) | {"phase_one_rounds": 1} | settings
     return {key: value for key, value in few.items() if key in known}
 
 

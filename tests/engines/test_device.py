@@ -28,7 +28,7 @@ from hyperfed.system.devices import CPU, describe, find_device
 from hyperfed.trees import Tree
 from hyperfed.trees.packing import pack, unpack
 from pretended import DEVICE, NAME, modules_move_in_place
-from toys import Dropping, Federation, Normed, make_task, short, snapshot
+from toys import Dropping, Federation, Normed, lengths, make_task, short, snapshot
 
 
 @pytest.fixture(autouse=True)
@@ -134,10 +134,7 @@ def numbers(run: Run) -> Any:
 
 
 def keys(method: str, device: str) -> dict[str, Any]:
-    known = METHODS[method].Config.__dataclass_fields__
-    own = {"local_steps": 3, "batch_size": 4, "phase_one_rounds": 2}
-    own |= {"novel_steps": 2, "novel_rounds": 2, "absorb_steps": 2}
-    method_keys = {key: value for key, value in own.items() if key in known}
+    method_keys = {"local_steps": 3, "batch_size": 4} | lengths(method)
     faults = {"drop": 0.2, "nan": 0.1}
     engine = {"name": "loop", "cores_per_client": 1}
     return {

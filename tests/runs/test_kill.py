@@ -16,6 +16,7 @@ from commands import start
 from hyperfed.methods import METHODS
 from hyperfed.runs import config
 from hyperfed.runs.run import Run
+from toys import lengths
 
 # Together, since the process that theirs start from takes longer to start than they do.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("kill")]
@@ -71,9 +72,7 @@ def kill_after(process: BaseProcess, parent: Path, evaluations: int) -> Path:
 
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_kill_9_and_resume_changes_no_number(method: str, tmp_path: Path) -> None:
-    known = METHODS[method].Config.__dataclass_fields__
-    lengths = ("novel_steps", "novel_rounds", "absorb_steps", "phase_one_rounds")
-    short = [f"method.{key}=2" for key in lengths if key in known]
+    short = [f"method.{key}={length}" for key, length in lengths(method).items()]
     keys = [*KEYS, *FAULTS, *short]
     moment = random.Random(method).randrange(1, 7)  # of 8 evaluations
     process = start("run", method, *keys, "--quiet", "--out", str(tmp_path / "killed"))

@@ -20,7 +20,7 @@ from hyperfed.runs.evaluation import SUMS, evaluate, with_samples
 from hyperfed.runs.run import Run
 from hyperfed.training import UnlabelledError
 from hyperfed.trees import Model, Tree
-from toys import Federation, make_task
+from toys import Federation, lengths, make_task
 
 NOVEL = 3
 SETTINGS = {"local_steps": 3, "batch_size": 4, "local_lr": 0.1}
@@ -28,9 +28,7 @@ KEYS: dict[str, Any] = {"method": {"epsilon": 0.3, "phase_one_rounds": 1, **SETT
 
 
 def trained(method: str, task: Task) -> Federation:
-    known = METHODS[method].Config.__dataclass_fields__
-    short = {key: 3 for key in ("novel_steps", "novel_rounds", "absorb_steps") if key in known}
-    ours = Federation(method, task, **SETTINGS, **short)
+    ours = Federation(method, task, **SETTINGS, **lengths(method, 3))
     for number in range(2):
         ours.round([0, 1, 2], number)
     return ours

@@ -18,15 +18,12 @@ from hyperfed.errors import LostEverybodyError, UserError
 from hyperfed.methods import METHODS
 from hyperfed.runs import config
 from hyperfed.runs.run import Run
-from toys import Normed, Stemmed, make_task
+from toys import Normed, Stemmed, lengths, make_task
 
 
 def keys_of(name: str, **keys: Any) -> dict[str, Any]:
     """Settings of a short run: a newcomer's training is short too."""
-    known = METHODS[name].Config.__dataclass_fields__
-    lengths = ("novel_steps", "novel_rounds", "absorb_steps", "phase_one_rounds")
-    short = {key: 2 for key in lengths if key in known}
-    own = {"local_steps": 3, "batch_size": 4} | short | keys.pop("method", {})
+    own = {"local_steps": 3, "batch_size": 4} | lengths(name) | keys.pop("method", {})
     return {"rounds": 6, "evaluate_every": 2, "checkpoint_every": 2, "method": own} | keys
 
 

@@ -28,8 +28,8 @@ from hyperfed.runs.run import Run
 from hyperfed.system.randomness import seeded
 from hyperfed.training import Steps
 from hyperfed.trees import Tree
-from test_every_method import LENGTHS, SETTINGS
-from toys import Federation, Normed, Stemmed, TwoLayers, make_task
+from test_every_method import SETTINGS
+from toys import Federation, Normed, Stemmed, TwoLayers, lengths, make_task
 
 flwr = pytest.importorskip("flwr")
 
@@ -120,8 +120,7 @@ def _inside_a_flower_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settings_of(method: str) -> dict[str, Any]:
-    known = METHODS[method].Config.__dataclass_fields__
-    return SETTINGS | {key: value for key, value in LENGTHS.items() if key in known}
+    return SETTINGS | lengths(method)
 
 
 class Remote:

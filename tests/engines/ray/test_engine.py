@@ -33,7 +33,7 @@ from hyperfed.runs.run import Run
 from hyperfed.training import UnlabelledError
 from hyperfed.trees import Tree
 from processes import LOOPBACKS, SECONDS, await_end, descendants, linux, listening, name_of
-from toys import Federation, Normed, Stemmed, make_task, short, snapshot
+from toys import Federation, Normed, Stemmed, lengths, make_task, short, snapshot
 
 pytestmark = [
     pytest.mark.slow,
@@ -174,10 +174,7 @@ def test_a_delayed_gradient_equals_the_loop_engine(reused: type[Reused]) -> None
 
 
 def keys_of(method: str, engine: str, **keys: Any) -> dict[str, Any]:
-    known = METHODS[method].Config.__dataclass_fields__
-    own = {"local_steps": 3, "batch_size": 4} | {
-        k: 2 for k in ("novel_steps", "phase_one_rounds") if k in known
-    }
+    own = {"local_steps": 3, "batch_size": 4} | lengths(method)
     computing = {"name": engine, "workers": 2, "cores_per_client": 1}
     return {"rounds": 10, "evaluate_every": 2, "method": own, "engine": computing} | keys
 
