@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from scipy import stats
-
 from hyperfed.runs.records import Evaluation, Number, worst_decile
 
 CONFIDENCE = 0.95
@@ -138,7 +136,9 @@ def difference(ours: Iterable[Scores], theirs: Iterable[Scores]) -> Difference |
     values = [statistics.fmean(several) for several in gains.values()]
     mean, low, high = statistics.fmean(values), None, None
     if (n := len(values)) > 1:
-        reach = float(stats.t.ppf((1 + CONFIDENCE) / 2, n - 1))
+        from scipy.special import stdtrit  # takes long to import
+
+        reach = float(stdtrit(n - 1, (1 + CONFIDENCE) / 2))
         reach *= statistics.stdev(values) / math.sqrt(n)
         low, high = mean - reach, mean + reach
     agree = all(value > 0 for value in means) or all(value < 0 for value in means)

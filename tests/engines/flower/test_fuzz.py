@@ -16,7 +16,8 @@ from hyperfed.engines.flower import wire
 from hyperfed.engines.flower.wire import Request, Response, WireError
 from hyperfed.training import Steps
 
-CASES = (150, pytest.param(10_000, marks=pytest.mark.slow))
+CASES = (150, pytest.param(3_400, marks=pytest.mark.slow))
+"""Of each of three kinds: more than ten thousand in all."""
 
 FRAME = Frame(known=2, novel=0, shape=(5,), dtype="torch.float64", classes=3)
 CALL = Call(4, 2, 0, "train_model", ({"w": torch.ones(2, 3)}, {"own": {}}), Steps(3, 4))
