@@ -56,6 +56,7 @@ class Task:
         novel: the last ``novel`` clients never train; they join afterwards.
         unlabelled: novel clients have no training labels.
         transform: a raw batch of ``x`` -> what the network takes.
+        features: (N, ...) what ``transform`` makes of ``x``, where that is computed once.
         loss: (output, y) -> scalar, a mean over the batch.
         score: (output, y) -> (B,) what is averaged into an "accuracy".
         fingerprint: a hash of the data and of who holds what.
@@ -77,6 +78,7 @@ class Task:
     novel: int = 0
     unlabelled: bool = False
     transform: Callable[[Tensor], Tensor] = _as_it_is
+    features: Tensor | None = None
     loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy
     score: Callable[[Tensor, Tensor], Tensor] = accuracy
     fingerprint: str = ""
@@ -142,6 +144,12 @@ class Task:
                 f"{idle[0]!r} are frozen or it has none; set requires_grad of some"
             )
         return Outline(self.models, len(self.known), self.classes, self.novel)
+
+    def on_features(self) -> "Task":
+        """Returns the task whose examples are the features, where it has some; else itself."""
+        if self.features is None:
+            return self
+        return replace(self, x=self.features, transform=_as_it_is, features=None)
 
     def to(self, device: torch.device) -> "Task":
         """Returns the task with its examples and models on a device; itself where it is there."""

@@ -1,4 +1,4 @@
-"""Decoded data sets on disk, so that the second load is a memory map.
+"""Decoded data sets on disk, so that the second load is a memory map; and features of them.
 
 One safetensors file per data set, with the rest of :class:`Examples` as JSON in its header: one
 file is replaced in one atomic step and can never be half new.
@@ -14,6 +14,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from hyperfed.data.examples import Examples, channels_moved_first, fingerprint_of, hash_of
 
@@ -56,30 +57,60 @@ def load_or_build(key: str, build: Callable[[], Examples]) -> Examples:
     if examples is None:
         examples = build()
         with contextlib.suppress(OSError):
-            _write(path, examples)
+            tensors = examples.tensors()
+            plain = {
+                key: v for key, v in vars(examples).items() if key not in tensors and v is not None
+            }
+            _write(path, tensors, plain)
     return examples
 
 
-def _read(path: Path) -> Examples | None:
+def tensor(key: str, compute: Callable[[], Tensor], fits: Callable[[Tensor], bool]) -> Tensor:
+    """Returns the tensor stored under ``key``, if it fits, or computes and stores it.
+
+    Args:
+        key: says all that it is computed from.
+        compute: does so.
+        fits: looks at what was stored.
+    """
+    path = folder() / "features" / f"{key}.safetensors"
+    read = _tensors(path)
+    if read is not None and fits(stored := read[0]["x"]):
+        return stored
+    computed = compute()
+    with contextlib.suppress(OSError):
+        _write(path, {"x": computed}, {"fingerprint": fingerprint_of({"x": computed})})
+    return computed
+
+
+def _tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    """Returns what is in a file, and its header; None where it is not what was written."""
     try:
         with safe_open(path, framework="pt") as file:
             header = json.loads((file.metadata() or {})["examples"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         # Reading all pages once (0.2 s for CIFAR-10) catches what the file format does not.
-        if fingerprint_of(tensors) != header["fingerprint"]:
-            return None
+        return (tensors, header) if fingerprint_of(tensors) == header["fingerprint"] else None
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError):
+        return None
+
+
+def _read(path: Path) -> Examples | None:
+    if (read := _tensors(path)) is None:
+        return None
+    tensors: dict[str, Any] = read[0]
+    header = read[1]
+    try:
         tensors["x"] = channels_moved_first(tensors["x"])
         plain: dict[str, Any] = {
             key: tuple(value) if isinstance(value, list) else value for key, value in header.items()
         }
         return Examples(**plain, **tensors)
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError):
         return None
 
 
-def _write(path: Path, examples: Examples) -> None:
-    tensors = examples.tensors()
-    plain = {key: v for key, v in vars(examples).items() if key not in tensors and v is not None}
+def _write(path: Path, tensors: dict[str, Tensor], plain: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".partial")
     os.close(handle)

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hyperfed import federation, trees
-from hyperfed.data import arrays, partitions, tables
+from hyperfed.data import arrays, features, partitions, tables
 from hyperfed.data.examples import Normalize, channel_statistics, fingerprint_of_frozen, hash_of
+from hyperfed.data.features import Beginning, Prefix
 from hyperfed.data.partitions import Partition
 from hyperfed.data.sizes import sizes_of
 from hyperfed.errors import UserError
@@ -34,6 +35,7 @@ def from_arrays(
     client: Sequence[Hashable] | Any,
     model: Network | Mapping[str, Network],
     size: Mapping[Any, str] | Sequence[str] | None = None,
+    prefix: Beginning | None = None,
     split: Sequence[str] | Any = None,
     val: float | None = None,
     test: float | None = None,
@@ -64,6 +66,10 @@ def from_arrays(
             A model of ``peft`` may stand here as it is.
         size: which client runs which model, {client id: size name}, or a size name for each client
             in the order of their first appearance; None to deal them to equal groups at random.
+        prefix: the frozen beginning of ``model``, a part of it or that part's name; or a network or
+            function of a batch that stands before it, whose features the model takes. Examples go
+            through it once, before training. What it makes of them is kept on disk, but that of a
+            function is not.
         split: (N,) what each example is for: "train", "val" or "test". None to draw it.
         val: fraction of each client's examples for validation; None for 0.15, or what ``split``
             says.
@@ -104,8 +110,13 @@ def from_arrays(
             f"train, got novel={novel} of {clients} clients; change it"
         )
         joining = 0
-    models = _models(model, seed, problems)
-    given = None
+    whole = models = _models(model, seed, problems)
+    given = beginning = None
+    if prefix is not None:
+        try:
+            models, beginning = features.split_off(whole, prefix, model)
+        except UserError as error:
+            problems.append(str(error))
     if size is not None and clients:
         given = sizes_of(size, names, model if isinstance(model, Mapping) else [BASE], problems)
     precision = _precision(models)
@@ -114,13 +125,26 @@ def from_arrays(
     if usable and aligned:
         batch = Normalize(*channel_statistics(inputs[:2]))(inputs[:2])
         wanted = (*targets.shape[1:], classes) if numbered and not (loss or score) else None
-        try_models(models, batch, wanted, problems)
+        try:
+            if beginning is not None:
+                batch = features.check(whole, models, beginning, batch)
+            try_models(models, batch, wanted, problems)
+        except UserError as error:
+            problems.append(str(error))
     arrays.raise_all(problems, "these arguments do not make a task")
     assert partition is not None, "its problem was raised"
 
     usual_loss, usual_score = _usual(targets)
     known = torch.cat(partition.train[: clients - joining])
-    frozen, told = fingerprint_of_frozen(models), hash_of(*given) if given else ""
+    frozen, told = fingerprint_of_frozen(whole), hash_of(*given) if given else ""
+    normalize = Normalize(*channel_statistics(inputs[known]))
+    transform: Normalize | Prefix = normalize
+    once, before = None, ""
+    if beginning is not None:
+        transform = Prefix(normalize, beginning)
+        once = features.computed(transform, inputs)
+        if models == whole:  # of a part of the model, what is frozen tells
+            before = transform.fingerprint() or hash_of(once)
     return Task(
         name=name,
         x=inputs,
@@ -133,10 +157,13 @@ def from_arrays(
         sizes=given or partitions.deal_sizes(tuple(models), clients, seed),
         novel=joining,
         unlabelled=unlabelled,
-        transform=Normalize(*channel_statistics(inputs[known])),
+        transform=transform,
+        features=once,
         loss=loss or usual_loss,
         score=score or usual_score,
-        fingerprint=hash_of(inputs, targets, partition.fingerprint, *filter(None, [frozen, told])),
+        fingerprint=hash_of(
+            inputs, targets, partition.fingerprint, *filter(None, [frozen, told, before])
+        ),
         names=() if names == tuple(map(str, range(clients))) else names,
         labels=tuple(labels),
     )
@@ -240,10 +267,12 @@ def newcomer(task: Task, x: Any, y: Any = None, *, size: str | None = None) -> T
         problems.append(f"size must be one of {', '.join(task.models)}, got {size}; choose one")
     arrays.raise_all(problems, "these data do not fit the task")
     nothing = torch.zeros(0, dtype=torch.int64)
+    once = None if task.features is None else features.computed(task.transform, inputs, keep=False)
     return replace(
         task,
         x=inputs,
         y=targets,
+        features=once,
         train=(torch.arange(len(inputs)),),
         val=(nothing,),
         test=(nothing,),

@@ -127,6 +127,8 @@ class TaskConfig:
             them (an mlp either, a lenet those of fc1 and fc2); None for its default.
         widths: several widths, one model size each, for equal groups of clients drawn at random.
             Three are called S, M and L.
+        prefix: the frozen part of ``model`` that examples go through first: they do so once, before
+            training, and what it makes of them is kept on disk. None for all of it in training.
         source: where the task comes from: these settings, or ``python``, of which a run's records
             say the name and the numbers of clients, and which no settings can make again.
     """
@@ -161,6 +163,7 @@ class TaskConfig:
     width: PositiveInt | None = None
     hidden: PositiveInt | tuple[PositiveInt, ...] | None = None
     widths: Annotated[tuple[PositiveInt, ...], Field(min_length=2)] | None = None
+    prefix: str | None = None
     source: Literal["settings", "python"] = "settings"
 
     @property

@@ -1,6 +1,6 @@
 """From settings to a :class:`~hyperfed.federation.Task`: load, divide, build the targets."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,11 +8,19 @@ import torch
 from torch import nn
 
 from hyperfed import federation
-from hyperfed.data import datasets, model_files, partitions
+from hyperfed.data import datasets, features, model_files, partitions
 from hyperfed.data.arrays import raise_all
 from hyperfed.data.corruptions import CorruptionName, corrupt_novel
 from hyperfed.data.division import divide, fitted, names_of, novel_dealt_anew
-from hyperfed.data.examples import Examples, Normalize, fingerprint_of, hash_of, is_image
+from hyperfed.data.examples import (
+    Examples,
+    Normalize,
+    fingerprint_of,
+    fingerprint_of_frozen,
+    hash_of,
+    is_image,
+)
+from hyperfed.data.features import Prefix
 from hyperfed.data.label_codes import recoded
 from hyperfed.data.own import (
     Task,
@@ -77,6 +85,13 @@ def build(config: TaskConfig, seed: int, *, served: TaskConfig | None = None) ->
     if served.novel_corruption is not None:
         examples = _corrupted(examples, partition, config, served.novel_corruption, seed)
     models = targets(config, examples, seed)
+    normalize = _transform(config, examples)
+    transform: Normalize | Prefix = normalize
+    once, seen = None, list(_seen(config, examples, partition))
+    if config.prefix is not None:
+        seen.append(fingerprint_of_frozen(models))
+        models, transform = _split(models, config.prefix, normalize, examples)
+        once = features.computed(transform, examples.x)
     regression = {"loss": mean_squared_error, "score": minus_squared_error}
     return Task(
         name=examples.name,
@@ -90,8 +105,9 @@ def build(config: TaskConfig, seed: int, *, served: TaskConfig | None = None) ->
         sizes=partitions.deal_sizes(tuple(models), config.client_count, seed),
         novel=config.novel_clients,
         unlabelled=served.unlabelled,
-        transform=_transform(config, examples),
-        fingerprint=hash_of(*_seen(config, examples, partition)),
+        transform=transform,
+        features=once,
+        fingerprint=hash_of(*seen),
         names=names_of(config, examples, partition),
         labels=examples.labels if config.label_codes == 1 else (),
         source=Source(served, seed),
@@ -132,6 +148,15 @@ def _transform(config: TaskConfig, examples: Examples) -> Normalize:
         return examples.transform
     half = (0.5,) * len(examples.mean)
     return Normalize(half, half)
+
+
+def _split(
+    whole: Mapping[str, nn.Module], prefix: str, normalize: Normalize, examples: Examples
+) -> tuple[dict[str, nn.Module], Prefix]:
+    """Returns the targets that take features, and what makes these of raw examples."""
+    models, net = features.split_off(whole, prefix)
+    features.check(whole, models, net, normalize(examples.x[:2]))
+    return models, Prefix(normalize, net)
 
 
 def _seen(config: TaskConfig, examples: Examples, partition: Partition) -> Iterator[str]:
@@ -205,6 +230,11 @@ def targets_of(config: TaskConfig, frame: Frame, seed: int) -> dict[str, nn.Modu
         raise UserError(
             "task.model must be the name of a target where clients are at sites, got "
             f"{config.model}; choose one of hyperfed.nets.targets"
+        )
+    if config.prefix is not None:
+        raise UserError(
+            "task.prefix must be left out where clients are at sites, got "
+            f"{config.prefix}; let the sites hold features instead of examples"
         )
     nothing = torch.zeros(0, dtype=torch.int64)
     x = torch.zeros(0, *frame.shape, dtype=dtype_of(frame))

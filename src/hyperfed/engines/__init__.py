@@ -108,7 +108,7 @@ def build(
         )
     where = {"precision": precision, "device": device}
     options = {"seed": seed, "faults": faults, "home": home, **where}
-    return ENGINES[config.name](config, task, client, settings, **options)
+    return ENGINES[config.name](config, task.on_features(), client, settings, **options)
 
 
 def _loop(

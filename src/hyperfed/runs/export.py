@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from hyperfed import federation
 from hyperfed.data.examples import Normalize
+from hyperfed.data.features import Prefix
 from hyperfed.errors import UserError
 from hyperfed.system.files import atomic_write
 
@@ -85,18 +86,22 @@ class Portable(nn.Module):
 
     def __init__(self, model: nn.Module, task: federation.Task) -> None:
         super().__init__()
-        self.normalize: nn.Module = nn.Identity()
-        if isinstance(task.transform, Normalize):
-            if task.x.dtype == torch.uint8:
-                self.normalize = Pixels(task.transform)
-        elif task.transform is not federation.Task.transform:
-            self.normalize = Applied(task.transform)
+        self.normalize = _module(task.transform, task.x.dtype)
         self.model = model
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the network's output for a batch of raw examples."""
         output: Tensor = self.model(self.normalize(x))
         return output
+
+
+def _module(transform: Callable[[Tensor], Tensor], raw: torch.dtype) -> nn.Module:
+    """Returns what a task's transform does with examples of a dtype, as a module."""
+    if isinstance(transform, Normalize):
+        return Pixels(transform) if raw == torch.uint8 else nn.Identity()
+    if isinstance(transform, Prefix) and isinstance(transform.net, nn.Module):
+        return nn.Sequential(_module(transform.normalize, raw), deepcopy(transform.net))
+    return nn.Identity() if transform is federation.Task.transform else Applied(transform)
 
 
 def export_model(
