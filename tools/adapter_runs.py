@@ -1,0 +1,234 @@
+"""What stands behind results/adapters: a backbone, the choice of rates, and the records.
+
+    python tools/adapter_runs.py pretrain    # on CIFAR-100, into .cache/adapters.safetensors
+    python tools/adapter_runs.py grid        # every method's rates, on one grid
+    python tools/adapter_runs.py record      # three divisions of CIFAR-10 into results/adapters
+
+What is done already is skipped, so a stopped command goes on where it was; ``--methods`` and
+``--partitions`` take some only.
+
+A ResNet-10 is trained on CIFAR-100 for a few passes and frozen. A hundred clients share CIFAR-10,
+with two classes each or by Dirichlet 0.1, and ten of them join when training is over. What is
+trained is a LoRA adapter of rank 4 of the last block's convolutions, and the last layer; what
+stands before the last block is computed once for each image (``prefix``). Every method has the same
+rounds, cohort, local steps, batch and plain SGD, and local learning rates to choose from; PeFLL's
+server has three rates, around its default, at the local rate chosen. Rates are chosen by the best
+round's accuracy on the validation data of a division (a seed) that no record is of. A newcomer who
+trains does so for as many steps as each of the others on average.
+"""
+
+import argparse
+import json
+import tempfile
+from collections.abc import Mapping
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import peft
+import safetensors.torch
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hyperfed
+from hyperfed.data import datasets
+
+ROOT = Path(__file__).parents[1]
+BACKBONE = ROOT / ".cache" / "adapters.safetensors"
+EPOCHS = 4
+
+RESULTS = ROOT / "results" / "adapters"
+SEEDS, OTHER_SEED = (0, 1, 2), 3
+CLIENTS, NOVEL = 100, 10
+ROUNDS, COHORT, LOCAL_STEPS, BATCH = 100, 10, 5, 16
+STEPS = ROUNDS * COHORT * LOCAL_STEPS // (CLIENTS - NOVEL)
+"""Of each client that trains, on average."""
+
+PARTITIONS: Mapping[str, Mapping[str, Any]] = {
+    "pathological": {"partition": "class_shares", "classes_per_client": 2},
+    "dirichlet": {"partition": "dirichlet", "alpha": 0.1},
+}
+METHODS: Mapping[str, Mapping[str, Any]] = {
+    "local": {"novel_steps": STEPS},
+    "fedavg": {},
+    "fedper": {"novel_steps": STEPS},
+    "pefll": {"start": "target"},
+}
+LOCAL_RATES = (0.03, 0.1, 0.3)
+SERVER_RATES = {"pefll": (2e-3, 6e-4, 6e-3)}
+KEPT = ("config.toml", "metrics.jsonl", "summary.json")
+"""What a record is of the files of a run."""
+
+
+class Block(nn.Module):
+    """Two convolutions and the way around them."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int = 1) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(outputs)
+        around = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+        self.around = around if stride > 1 or inputs != outputs else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns (B, outputs, H / stride, W / stride)."""
+        y = F.relu(self.norm1(self.conv1(x)))
+        return F.relu(self.norm2(self.conv2(y)) + self.around(x))
+
+
+class ResNet(nn.Module):
+    """ResNet-10 for images of 32 x 32: (B, 3, 32, 32) to (B, classes) logits."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 32, 3, 2, padding=1, bias=False),
+            nn.BatchNorm2d(32),
+            nn.ReLU(),
+            Block(32, 32),
+            Block(32, 64, 2),
+            Block(64, 64, 2),
+        )
+        self.last = Block(64, 64)
+        self.head = nn.Linear(64, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the logits."""
+        logits: Tensor = self.head(self.last(self.body(x)).mean(dim=(2, 3)))
+        return logits
+
+
+def pretrain(epochs: int, seed: int = 0) -> None:
+    """Trains the backbone on CIFAR-100 and writes its weights; prints its test accuracy."""
+    torch.manual_seed(seed)
+    data = datasets.load("cifar100")
+    train, test = ((data.held_out == held).nonzero()[:, 0] for held in (False, True))
+    net: nn.Module = ResNet(data.classes)
+    net, size = net.to(memory_format=torch.channels_last), 128  # type: ignore[call-overload]
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, 0.9, weight_decay=5e-4, nesterov=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, epochs * (len(train) // size))
+    for epoch in range(epochs):
+        order = train[torch.randperm(len(train))]
+        for rows in order[: len(order) // size * size].split(size):  # type: ignore[no-untyped-call]
+            x = data.transform(data.x[rows])
+            x = x.flip(3) if torch.rand(()) < 0.5 else x
+            loss = F.cross_entropy(net(x), data.y[rows])
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            schedule.step()
+        print(f"epoch {epoch + 1}  loss of the last batch {loss.item():.2f}", flush=True)
+    net.eval()
+    with torch.no_grad():
+        right = [
+            net(data.transform(data.x[rows])).argmax(dim=1) == data.y[rows]
+            for rows in test.split(1000)  # type: ignore[no-untyped-call]
+        ]
+    print(f"accuracy on CIFAR-100 {torch.cat(right).float().mean():.3f}", flush=True)
+    BACKBONE.parent.mkdir(exist_ok=True)
+    net = net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+    safetensors.torch.save_file(net.state_dict(), BACKBONE)
+
+
+def network() -> nn.Module:
+    """Returns the target: the frozen backbone, an adapter of its last block, and a last layer."""
+    net = ResNet(100)
+    net.load_state_dict(safetensors.torch.load_file(BACKBONE))
+    net.head = nn.Linear(net.head.in_features, 10)
+    lora = peft.LoraConfig(
+        r=4, target_modules=["last.conv1", "last.conv2"], modules_to_save=["head"]
+    )
+    return peft.get_peft_model(net, lora)
+
+
+def train(
+    method: str, partition: str, seed: int, rates: Mapping[str, float], out: Path | None = None
+) -> hyperfed.Run:
+    """Trains a method."""
+    plain_sgd = {"local_momentum": 0.0, "local_weight_decay": 0.0}
+    common = {"local_steps": LOCAL_STEPS, "batch_size": BATCH, **plain_sgd}
+    return hyperfed.train(
+        method,
+        out=out,
+        seed=seed,
+        task={
+            "name": "cifar10",
+            "clients": CLIENTS,
+            "novel": NOVEL,
+            "model": f"{Path(__file__).resolve()}:network",
+            "prefix": "body",
+            **PARTITIONS[partition],
+        },
+        rounds=ROUNDS,
+        cohort=COHORT,
+        evaluate_every=ROUNDS // 2,
+        engine="vmap",
+        method={**common, **METHODS[method], **rates},
+        progress=False,
+    )
+
+
+def grid(method: str, partition: str) -> None:
+    """Trains every point that is not in the grid's file yet, and writes it there."""
+    file = RESULTS / "grid.jsonl"
+    file.parent.mkdir(parents=True, exist_ok=True)
+
+    def accuracy(rates: Mapping[str, float]) -> float:
+        asked = {"method": method, "partition": partition, **rates}
+        for line in file.read_text().splitlines() if file.exists() else ():
+            found = json.loads(line)
+            if found == asked | {"val_accuracy": found["val_accuracy"]}:
+                return float(found["val_accuracy"])
+        value = float(train(method, partition, OTHER_SEED, rates).summary["val_accuracy"])
+        with file.open("a") as lines:
+            lines.write(json.dumps(asked | {"val_accuracy": value}) + "\n")
+        print(partition, method, rates, f"validation {value:.3f}", flush=True)
+        return value
+
+    first, *others = [{"lr": rate} for rate in SERVER_RATES.get(method, ())] or [{}]
+    local = max(LOCAL_RATES, key=lambda rate: accuracy({"local_lr": rate, **first}))
+    for server in others:
+        accuracy({"local_lr": local, **server})
+
+
+def chosen(method: str, partition: str) -> dict[str, float]:
+    """Returns the best rates of the grid."""
+    points = [json.loads(line) for line in (RESULTS / "grid.jsonl").read_text().splitlines()]
+    of = [p for p in points if (p["method"], p["partition"]) == (method, partition)]
+    best = max(of, key=lambda point: point["val_accuracy"])
+    return {key: best[key] for key in ("local_lr", "lr") if key in best}
+
+
+def record(method: str, partition: str, seed: int) -> None:
+    """Makes a record, ``results/adapters/PARTITION/METHOD/seedN``, that is not there yet."""
+    folder = RESULTS / partition / method / f"seed{seed}"
+    if folder.exists():
+        return
+    with tempfile.TemporaryDirectory() as out:
+        run = train(method, partition, seed, chosen(method, partition), Path(out))
+        assert run.folder is not None  # a run with out=... has one
+        folder.mkdir(parents=True)
+        for name in KEPT:
+            written = (run.folder.path / name).read_text()
+            (folder / name).write_text(written.replace(f"{ROOT}/", ""))  # as it is elsewhere
+    known, novel = (run.summary[f"{who}_accuracy"] for who in ("test", "novel"))
+    print(f"{partition} {method} seed {seed}  known {known:.3f}  novel {novel:.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("what", choices=["pretrain", "grid", "record"])
+    parser.add_argument("--methods", nargs="+", default=list(METHODS))
+    parser.add_argument("--partitions", nargs="+", default=list(PARTITIONS))
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    if asked.what == "pretrain":
+        pretrain(EPOCHS)
+    for wanted, division in product(asked.methods, asked.partitions):
+        if asked.what == "grid":
+            grid(wanted, division)
+        for seed in SEEDS if asked.what == "record" else ():
+            record(wanted, division, seed)
