@@ -14,6 +14,13 @@ class LostEverybodyError(UserError):
     """
 
 
+class EngineLostError(Exception):
+    """What computes the clients is gone, and what they remember with it; the run can be resumed.
+
+    The command line exits with 3 for it.
+    """
+
+
 def check_positive(**numbers: float) -> None:
     """Raises :class:`UserError` for a number that is not positive and finite, naming it."""
     for name, number in numbers.items():

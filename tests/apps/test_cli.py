@@ -26,6 +26,7 @@ from hyperfed import federation
 from hyperfed.apps.cli import app, main
 from hyperfed.data import own
 from hyperfed.data.tasks import PARTITIONS, TaskConfig, build
+from hyperfed.errors import EngineLostError
 from hyperfed.methods import METHODS, pfedhn
 from hyperfed.nets.targets import TARGETS
 from hyperfed.runs import catalogue
@@ -396,6 +397,16 @@ class TestStopping:
         assert out == f"{folder}\n"
         assert err == f"aborted; go on with: hyperfed resume {folder}\n"
         assert "aborted after round 0" in (folder / "log.txt").read_text()
+
+    def test_a_run_whose_engine_is_lost_can_be_resumed(self, cli, tmp_path, monkeypatch):
+        def lost(run: Run) -> None:
+            raise EngineLostError("a machine is gone")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Run, "_one_round", lost)
+            code, out, err = cli("run", "fedavg", *SMALL, "--out", tmp_path, "--quiet")
+        assert (code, err) == (3, f"a machine is gone; go on with: hyperfed resume {out}")
+        assert cli("resume", out.rstrip("\n"), "--quiet").code == 0
 
     def test_handlers_are_restored(self, cli, tmp_path):
         signals = (signal.SIGINT, signal.SIGTERM)

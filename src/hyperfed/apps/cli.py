@@ -1,7 +1,8 @@
 """The ``hyperfed`` command.
 
 Results go to standard output, everything else to standard error. Exit codes: 0 done, 2 the input is
-wrong, 3 stopped and resumable, 1 our fault, or all clients were lost all the time.
+wrong, 3 stopped and resumable, also where what computed was lost, 1 our fault, or all clients were
+lost all the time.
 """
 
 import os
@@ -28,10 +29,11 @@ from hyperfed.apps.describe import describe
 from hyperfed.apps.export import export
 from hyperfed.apps.flower import submit
 from hyperfed.apps.flower.commands import move, node, superexec
+from hyperfed.apps.guard import STOPPED, Tell, divide
 from hyperfed.apps.printing import Json, print_json, print_table, say, table
 from hyperfed.data import datasets, partition_files, tables, tasks
 from hyperfed.data.own import rows_like
-from hyperfed.errors import LostEverybodyError, UserError
+from hyperfed.errors import EngineLostError, LostEverybodyError, UserError, one_line
 from hyperfed.methods import METHODS
 from hyperfed.runs import (
     catalogue,
@@ -56,9 +58,6 @@ ALL = "all"
 
 ABORTED = "aborted"
 """How a run ended that was not even let finish its round."""
-
-STOPPED = 3
-"""Exit code of a run that was asked to stop and can be resumed."""
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -137,18 +136,21 @@ def run(
             submit.discard(folder)
             raise
         return
+    tell = _own_process([loaded], as_json=as_json)
     with closing(Run.start(loaded, out, experiment=experiment)) as started:
-        _train(started, as_json=as_json, quiet=quiet)
+        _train(started, tell, as_json=as_json, quiet=quiet)
 
 
 @app.command()
 def resume(run_dir: RunDir, as_json: Json = False, quiet: Quiet = False) -> None:
     """Go on with a run that was stopped or killed."""
-    if (loaded := submit.resumable(run_dir)) is not None:
+    loaded = submit.resumable(run_dir)
+    if loaded is not None and loaded.engine.name == "flower":
         _submit(loaded, run_dir, as_json=as_json, quiet=quiet)
         return
+    tell = _own_process([loaded] if loaded else [], as_json=as_json)
     with closing(Run.resume(run_dir)) as resumed:
-        _train(resumed, as_json=as_json, quiet=quiet)
+        _train(resumed, tell, as_json=as_json, quiet=quiet)
 
 
 @app.command()
@@ -359,8 +361,16 @@ def list_known(
 # Training, until it is done or somebody stops it.
 
 
-def _train(run: Run, *, as_json: bool, quiet: bool) -> None:
+def _own_process(loaded: Sequence[config.RunConfig], *, as_json: bool) -> Tell:
+    """Goes on in a process of its own where what computes may end it; see :func:`divide`."""
+    if any(it.engine.name == "ray" for it in loaded):
+        return divide(as_json=as_json)
+    return lambda folder: None
+
+
+def _train(run: Run, tell: Tell, *, as_json: bool, quiet: bool) -> None:
     """Trains, prints the result and the folder, and exits with 3 where the run was stopped."""
+    tell(_folder(run))
     why = _watch(run, quiet=quiet)
     if as_json:
         print_json(_result(run))
@@ -389,6 +399,7 @@ def _train_all(
     if any(it.engine.name == "flower" for it in loaded):
         raise UserError("engine=flower must have one method and one seed; run one after another")
     experiment = "" if source == ALL else experiments.name(source)
+    tell = _own_process(loaded, as_json=as_json)
     build = cache(tasks.build)  # the same data for all, but a preset may have its own
     results: list[dict[str, Any]] = []
     for it in loaded:
@@ -396,6 +407,7 @@ def _train_all(
             if not quiet:
                 which = f", seed {it.seed}" if len(each) > 1 else ""
                 say(f"{it.method}{which} ({len(results) + 1} of {len(loaded)})")
+            tell(_folder(run))
             if (why := _watch(run, quiet=quiet)) is not None:
                 _stop(run, why)
             results.append(_result(run))
@@ -419,6 +431,8 @@ def _watch(run: Run, *, quiet: bool) -> str | None:
             watch(run, show=not quiet)
     except KeyboardInterrupt:
         return ABORTED
+    except EngineLostError as error:
+        return one_line(str(error))
     return None if run.summary else f"stopped after round {run.round} of {run.config.rounds}"
 
 

@@ -25,7 +25,7 @@ from hyperfed.engines.ray import cluster
 from hyperfed.engines.ray.actors import Work, Worker, portable
 from hyperfed.engines.ray.engine import RayEngine
 from hyperfed.engines.replies import NoAnswerError
-from hyperfed.errors import UserError
+from hyperfed.errors import EngineLostError, UserError
 from hyperfed.federation import AllLostError, step
 from hyperfed.methods import METHODS
 from hyperfed.runs import config
@@ -369,6 +369,26 @@ def test_an_evaluation_that_kills_its_actor_twice_ends_the_run(
     assert isinstance(caught.value.__cause__, NoAnswerError)
     assert isinstance(caught.value.__cause__.__cause__, died)
     assert engine.asked == 6
+
+
+def test_a_machine_that_is_lost_ends_a_run_as_one_to_resume(
+    connection: cluster.Connection,
+) -> None:
+    lost = connection.ray.exceptions.OwnerDiedError  # one of those that say so
+
+    def gone(ref: Any) -> Any:
+        raise lost("0" * 28, "", "")
+
+    engine = RayEngine(make_task(), Client, Config(), seed=0, workers=1)
+    engine.memory = {0: {"count": torch.tensor(1)}}
+    engine._kept[0].tree = None  # as after a commit
+    engine._ray = SimpleNamespace(get=gone, exceptions=connection.ray.exceptions)
+    with pytest.raises(EngineLostError, match="a machine of the Ray cluster was lost"):
+        engine.memory  # noqa: B018
+    engine._actors = [None]
+    engine._send = lambda index, calls: [None]  # type: ignore[method-assign]
+    with pytest.raises(EngineLostError, match="a machine of the Ray cluster was lost"):
+        engine.cohort([0], 0, training=True).ask(Client.count)
 
 
 class OwnError(Exception):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hyperfed.runs import config
-from hyperfed.runs.records import RunFolder
+from hyperfed.runs.records import RunFolder, load_latest
 from hyperfed.runs.run import Run
 from processes import SECONDS, await_end, descendants, linux, name_of
 
@@ -85,6 +85,28 @@ def test_kill_9_leaves_no_process(tmp_path: Path) -> None:
     with started(*arguments, out=tmp_path) as process:
         seen = watch(process, until="ray::Worker")
     assert process.returncode == -signal.SIGKILL
+    assert await_end(seen) == set()
+
+
+@pytest.mark.parametrize("victim", ["raylet", "gcs_server"])
+def test_a_lost_cluster_leaves_a_run_to_resume_and_no_process(
+    victim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of both Ray ends the process that has connected to it; of the head after a minute."""
+    monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "2")
+    arguments = ["run", "pfedhn", *KEYS, *ACTORS, "rounds=100000", "checkpoint_every=1"]
+    with started(*arguments, out=tmp_path, stderr=subprocess.PIPE) as process:
+        seen = watch(process, until="ray::Worker.answer")
+        while not list(tmp_path.glob("*/*/checkpoint/state.safetensors")):
+            assert process.poll() is None
+        (hit,) = (pid for pid in seen if name_of(pid).split(" ")[0].endswith(f"/{victim}"))
+        os.kill(hit, signal.SIGKILL)
+        seen |= watch(process)
+        output, told = process.communicate()
+    assert process.returncode == 3
+    folder = RunFolder(Path(output.splitlines()[-1]))
+    assert f"go on with: hyperfed resume {folder.path}" in told
+    assert load_latest(folder.state)[1]["round"] > 0
     assert await_end(seen) == set()
 
 

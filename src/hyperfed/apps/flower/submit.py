@@ -126,12 +126,11 @@ def discard(folder: Path) -> None:
 
 
 def resumable(folder: Path) -> RunConfig | None:
-    """Returns the settings of a run that is at sites and not done; None for any other folder."""
+    """Returns the settings of a run that is not done; None for any other folder."""
     place = RunFolder(folder)
     if not place.config.exists() or place.summary.exists():
         return None
-    config = configuration.load(str(place.config))
-    return config if config.engine.name == "flower" else None
+    return configuration.load(str(place.config))
 
 
 def train(config: RunConfig, folder: Path) -> None:

@@ -5,8 +5,9 @@ engine for its device: ``loop`` on a CPU, ``vmap`` on a GPU. What clients rememb
 object store of the machine that computed it, one object for each client, and goes in and out of
 calls by reference. So an actor that dies takes nothing with it: another one is put in its place,
 its clients of the round are lost and remember what they did before the round. A machine that is
-lost does take the memories stored there: the run ends with Ray's error and is resumed from its
-checkpoint.
+lost does take the memories stored there: the run ends and is resumed from its checkpoint. Where it
+is this one's raylet or the cluster's head that is lost, Ray ends this process, from which the
+command line is safe (:mod:`hyperfed.apps.guard`).
 
 The number of actors changes no result. Each client is computed by ``cores_per_client`` cores, one
 by default: with as many, the loop engine gives the same bits.
@@ -25,7 +26,7 @@ from hyperfed.engines.faults import Faults
 from hyperfed.engines.ray.actors import Outcome, Work, Worker
 from hyperfed.engines.ray.cluster import Connection, connect
 from hyperfed.engines.replies import NoAnswerError
-from hyperfed.errors import UserError
+from hyperfed.errors import EngineLostError, UserError
 from hyperfed.federation import Client, Task
 from hyperfed.system.devices import CPU
 from hyperfed.training import Precision
@@ -142,7 +143,7 @@ class RayEngine:
         here moves no data.
         """
         missing = [memory for memory in self._kept.values() if memory.tree is None]
-        stored = self._ray.get([memory.ref for memory in missing]) if missing else []
+        stored = self._get([memory.ref for memory in missing]) if missing else []
         for memory, packed in zip(missing, stored, strict=True):
             memory.tree = _StoredTree(unpack(packed), memory.ref)
         return {c: memory.tree for c, memory in self._kept.items() if memory.tree is not None}
@@ -206,6 +207,19 @@ class RayEngine:
         if self._ray.is_initialized():
             self._dismiss()
         self._kept, self._connection = {}, None
+
+    def _get(self, stored: Any) -> Any:
+        """Returns what lies in the object store.
+
+        Raises:
+            EngineLostError: the machine where it lay is lost.
+        """
+        try:
+            return self._ray.get(stored)
+        except self._ray.exceptions.ObjectLostError as error:
+            raise EngineLostError(
+                "a machine of the Ray cluster was lost, and what clients remembered with it"
+            ) from error
 
     # Actors.
 
@@ -305,7 +319,7 @@ class RayEngine:
     ) -> list[Tree | Exception]:
         """Returns what an actor's clients answered, and notes what they remember."""
         try:
-            outcomes: list[Outcome] = self._ray.get(returned[0])
+            outcomes: list[Outcome] = self._get(returned[0])
         except self._deaths as death:
             self._ray.kill(self._actors[index])  # it may only be out of reach, and keep its cores
             self._actors[index] = self._hire()
