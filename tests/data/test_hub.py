@@ -65,7 +65,7 @@ def test_a_hub_that_answers_is_loaded_from_and_a_folder_asks_nobody(library, mon
     assert hub.load("some/where", "writers", None, local=False) == "some/where writers None"
     assert hub.load("/here", None, "/scratch", local=True) == "/here None /scratch"
     assert len(requests) == 1
-    assert library == [("some/where", False, False, True), ("/here", False, False, True)]
+    assert library == [("some/where", False, False, True), ("/here", True, True, True)]
 
 
 def test_the_bar_is_for_terminals_alone(monkeypatch):

@@ -333,10 +333,11 @@ def to_tensor(array: Any, name: str) -> Tensor:
 
 
 def _check_finite(name: str, values: Tensor, problems: list[str]) -> None:
+    values = values.float()  # as which it is computed with
     wrong = ~torch.isfinite(values.flatten(1) if values.ndim > 1 else values[:, None])
     if wrong.any():
         rows = wrong.any(dim=1).nonzero().flatten()
         problems.append(
-            f"{name} must be finite, got NaN or infinity in {len(rows)} rows, the first at index "
-            f"{int(rows[0])}; remove or fill them"
+            f"{name} must be finite as float32, up to 3.4e38, got NaN or infinity in {len(rows)} "
+            f"rows, the first at index {int(rows[0])}; remove, fill or scale them"
         )

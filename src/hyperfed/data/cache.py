@@ -30,6 +30,11 @@ def folder() -> Path:
     return (Path(shared) if shared else Path.home() / ".cache") / "hyperfed"
 
 
+def asked_for() -> bool:
+    """Whether the user says where the cache is, and so that there may be one of anything."""
+    return bool(os.environ.get("HYPERFED_CACHE"))
+
+
 def key(
     name: str, reader: str, constants: dict[str, Any], source: str | list[tuple[str, int, int]]
 ) -> str:

@@ -2,7 +2,8 @@
 
 ``datasets.load_dataset`` (Hugging Face) is the one door. A known name stands for a folder of that
 name in the data directory, else for a data set on the hub. What is decoded once is kept in a cache
-(:mod:`hyperfed.data.cache`); ``digits`` comes with scikit-learn and needs no download.
+(:mod:`hyperfed.data.cache`), your own data only where ``$HYPERFED_CACHE`` says where; ``digits``
+comes with scikit-learn and needs no download.
 """
 
 import os
@@ -110,7 +111,6 @@ def _load_rows(name: str, data_dir: Path | None, columns: Columns) -> Examples:
         )
     files = _files(folder) if folder else source
     reader = known.read.__name__ if known else str(columns)
-    key = cache.key(name, reader, readers.constants(), files)
 
     def build() -> Examples:
         # The rows of a local folder are decoded once: no second copy of them stays on disk.
@@ -118,7 +118,9 @@ def _load_rows(name: str, data_dir: Path | None, columns: Columns) -> Examples:
             cache_dir = scratch if folder else None
             return _finished(read(lambda config: _rows(name, source, config, cache_dir), name))
 
-    return cache.load_or_build(key, build)
+    if folder and not known and not cache.asked_for():
+        return build()  # somebody's own: no copy stays
+    return cache.load_or_build(cache.key(name, reader, readers.constants(), files), build)
 
 
 def _finished(examples: Examples) -> Examples:

@@ -1,11 +1,14 @@
-"""Loading by Hugging Face's library as we want it: quick to say that there is no way to the hub.
+"""Loading by Hugging Face's library as we want it.
 
-Without a network its requests are tried again for half a minute, each with two lines.
+It is quick to say that there is no way to the hub: without a network the library's requests are
+tried again for half a minute, each with two lines. And a folder is read without asking anybody, and
+without reading what lies elsewhere: what came with the data may name any file or address.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path, PurePath
 from typing import Any
 
 from rich.console import Console
@@ -25,21 +28,58 @@ def load(source: str, config: str | None, cache_dir: str | None, *, local: bool)
         config: which of its configurations; None for the default one.
         cache_dir: where the rows go; the library's own folder where None.
         local: it is a folder.
+
+    Raises:
+        ValueError: the folder cannot be read, or its README names data that are not in it.
     """
     import datasets  # takes seconds to import, and a cached load does without
     from huggingface_hub import constants
 
     shown = not datasets.are_progress_bars_disabled()
     before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
-    if not local and not reachable():
+    if local or not reachable():
         constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     datasets.disable_progress_bars()
     try:
+        if local:
+            _check_named_data(Path(source))
         return datasets.load_dataset(source, config, cache_dir=cache_dir)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError):
+        raise
+    except Exception as error:  # whatever a folder makes several libraries raise
+        if not local:
+            raise
+        raise ValueError(f"{type(error).__name__}: {error}") from error
     finally:
         constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
         if shown:
             datasets.enable_progress_bars()
+
+
+def _check_named_data(folder: Path) -> None:
+    """Raises ``ValueError`` where a README says that data of a folder are elsewhere."""
+    from huggingface_hub import DatasetCard
+
+    readme, alone = folder / "README.md", folder / ".huggingface.yaml"
+    cards = [DatasetCard.load(readme)] if readme.is_file() else []
+    if alone.is_file():
+        cards.append(DatasetCard(f"---\n{alone.read_text(encoding='utf-8')}\n---\n"))
+    for name in (name for card in cards for name in _texts(card.data.get("configs"))):
+        if "://" in name or "::" in name or ".." in PurePath(name).parts or name[:1] in "/~":
+            raise ValueError(f"{folder} must name data within it, but names {name[:100]!r}")
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yields every text in nested lists and mappings."""
+    match value:
+        case str():
+            yield value
+        case Mapping():
+            for inner in value.values():
+                yield from _texts(inner)
+        case list():
+            for inner in value:
+                yield from _texts(inner)
 
 
 def reachable() -> bool:

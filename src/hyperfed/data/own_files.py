@@ -114,7 +114,7 @@ def _images(
     client = examples.client
     names: tuple[str, ...] = ()
     if column in features:
-        ids = np.unique(readers.column_of(splits, column))
+        ids, _ = readers.ids_of(splits, column, name)
         names = tuple(str(identity) for identity in ids)
     elif (people := _people(splits, features)) is not None:
         ids, number = np.unique(people, return_inverse=True)

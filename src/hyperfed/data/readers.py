@@ -6,7 +6,8 @@ Splits whose name starts with "test" are held out.
 """
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ from torch import Tensor
 
 from hyperfed.data.examples import Examples, channel_statistics, channels_moved_first
 from hyperfed.data.hub import bar
-from hyperfed.errors import UserError
+from hyperfed.errors import UserError, one_line
+from hyperfed.system.allocation import total_memory
 
 Rows = Callable[[str | None], Mapping[str, Any]]
 """Configuration name, or None for the default one -> {split name: datasets.Dataset}."""
@@ -32,6 +34,9 @@ STRIDE = 10
 
 LEAST_WINDOWS = (50, 5)
 """A speaking role with fewer windows for training or for testing is left out."""
+
+MOST_PIXELS = 2**26
+"""Of an image: what it says of its size is believed before it is decoded."""
 
 OMNIGLOT_SIDE = 28
 """Side of an Omniglot image, resized from 105."""
@@ -70,7 +75,7 @@ def images(rows: Rows, name: str, *, client: str = "client", label: str | None =
     y, classes = _labels(splits, found, features[found], name)
     owner = None
     if client in features:
-        owner = torch.from_numpy(np.unique(column_of(splits, client), return_inverse=True)[1])
+        owner = torch.from_numpy(ids_of(splits, client, name)[1])
     return _of_images(
         name, _decode(splits, image_column, name), y, _held_out(splits), classes, client=owner
     )
@@ -254,14 +259,38 @@ def label_column(features: Mapping[str, Any], name: str) -> str:
 
 
 def _labels(splits: Mapping[str, Any], column: str, feature: Any, name: str) -> tuple[Tensor, int]:
-    y = torch.from_numpy(column_of(splits, column).astype(np.int64))
+    written = column_of(splits, column)
+    if written.dtype.kind not in "iu" or not len(written):  # also where one is missing
+        raise UserError(
+            f"labels of {name} must be one whole number for each image, got {written.dtype} in "
+            f"{len(written)} rows of column {column!r}; remove the rows without labels"
+        )
+    y = torch.from_numpy(written.astype(np.int64))
     if int(y.min()) < 0:
         raise UserError(
             f"labels of {name} must be 0 or more, got {int(y.min())} in column {column!r}; "
             "remove the splits or rows without labels"
         )
     names = getattr(feature, "names", None)
-    return y, len(names) if names else int(y.max()) + 1
+    classes = len(names) if names else int(y.max()) + 1
+    if int(y.max()) >= classes:
+        raise UserError(
+            f"labels of {name} must be below {classes}, as many as it names, got {int(y.max())} in "
+            f"column {column!r}; correct them"
+        )
+    return y, classes
+
+
+def ids_of(splits: Mapping[str, Any], column: str, name: str) -> tuple[Array, Array]:
+    """Returns the different ids of a column, sorted, and the number in them of each row's."""
+    written = column_of(splits, column)
+    if written.dtype == object and not all(isinstance(each, str) for each in written):
+        raise UserError(
+            f"column {column!r} of {name} must hold a number or a word in every row, but does not; "
+            "fill or drop the others"
+        )
+    ids, number = np.unique(written, return_inverse=True)
+    return ids, number
 
 
 def _decode(splits: Mapping[str, Any], column: str, name: str, side: int | None = None) -> Tensor:
@@ -280,6 +309,7 @@ def _decode(splits: Mapping[str, Any], column: str, name: str, side: int | None 
                     pixels(image.as_buffer() if image.is_valid else path.as_py(), side)
                     for image, path in zip(content, paths, strict=True)
                 ]
+                check_memory(pictures, name)
                 advance(len(cells))
     sizes = {picture.shape[:2] for picture in pictures}
     if len(sizes) > 1:
@@ -298,20 +328,51 @@ def _decode(splits: Mapping[str, Any], column: str, name: str, side: int | None 
 
 
 def pixels(image: Any, side: int | None = None) -> Array:
-    """Decodes a buffer or a file to (H, W) grey or (H, W, 3) colour uint8."""
-    with Image.open(image if isinstance(image, str) else io.BytesIO(image)) as file:
-        picture: Image.Image = file
-        if picture.mode.startswith(("I", "F")):
-            raise UserError(
-                f"images must have 8 bits per channel, got mode {picture.mode}; "
-                "convert them, or save the pixels as float arrays in an .npz file"
-            )
-        if picture.mode not in ("L", "RGB"):
-            grey = picture.mode in ("1", "LA")
-            picture = picture.convert("L" if grey else "RGB")
-        if side is not None:
-            picture = picture.resize((side, side), Image.Resampling.BILINEAR)
-        return np.asarray(picture)
+    """Decodes a buffer or a file to (H, W) grey or (H, W, 3) colour uint8.
+
+    Raises:
+        UserError: it is no image, or not one of 8 bits per channel and :data:`MOST_PIXELS` pixels.
+    """
+    try:
+        if isinstance(image, str) and not Path(image).is_file():
+            raise FileNotFoundError(f"no file {image}")
+        with Image.open(image if isinstance(image, str) else io.BytesIO(image)) as file:
+            return _pixels(file, side)
+    except UserError:
+        raise
+    except Exception as error:  # whatever bytes make a dozen decoders raise
+        what = one_line(f"{type(error).__name__}: {error}", 200)
+        raise UserError(
+            f"an image must be a file that Pillow can decode, but is not ({what}); remove it"
+        ) from error
+
+
+def _pixels(file: Image.Image, side: int | None) -> Array:
+    if file.width * file.height > MOST_PIXELS:  # of which none has been decoded yet
+        raise UserError(
+            f"images must have {MOST_PIXELS} pixels at most, got {file.width} x {file.height}; "
+            "resize them"
+        )
+    picture = file
+    if picture.mode.startswith(("I", "F")):
+        raise UserError(
+            f"images must have 8 bits per channel, got mode {picture.mode}; "
+            "convert them, or save the pixels as float arrays in an .npz file"
+        )
+    if picture.mode not in ("L", "RGB"):
+        grey = picture.mode in ("1", "LA")
+        picture = picture.convert("L" if grey else "RGB")
+    if side is not None:
+        picture = picture.resize((side, side), Image.Resampling.BILINEAR)
+    return np.asarray(picture)
+
+
+def check_memory(pictures: Sequence[Array], name: str) -> None:
+    """Raises :class:`UserError` where pictures are larger than memory, which few bytes can say."""
+    if sum(picture.nbytes for picture in pictures) > total_memory() // 2:  # they are copied once
+        raise UserError(
+            f"images of {name} must fit into this machine's memory twice, but do not; resize them"
+        )
 
 
 def _windows_of_lines(splits: Mapping[str, Any]) -> tuple[Array, Array, Array]:

@@ -14,6 +14,7 @@ Two layouts:
 Where nothing says what is for validation and testing, 15 % of each client's examples are for each.
 """
 
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,12 +25,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from hyperfed.data import arrays, partitions, readers
+from hyperfed.data import arrays, hub, partitions, readers, tables
 from hyperfed.data.arrays import PARTS
 from hyperfed.data.examples import channel_statistics, hash_of
 from hyperfed.data.own import Task
 from hyperfed.data.roster import MOST_CLASSES, Frame, Introduction, Member
-from hyperfed.errors import UserError
+from hyperfed.errors import UserError, one_line
 
 LONGEST = 100
 """Letters of a client's name, which becomes that of a folder."""
@@ -171,11 +172,6 @@ def read(path: str | Path, *, val: float = 0.15, test: float = 0.15) -> SiteData
         )
     arrays.raise_all(problems, f"{path} does not hold the data of a site")
     x, y = (values.float() if values.is_floating_point() else values for values in (x, y))
-    if not all(values.isfinite().all() for values in (x, y) if values.is_floating_point()):
-        raise UserError(
-            f"{path} must hold numbers that a float32 can, up to 3.4e38, got larger ones; scale "
-            "them, or leave them out"
-        )
     return SiteData(x, y, number, rows)
 
 
@@ -199,34 +195,56 @@ def _from_rows(path: Path) -> dict[str, Any]:
 
     if not path.exists():
         raise UserError(f"a site's data must be a file or a folder, but there is no {path}")
-    try:
-        if path.is_dir():
-            splits = datasets.load_dataset(str(path))
-        else:
-            splits = datasets.load_dataset("parquet", data_files={"train": str(path)})
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise UserError(
-            f"{path} must be an .npz archive, a parquet file or a folder that "
-            f"datasets.load_dataset can read, but is not ({error})"
-        ) from error
-    table = datasets.concatenate_datasets(list(splits.values()))
-    names = list(table.features)
+    # What the library makes of a folder's files goes where nobody finds it afterwards.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
+        try:
+            if path.is_dir():
+                splits = hub.load(str(path), None, scratch, local=True)
+            else:
+                held = datasets.table.InMemoryTable(tables.read_parquet(path))
+                splits = {"train": datasets.Dataset(held)}
+        except (
+            OSError,
+            ValueError,
+            LookupError,
+            TypeError,
+            datasets.exceptions.DatasetsError,
+        ) as e:
+            raise UserError(
+                f"{path} must be an .npz archive, a parquet file or a folder that "
+                f"datasets.load_dataset can read, but is not ({one_line(str(e))})"
+            ) from e
+        return _columns(splits, path)
+
+
+def _columns(splits: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Returns the columns of all splits, of which nothing is decoded but images of the task."""
+    names = list(next(iter(splits.values())).features)
     if "client" not in names:
         raise UserError(f"{path} must have a column client, got {', '.join(names)}; add it")
-    columns: dict[str, Any] = {"client": np.array(list(table["client"]), dtype=object)}
+    columns: dict[str, Any] = {"client": np.array(_listed(splits, "client"), dtype=object)}
     if {"x", "y"} <= set(names):
-        columns |= {name: np.array(list(table[name])) for name in ("x", "y")}
+        try:
+            columns |= {name: np.array(_listed(splits, name)) for name in ("x", "y")}
+        except ValueError as error:
+            raise UserError(f"the lists of {path} must have one length; pad them") from error
         if columns["x"].dtype == object:
-            raise UserError(f"the lists in column x of {path} must have one length; pad them")
+            raise UserError(f"the lists in column x of {path} must hold numbers alone; convert it")
     else:
-        examples = readers.images(lambda config: splits, str(path))
+        examples = readers.images(lambda config: splits, str(path), client="")
         columns |= {"x": examples.x, "y": examples.y, "classes": examples.classes}
     if "split" in names:
-        columns["split"] = np.array(list(table["split"]))
+        columns["split"] = np.array(_listed(splits, "split"))
     elif len(splits) > 1:
         of = [next((p for p in PARTS if split.startswith(p)), "train") for split in splits]
         columns["split"] = np.repeat(of, [len(rows) for rows in splits.values()])
     return columns
+
+
+def _listed(splits: Mapping[str, Any], column: str) -> list[Any]:
+    """Returns what is written in a column, as Python has it."""
+    tables = (table.with_format("arrow")[:] for table in splits.values())
+    return [value for table in tables for value in table.column(column).to_pylist()]
 
 
 def _divided(

@@ -26,7 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hyperfed.data import arrays, readers
-from hyperfed.errors import UserError
+from hyperfed.errors import UserError, one_line
+from hyperfed.system.allocation import total_memory
 
 Array = npt.NDArray[Any]
 
@@ -99,15 +100,42 @@ def read(path: Path) -> Any:
 
     try:
         if path.suffix == ".parquet":
-            return pandas.read_parquet(path)
+            return read_parquet(path).to_pandas()
         if path.suffix == ".csv":
             # "NA" or "None" may be a label or a name; only an empty cell has none.
             return pandas.read_csv(path, keep_default_na=False, na_values=[""])
-    except (OSError, ValueError) as error:  # those of pyarrow and of pandas are of these kinds
-        raise UserError(f"{path} must be a readable table, but is not: {error}") from error
+    except UNREADABLE as error:
+        raise UserError(
+            f"{path} must be a readable table, but is not: {one_line(str(error))}"
+        ) from error
     raise UserError(
         f"a table's name must end in {', '.join(SUFFIXES)}, got {path}; convert it to one of them"
     )
+
+
+UNREADABLE = (
+    OSError, ValueError, LookupError, TypeError, AttributeError, NotImplementedError, MemoryError,
+    RecursionError,
+)  # fmt: skip
+"""What pyarrow and pandas raise of damaged or forged files."""
+
+
+def read_parquet(path: Path) -> Any:
+    """Reads a parquet file: an Arrow table.
+
+    Raises:
+        ValueError: it is none, or says that it holds more numbers than memory does. A few bytes can
+            be the compressed form of many.
+    """
+    from pyarrow import parquet
+
+    with parquet.ParquetFile(path) as file:
+        said = file.metadata
+        groups = [said.row_group(number) for number in range(said.num_row_groups)]
+        values = sum(g.column(c).num_values for g in groups for c in range(said.num_columns))
+        if values * np.dtype(np.float64).itemsize > total_memory():
+            raise ValueError(f"its {values} values are larger than this machine's memory")
+        return file.read()
 
 
 def rows_of(
@@ -240,6 +268,7 @@ def _values(column: Any, name: str, problems: list[str]) -> Array:
 def _pictures(cells: Array) -> list[Array]:
     """Decodes images to (C, H, W), in colour where one of them is."""
     found = [np.atleast_3d(readers.pixels(cell["bytes"] or cell["path"])) for cell in cells]
+    readers.check_memory(found, "a table")
     channels = max(picture.shape[2] for picture in found)
     return [
         np.moveaxis(np.broadcast_to(picture, (*picture.shape[:2], channels)), -1, 0)
