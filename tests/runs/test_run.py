@@ -20,6 +20,8 @@ from hyperfed.runs import config
 from hyperfed.runs.run import Run
 from toys import Normed, Stemmed, lengths, make_task
 
+FAULTS = {"drop": 0.3, "nan": 0.2}
+
 
 def keys_of(name: str, **keys: Any) -> dict[str, Any]:
     """Settings of a short run: a newcomer's training is short too."""
@@ -50,10 +52,13 @@ def test_the_same_command_twice_and_more_workers_give_identical_records(method: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("faults", [{}, {"drop": 0.3, "nan": 0.2}])
 @pytest.mark.parametrize(
-    ("method", "own"),
-    [*((method, {}) for method in sorted(METHODS)), ("pefll", {"delayed_gradient": True})],
+    ("method", "own", "faults"),
+    [
+        *((method, {}, FAULTS) for method in sorted(METHODS)),
+        ("pefll", {"delayed_gradient": True}, FAULTS),
+        ("pefll", {}, {}),
+    ],
 )
 def test_a_run_abandoned_anywhere_resumes_to_the_same_numbers(
     method: str, own: Any, faults: Any, tmp_path: Path
