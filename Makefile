@@ -28,6 +28,7 @@ GPU_SETTINGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
+USABLE := $(VENV)/.usable
 READY := $(VENV)/.ready
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 WORKERS = $(shell $(PYTHON) -c 'import os; print(2 + ($(CORES)))')
@@ -38,15 +39,20 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := test
 .PHONY: run test test-fast lint check-method docs notebooks readme report bench gpu clean
 
-$(READY): pyproject.toml constraints.txt
+# Twice, since what runs trainings is a third of what tests, docs and servers need.
+$(USABLE): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "hyperfed needs Python >= 3.11, this is $$($(PYTHON) --version 2>&1); try make PYTHON=python3.11" >&2; exit 1; }
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt $(TORCH_ARGS) torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
+	@touch $@
+
+$(READY): $(USABLE)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@
 
-run: $(READY)
+run: $(USABLE)
 	$(BIN)/python examples/digits.py
 
 lint: $(READY)

@@ -260,8 +260,10 @@ def test_the_walkthrough_to_the_letter_adds_a_method_that_passes_all_that_it_mus
     (change,) = [block for block in blocks(document, "diff") if block.title == TABLE]
     table = copy / TABLE
     table.write_text(patched(table.read_text(encoding="utf-8"), change.text), encoding="utf-8")
-    (ready := tmp_path / "ready").touch()  # this environment has what make would install
-    here = [f"READY={ready}", f"BIN={Path(sys.executable).parent}"]
+    here = [f"BIN={Path(sys.executable).parent}"]
+    for name in ("USABLE", "READY"):  # this environment has what make would install
+        (tmp_path / name).touch()
+        here.append(f"{name}={tmp_path / name}")
     environment = {**os.environ, "PYTHONPATH": str(copy / "src")}
     environment["PYTEST_XDIST_AUTO_NUM_WORKERS"] = "1"  # the other cores have other tests
     said = {}
