@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import Any, Protocol, Self, TypeVar, overload
+from typing import Any, Literal, Protocol, Self, TypeAlias, TypeVar, overload
 
 import torch
 import torch.nn.functional as F
@@ -253,6 +253,9 @@ def _rows(x: Tensor, index: Tensor) -> Tensor:
 EVALUATION_BATCH = 512
 """Examples to one forward pass of an evaluation: large for speed, small for the cache."""
 
+Bounded: TypeAlias = Literal["change", "reply"]
+"""Of what the length is bounded where training is private: what a reply changes, or the reply."""
+
 S = TypeVar("S", bound=Callable[..., Tree])
 
 
@@ -267,6 +270,7 @@ def step(
     evaluates: bool = False,
     deferrable: bool = False,
     private: bool = False,
+    bounded: Bounded | None = None,
 ) -> Callable[[S], S]: ...
 
 
@@ -278,6 +282,7 @@ def step(
     evaluates: bool = False,
     deferrable: bool = False,
     private: bool = False,
+    bounded: Bounded | None = None,
 ) -> S | Callable[[S], S]:
     """Marks a function of a :class:`Client` that the network may call. Takes and returns trees.
 
@@ -289,11 +294,16 @@ def step(
         deferrable: the step may be posted (:meth:`Cohort.post`) and run later: it writes no memory.
         private: what it replies depends on data by :meth:`Client.release` alone, where the client's
             settings are private.
+        bounded: what ``privacy.clip`` bounds: "change", that of the reply to the argument that it
+            is like, which it is by default where there is one, or "reply", of a step that answers
+            with a difference or with a vector of no large size. A step without it cannot be asked
+            in private training (:mod:`hyperfed.engines.updates`), unless it replies with nothing.
     """
+    bounded = bounded or (None if like is None else "change")
 
     def mark(function: S) -> S:
         function.__dict__["step"] = StepInfo(
-            function.__name__, like, evaluates, deferrable, private
+            function.__name__, like, evaluates, deferrable, private, bounded
         )
         return function
 
@@ -309,6 +319,7 @@ class StepInfo:
     evaluates: bool
     deferrable: bool
     private: bool
+    bounded: Bounded | None = None
 
 
 class Client:

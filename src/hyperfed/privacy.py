@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -76,6 +76,34 @@ def classical_multiplier(epsilon: float, delta: float) -> float:
             "its noise can be too little; use the calibration 'analytic'"
         )
     return math.sqrt(2 * math.log(1.25 / delta)) / epsilon
+
+
+def multiplier_of(epsilon: float, delta: float, answers: int) -> float:
+    """Returns sigma / sensitivity of each of so many Gaussian answers, private all together.
+
+    They may depend on one another. Their composition is exact (:class:`Ledger`), so no bound such
+    as that of Renyi divergences is needed.
+
+    Raises:
+        UserError: epsilon is not positive, or delta not between 0 and 1.
+    """
+    check_positive(answers=answers)
+    return math.sqrt(answers) * analytic_multiplier(epsilon, delta)
+
+
+class Mechanism(Protocol):
+    """What adds Gaussian noise to an answer."""
+
+    @property
+    def delta(self) -> float:
+        """At which epsilon is told."""
+
+    @property
+    def multiplier(self) -> float:
+        """The noise's standard deviation over the sensitivity."""
+
+    def sigma(self, sensitivity: float) -> float:
+        """Returns the noise's standard deviation for an answer of some sensitivity."""
 
 
 @dataclass(frozen=True)
@@ -220,15 +248,23 @@ class Releases:
         self._question, self._noise, self._limits = question, noise, limits
 
     def release(
-        self, value: Tensor, sensitivity: float, mechanism: GaussianMechanism, budget: float
+        self,
+        value: Tensor,
+        sensitivity: float,
+        mechanism: Mechanism,
+        budget: float,
+        *,
+        keep: bool = True,
     ) -> Tensor:
         """Returns ``value`` with noise, or what it was with noise when the same was asked before.
 
         Args:
             value: what was computed from the client's data.
-            sensitivity: how far replacing one sample moves it, in Euclidean norm.
+            sensitivity: how far replacing one sample, or whatever is to be private, moves it, in
+                Euclidean norm.
             mechanism: of the noise.
             budget: epsilon that all answers may cost, at the mechanism's delta.
+            keep: to give it again for nothing; what is not kept spends each time.
 
         Raises:
             UserError: the budget, or a limit, would be exceeded.
@@ -242,7 +278,9 @@ class Releases:
         for epsilon, delta in ((budget, mechanism.delta), *self._limits):
             ledger = Ledger(epsilon, delta).load(self.kept).after(mechanism.multiplier)
         answer = value + sigma * self._noise(question)(value)
-        self.kept = ledger.state() | {"answers": answers | {question: answer.detach().cpu()}}
+        if keep:
+            answers = answers | {question: answer.detach().cpu()}
+        self.kept = ledger.state() | {"answers": answers}
         return answer
 
 

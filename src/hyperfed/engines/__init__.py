@@ -16,6 +16,7 @@ from hyperfed.engines.flower.engine import FlowerEngine
 from hyperfed.engines.local.graphs import Graphs, recorder_on
 from hyperfed.engines.local.loop import LoopEngine
 from hyperfed.engines.local.vmap import VmappedEngine, best_engine
+from hyperfed.engines.updates import PrivateUpdates
 from hyperfed.errors import UserError
 from hyperfed.federation import Client, Task
 from hyperfed.system.devices import find_device
@@ -84,6 +85,7 @@ def build(
     home: Engine | None = None,
     precision: Precision = "float32",
     device: str = "cpu",
+    private: PrivateUpdates | None = None,
 ) -> Engine:
     """Builds the engine that a configuration names.
 
@@ -98,6 +100,7 @@ def build(
             newcomer.
         precision: of the clients' arithmetic.
         device: where clients compute, and the server where it is in one process with them.
+        private: how the answers of clients are made private.
 
     Raises:
         UserError: the engine cannot be had as configured.
@@ -107,7 +110,7 @@ def build(
             f"engine.graphs must have a GPU to record on, came device={device}; set device=cuda"
         )
     where = {"precision": precision, "device": device}
-    options = {"seed": seed, "faults": faults, "home": home, **where}
+    options = {"seed": seed, "faults": faults, "home": home, "private": private, **where}
     return ENGINES[config.name](config, task.on_features(), client, settings, **options)
 
 
@@ -143,6 +146,7 @@ def _flower(
     faults: Faults | None = None,
     home: Engine | None = None,
     precision: Precision = "float32",
+    private: PrivateUpdates | None = None,
     device: str,  # of the server; a site has its own
 ) -> Engine:
     if not isinstance(task, RemoteTask):
@@ -151,7 +155,7 @@ def _flower(
             "METHOD engine=flower engine.superlink=HOST:PORT, or flwr run"
         )
     options: dict[str, Any] = {"faults": faults, "device": find_device(device)}
-    options |= {"precision": precision}
+    options |= {"precision": precision, "private": private}
     return FlowerEngine(task, client, settings, seed=seed, timeout=config.timeout, **options)
 
 

@@ -6,7 +6,7 @@ another machine, a site.
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hyperfed import trees
 from hyperfed.engines.replies import DivergedError, check_tree
+from hyperfed.engines.updates import KEPT, UNCOVERED, PrivateUpdates, centre_of, moved, offset
 from hyperfed.federation import Client, Split, StepInfo, Task
 from hyperfed.privacy import Noise, Releases, secret_noise, seeded_noise
 from hyperfed.system.randomness import generator
@@ -112,6 +113,7 @@ def execute(
     scratch: Tree,
     secret: bool = False,
     limits: Sequence[tuple[float, float]] = (),
+    private: PrivateUpdates | None = None,
 ) -> Answer:
     """Runs a call in this process.
 
@@ -127,21 +129,19 @@ def execute(
         scratch: what it remembers of earlier messages of this round; stays as it is.
         secret: noise is the operating system's, not the seed's.
         limits: (epsilon, delta) that hold for all that the client lets out.
+        private: what the client does to its answers itself.
 
     Raises:
         BadReplyError: the reply, or what is remembered, is no tree of tensors.
         DivergedError: what the client wrote to its memory is not finite.
+        UserError: what it may let out is spent.
         Exception: whatever the step raises.
     """
     labelled = is_labelled(task, call.client)
     lengths = batch_lengths(call.batches, len(task.train[call.client]))
     batches = draw(call, task, seed).split_with_sizes(lengths)
 
-    def noise(question: str) -> Noise:
-        if secret:
-            return secret_noise
-        return seeded_noise(generator(seed, "noise", call.client, question))
-
+    noise = noise_of(call, seed, secret=secret)
     answer = perform(
         call,
         task=task,
@@ -158,9 +158,76 @@ def execute(
     )
     written = {name: kept for name, kept in answer.memory.items() if kept is not memory.get(name)}
     check_tree(written, does="remember")
-    if not all(trees.finite([written])):
+    finite = all(trees.finite([written]))
+    if private is not None:
+        if not finite:  # that it diverged would tell of its data
+            answer = replace(answer, memory=memory)
+        return let_out(call, answer, client, private, noise=noise, limits=limits)
+    if not finite:
         raise DivergedError
     return answer
+
+
+def noise_of(call: Call, seed: int, *, secret: bool) -> Callable[[str], Noise]:
+    """Returns what draws the noise of a client's answer to a question.
+
+    Args:
+        call: what is asked.
+        seed: the run's seed.
+        secret: noise is the operating system's, not the seed's.
+    """
+
+    def noise(question: str) -> Noise:
+        if secret:
+            return secret_noise
+        return seeded_noise(generator(seed, "noise", call.client, question))
+
+    return noise
+
+
+def let_out(
+    call: Call,
+    answer: Answer,
+    client: type[Client],
+    private: PrivateUpdates,
+    *,
+    noise: Callable[[str], Noise],
+    limits: Sequence[tuple[float, float]] = (),
+) -> Answer:
+    """Returns an answer as it may leave its client in private training: bounded, and with noise.
+
+    Args:
+        call: what was asked.
+        answer: what the step made of it.
+        client: the method's Client.
+        private: how answers are made private.
+        noise: of the question that is named.
+        limits: (epsilon, delta) that hold for all that the client lets out.
+
+    Raises:
+        BadReplyError: the reply is not like what it is promised to be like.
+        UserError: the reply is no update, or what the client may let out is spent.
+    """
+    if not answer.tree or call.step in UNCOVERED:
+        return answer
+    step, info = find_step(client, call.step)
+    centre = centre_of(answer.tree, promised(step, info, call), info)
+    told = offset(answer.tree, centre, private.clip)
+    # Asked again in its round, a step draws other batches: that is another question.
+    releases = Releases(
+        call.released, lambda sigma: f"{call.question(sigma)}-{call.turn}", noise, limits
+    )
+    keep = told.numel() <= KEPT
+    noisy = releases.release(told, private.sensitivity, private, private.epsilon, keep=keep)
+    return replace(answer, tree=moved(centre, noisy), released=releases.kept)
+
+
+def promised(step: Callable[..., Tree], info: StepInfo, call: Call) -> Tree | None:
+    """Returns the argument that a step's reply must be like, if any."""
+    if info.like is None:
+        return None
+    names = step.__code__.co_varnames[1:]
+    return call.payload[names.index(info.like)]
 
 
 def perform(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hyperfed import trees
 from hyperfed.engines.bounds import too_large
-from hyperfed.engines.calls import Call, find_step
+from hyperfed.engines.calls import Call, find_step, promised
 from hyperfed.engines.faults import Faults
 from hyperfed.engines.replies import (
     DivergedError,
@@ -25,6 +25,7 @@ from hyperfed.engines.replies import (
     expected_structure,
     refusal,
 )
+from hyperfed.engines.updates import UNCOVERED, PrivateUpdates, bounded
 from hyperfed.errors import UserError
 from hyperfed.federation import AllLostError, Client, Each, StepInfo, Task
 from hyperfed.training import Batches
@@ -87,6 +88,10 @@ class Engine(Protocol):
 
     @released.setter
     def released(self, released: dict[int, Tree]) -> None: ...
+
+    @property
+    def private(self) -> PrivateUpdates | None:
+        """How the answers of clients are made private; None where they are not."""
 
     @property
     def waiting(self) -> "list[Question]":
@@ -225,13 +230,16 @@ class EngineCohort:
     """The clients of one round; see :class:`hyperfed.federation.Cohort`.
 
     Attributes:
-        examples: (C,) float64 training examples of each client, lost or not.
+        examples: (C,) float64 training examples of each client, lost or not; 1 each where training
+            is private, since how many there are is a client's data too.
     """
 
     def __init__(self, engine: Engine, clients: Sequence[int], state: CohortState) -> None:
         self._engine, self._clients, self.state = engine, tuple(clients), state
         self.ids = torch.tensor(self._clients, dtype=torch.int64, device=engine.device)
         examples = [len(engine.task.train[client]) for client in self._clients]
+        if engine.private is not None:
+            examples = [1] * len(examples)
         self.examples = torch.tensor(examples, dtype=torch.float64, device=engine.device)
 
     @property
@@ -368,7 +376,7 @@ class EngineCohort:
         likes = {
             position: None if like is None else trees.to(like, device)
             for position in replies
-            for like in [_promised(question.step, question.info, question.calls[position])]
+            for like in [promised(question.step, question.info, question.calls[position])]
         }
         return too_large({p: reply.tree for p, reply in replies.items()}, likes, factor)
 
@@ -442,14 +450,24 @@ class EngineCohort:
                 replies[position] = NoAnswerError("did not answer (injected by faults.drop)")
                 continue
             answer = answers[position]
-            like = _promised(question.step, question.info, call)
+            like = promised(question.step, question.info, call)
             reply = answer if isinstance(answer, Exception) else checked(answer, like, device)
             if training and isinstance(reply, Reply) and faults.spoils(seed, call):
                 reply = Reply(trees.tree_map(_spoil, reply.tree), reply.structure)
             if training and isinstance(reply, Reply) and call.client in faults.hostile:
                 reply = Reply(faults.lie(reply.tree, like, seed, call), reply.structure)
+            if isinstance(reply, Reply):
+                reply = self._bounded(question, reply, like)
             replies[position] = reply
         return replies
+
+    def _bounded(self, question: Question, reply: Reply, like: Tree | None) -> Reply:
+        """Returns a reply as a trusted server may use it: no longer than ``privacy.clip``."""
+        private, info = self._engine.private, question.info
+        if private is None or private.where == "local" or not reply.tree or info.name in UNCOVERED:
+            return reply
+        like = None if like is None else trees.to(like, self._engine.device)
+        return Reply(bounded(reply.tree, like, info, private.clip), reply.structure)
 
     def _lose(self, client: int, reason: str, reply: object) -> None:
         # Who does not answer or diverges is lost at any time, and so is who is not our own; what
@@ -477,14 +495,6 @@ def _check_detached(payload: Sequence[Tree | Each]) -> None:
                 "what is sent must not be part of an autograd graph: no gradient crosses the "
                 "network; send trees.detach(...) and pull the reply back yourself"
             )
-
-
-def _promised(step: Callable[..., Tree], info: StepInfo, call: Call) -> Tree | None:
-    """Returns the argument that a step's reply must be like, if any."""
-    if info.like is None:
-        return None
-    names = step.__code__.co_varnames[1:]
-    return call.payload[names.index(info.like)]
 
 
 def _spoil(leaf: Tensor) -> Tensor:

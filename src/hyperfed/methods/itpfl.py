@@ -195,7 +195,7 @@ class Client(federation.Client):
         target, length = next(iter(outline.models.values())), config.length(outline.clients)
         return {"encoder": DeepSet(target, length, config.encoder_units, config.bounded)}
 
-    @step(like="model")
+    @step(like="model", bounded="reply")
     def train_model(self, model: Model) -> Model:
         """Returns delta after local SGD."""
         trained = sgd(

@@ -114,7 +114,7 @@ class Client(federation.Client):
             return {}
         return {"global": copy.deepcopy(outline.models[lightest(outline)])}
 
-    @step(like="model")
+    @step(like="model", bounded="reply")
     def train_global(self, model: Model) -> Model:
         """Returns delta of the global model after local SGD; as it was sent it will teach."""
         self.scratch["global"] = model
@@ -123,7 +123,7 @@ class Client(federation.Client):
         trained = sgd(objective, model, self.batches, self.config.local, trainable=trainable).model
         return subtract(model, trained)
 
-    @step(like="model")
+    @step(like="model", bounded="reply")
     def train_model(self, model: Model) -> Model:
         """Returns delta after local SGD, taught by the global model if there is one."""
         teacher: Model | None = self.scratch.get("global")

@@ -124,7 +124,7 @@ class Client(federation.Client):
             net = LabelledTarget(target, outline.classes, length)
         return {"descriptor_net": trees.cast(net, outline.dtype)}
 
-    @step
+    @step(bounded="reply")
     def describe(self, descriptor_net: Model) -> Tree:
         """Returns {"descriptor": (l,)}, a mean over examples; in a round there is one batch."""
         total, count = torch.zeros(()), 0
@@ -134,14 +134,14 @@ class Client(federation.Client):
             self.scratch |= {"descriptor_net": descriptor_net, "x": batch.x, "y": batch.y}
         return {"descriptor": total / count}
 
-    @step(like="model")
+    @step(like="model", bounded="reply")
     def train_model(self, model: Model) -> Model:
         """Returns delta after local SGD."""
         local, parameters = self.config.local, self.parameters
         trained = sgd(self.objective, model, self.batches, local, trainable=parameters).model
         return trees.subtract(model, trained)
 
-    @step(deferrable=True)
+    @step(deferrable=True, bounded="reply")
     def descriptor_net_gradient(self, gradient: Tree) -> Model:
         """Back-propagates a descriptor's gradient through the batch and network that made it."""
         batch, by = Batch(self.scratch["x"], self.scratch["y"]), gradient["descriptor"]

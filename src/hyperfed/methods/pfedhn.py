@@ -83,7 +83,7 @@ class Client(federation.Client):
     separation_gradient = a_distance.separation_gradient
     separation_error = a_distance.separation_error
 
-    @step(like="model")
+    @step(like="model", bounded="reply")
     def train_model(self, model: Model) -> Model:
         """Returns delta after local SGD; keeps head and buffers.
 

@@ -13,6 +13,7 @@ begins at the file's folder, elsewhere at the current one; what is written is ab
 import dataclasses
 import difflib
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
@@ -23,6 +24,7 @@ from pydantic import (
     AfterValidator,
     ConfigDict,
     Field,
+    FiniteFloat,
     NonNegativeInt,
     PositiveInt,
     TypeAdapter,
@@ -33,6 +35,7 @@ from pydantic_core import ErrorDetails
 
 from hyperfed.data.tasks import TaskConfig
 from hyperfed.engines import EngineConfig, Faults
+from hyperfed.engines.updates import PrivateUpdates, Where
 from hyperfed.errors import UserError
 from hyperfed.methods import METHODS
 from hyperfed.runs import experiments
@@ -55,6 +58,40 @@ NO_MEAN = ("fedfomo", "fedproto", "heurpfedla", "local", "pfedla")
 
 Their servers keep each client's model by itself, or none; FedProto's averages prototypes class by
 class, over those who have the class.
+"""
+
+
+PRIVATE = (
+    "apfl",
+    "ditto",
+    "fed_rod",
+    "fedala",
+    "fedavg",
+    "fedbabu",
+    "fedbn",
+    "fedper",
+    "fedphp",
+    "fedprox",
+    "fedrep",
+    "fml",
+    "gpfl",
+    "headstart",
+    "knn_per",
+    "mapper",
+    "mh_pfedhn",
+    "moon",
+    "partialfed",
+    "pefll",
+    "per_fedavg",
+    "pfedhn",
+    "pfedhn_pc",
+    "pfedkt",
+    "pfedme",
+)
+"""Methods that can be trained privately: whose clients answer with updates alone.
+
+Their servers use these for nothing but means, of which each can have noise, for gradients that are
+bounded before their mean is taken, and for what goes back to the client that they are from.
 """
 
 
@@ -113,6 +150,33 @@ class RobustConfig:
 
 
 @dataclass(frozen=True, config=_STRICT)
+class TrainingPrivacy:
+    """Private training: what clients answer has a largest length and noise.
+
+    It is of whole clients, not of single samples: any data of a client could be others. (What
+    ``itpfl`` makes private with ``method.epsilon`` is a sample of a novel client.)
+
+    Attributes:
+        epsilon: what all answers of a client may cost in the run; no noise where not given.
+        delta: at which epsilon is told.
+        clip: the largest length of an answer (:mod:`hyperfed.engines.updates`).
+        where: noise is added by each client to what it answers (``local``), or by a server that is
+            trusted with the answers to what it makes of them (``central``).
+    """
+
+    epsilon: Annotated[FiniteFloat, Field(gt=0)] | None = None
+    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-3
+    clip: Annotated[FiniteFloat, Field(gt=0)] = 1.0
+    where: Where = "local"
+
+    def updates(self, multiplier: float = math.inf) -> PrivateUpdates | None:
+        """Returns how answers are made private, with so much noise; None where they are not."""
+        if self.epsilon is None:
+            return None
+        return PrivateUpdates(self.where, self.clip, multiplier, self.epsilon, self.delta)
+
+
+@dataclass(frozen=True, config=_STRICT)
 class RunConfig:
     """Everything that decides what a run computes.
 
@@ -137,6 +201,7 @@ class RunConfig:
         task: data, split and target model.
         serve: how clients are served.
         robust: against clients whose replies are wrong.
+        privacy: of training.
         engine: who computes.
         faults: faults made on purpose.
     """
@@ -156,6 +221,7 @@ class RunConfig:
     task: TaskConfig = TaskConfig()
     serve: ServeConfig = ServeConfig()
     robust: RobustConfig = RobustConfig()
+    privacy: TrainingPrivacy = TrainingPrivacy()
     engine: EngineConfig = EngineConfig()
     faults: Faults = Faults()
 
@@ -345,6 +411,7 @@ def _build(
         "task": TaskConfig,
         "serve": ServeConfig,
         "robust": RobustConfig,
+        "privacy": TrainingPrivacy,
         "engine": EngineConfig,
         "faults": Faults,
     }
@@ -365,6 +432,8 @@ def _build(
             f"robust.aggregation: must be mean for {name}, whose server averages nothing that a "
             f"rule could stand for; came {toml.literal(rule)}"
         )
+    if module is not None:
+        problems += _not_private(parts["privacy"], str(name), settings, parts["robust"])
     try:
         config = RunConfig(method=str(name), settings=settings, **table, **parts)
     except ValidationError as error:
@@ -379,6 +448,33 @@ def _build(
         kind = TooShortError if short and len(problems) == 1 else UserError
         raise kind("\n  - ".join([f"the configuration has {count}:", *problems]))
     return config
+
+
+def _not_private(
+    privacy: TrainingPrivacy, method: str, settings: Any, robust: RobustConfig
+) -> list[str]:
+    """Returns why training cannot be private with these settings."""
+    if privacy.epsilon is None:
+        return []
+    found = []
+    if method not in PRIVATE:
+        found.append(
+            f"privacy.epsilon: must be none for {method}, whose clients answer with more than "
+            f"updates, or with nothing; came {privacy.epsilon:g}; choose one of "
+            f"{', '.join(PRIVATE)}"
+        )
+    if privacy.where == "central" and robust.aggregation != "mean":
+        found.append(
+            "robust.aggregation: must be mean where the server adds noise to means; "
+            f"came {toml.literal(robust.aggregation)}"
+        )
+    unmeant = ("standardize", "delayed_gradient") if privacy.where == "central" else ()
+    return found + [
+        f"method.{key}: must be false where the server adds noise to means, since what it does for "
+        "it is none; came true"
+        for key in unmeant
+        if getattr(settings, key, False)
+    ]
 
 
 def _least_rounds(settings: Any) -> int:

@@ -6,13 +6,12 @@ differ from what it would have been: all its state is in one file, written whole
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from hyperfed import trees
 from hyperfed.data import tasks
@@ -22,7 +21,7 @@ from hyperfed.engines import EngineCohort, Exchange
 from hyperfed.engines.replies import UNUSABLE
 from hyperfed.errors import LostEverybodyError, UserError, one_line
 from hyperfed.federation import AllLostError
-from hyperfed.runs import clients, records, trackers
+from hyperfed.runs import clients, private, records, trackers
 from hyperfed.runs import config as configuration
 from hyperfed.runs.config import RunConfig
 from hyperfed.runs.evaluation import Counts, chosen_by, evaluate, is_better
@@ -31,7 +30,6 @@ from hyperfed.runs.rollback import Snapshot, is_finite
 from hyperfed.runs.serving import Best, Served
 from hyperfed.system.devices import CPU
 from hyperfed.system.locks import Lock
-from hyperfed.system.randomness import generator
 from hyperfed.trees import Tree
 from hyperfed.trees.aggregation import Rule
 
@@ -262,6 +260,12 @@ class Run(Served):
     def _train(self) -> Iterator[Progress]:
         while not self._over():
             self._one_round()
+            if (
+                self.private
+                and self.private.where == "central"
+                and isinstance(self.task, RemoteTask)
+            ):
+                self._checkpoint()  # what was spent is on the disk before anybody sees what for
             now = self.done or self.round % self.config.evaluate_every == 0
             evaluation = self._evaluate() if now else {}
             if self.done or self.round % self.config.checkpoint_every == 0:
@@ -284,7 +288,7 @@ class Run(Served):
         cohort.state.reply_bound = self.config.robust.reply_bound
         self._before.take(self.server)
         try:
-            with trees.aggregating(self._rule):
+            with self._aggregating(cohort):
                 self.server.round(cohort)
             self._failures, self._answered = 0, True
             if is_finite(self.server):
@@ -309,6 +313,22 @@ class Run(Served):
         self._count()
         self._note(cohort.state.lost.items())
         self.round += 1
+
+    @contextmanager
+    def _aggregating(self, cohort: EngineCohort) -> Iterator[None]:
+        """Has the run's rule stand for means; where those are private, the clients pay for them."""
+        here = self.private if self.private and self.private.where == "central" else None
+        if here is None:
+            with trees.aggregating(self._rule):
+                yield
+            return
+        seed, secret = self.config.seed, cohort.state.remote
+        noise = private.AggregateNoise(here, seed, self.round, secret=secret)
+        try:
+            with trees.aggregating(self._rule, noise.of_means):
+                yield
+        finally:  # a round that comes to nothing may still be told of
+            private.charge(self.engine, cohort.ids.tolist(), here, noise.told)
 
     def _why(self, lost: Mapping[int, str]) -> str:
         """Returns why a client of this round was lost, and what can be done about it."""
@@ -355,9 +375,7 @@ class Run(Served):
 
     def _sample(self) -> list[int]:
         """Draws the round's cohort uniformly, without replacement; a number above all means all."""
-        draw = generator(self.config.seed, "cohort", self.round)
-        order = torch.randperm(len(self.task.known), generator=draw)
-        return sorted(order[: self.cohort_size].tolist())
+        return private.cohort_of(self.config, self.task, self.round)
 
     @property
     def cohort_size(self) -> int:

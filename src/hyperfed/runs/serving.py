@@ -25,7 +25,7 @@ from hyperfed.federation import Server
 from hyperfed.methods import METHODS
 from hyperfed.nets.pretrained import save_adapter
 from hyperfed.runs import config as configuration
-from hyperfed.runs import records
+from hyperfed.runs import private, records
 from hyperfed.runs.config import RunConfig
 from hyperfed.runs.evaluation import (
     Counts,
@@ -86,6 +86,7 @@ class Served:
         self.config = config
         self.task = tasks.build(config.task, config.seed) if task is None else task
         self.method: ModuleType = METHODS[config.method]
+        self.private = private.plan(config, self.task, self.method)
         self.server = self._new_server()
         self.engine = engines.build(
             config.engine,
@@ -96,6 +97,7 @@ class Served:
             faults=config.faults,
             precision=config.precision,
             device=config.device,
+            private=self.private,
         )
         self.server.to(self.engine.device)
         self.round = 0
@@ -205,6 +207,7 @@ class Served:
             home=self.engine,
             precision=self.config.precision,
             device=str(self.engine.device),
+            private=self.private,
         )
         engine.released = self._newcomers.setdefault(task.fingerprint, {})
         if task.unlabelled:
@@ -214,19 +217,29 @@ class Served:
             return self._export(server, cohort, task.size_of(0))
 
     def privacy(self) -> dict[str, Any] | None:
-        """Returns what the method promises its clients, and what was spent of it until now.
+        """Returns what clients are promised, and what was spent of it until now.
 
-        None where it promises nothing.
+        None where nothing is.
         """
         promised = self.server.privacy()
+        by_client: dict[str, Any] = {}
+        if self.private is not None:
+            promised = private.promised(self.private)
+            known = (self.engine.released.get(client, {}) for client in self.task.known)
+            by_client["epsilon_of_clients"] = [
+                privacy.spent([each], self.private.delta)["epsilon_spent"] for each in known
+            ]
         if promised is None:
             return None
         everyone = [self.engine.released, *self._newcomers.values()]
         kept = [released for each in everyone for released in each.values()]
         noise = "drawn from the run's seed: a simulation, which protects nobody who knows it"
         if isinstance(self.task, RemoteTask):
-            noise = "drawn at the sites, by their operating systems"
-        return promised | privacy.spent(kept, promised["delta"]) | {"noise": noise}
+            central = self.private is not None and self.private.where == "central"
+            where = "server, by its" if central else "sites, by their"
+            noise = f"drawn at the {where} operating system{'' if central else 's'}"
+        told = promised | privacy.spent(kept, promised["delta"]) | {"noise": noise}
+        return told | by_client
 
     def _check_unlabelled(self) -> None:
         """Finds out whether the method can do without a novel client's labels.

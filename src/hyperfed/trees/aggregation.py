@@ -52,23 +52,45 @@ class Rule:
         return min(exact, (clients - 1) // 2)
 
 
+@dataclass(frozen=True)
+class MeanNoise:
+    """What is done to a mean of clients that a trusted server keeps private.
+
+    Attributes:
+        clip: the largest length of what each client may add to it; of replies it is bounded when
+            they come, of what a server makes of them (gradients) by the server.
+        add: returns a mean with noise, given it and the largest share that a client has in it.
+    """
+
+    clip: float
+    add: Callable[[Tree, float], Tree]
+
+
 MEAN = Rule()
 _RULE: ContextVar[Rule] = ContextVar("rule", default=MEAN)
+_NOISE: ContextVar[MeanNoise | None] = ContextVar("noise", default=None)
 
 
 @contextmanager
-def aggregating(rule: Rule) -> Iterator[None]:
-    """Has a rule stand for the mean inside a block, in this thread alone."""
-    token = _RULE.set(rule)
+def aggregating(rule: Rule, noise: MeanNoise | None = None) -> Iterator[None]:
+    """Has a rule stand for the mean, or noise added to it, inside a block, in this thread alone."""
+    rules, noises = _RULE.set(rule), _NOISE.set(noise)
     try:
         yield
     finally:
-        _RULE.reset(token)
+        _RULE.reset(rules)
+        _NOISE.reset(noises)
 
 
 def is_plain() -> bool:
     """Returns whether a mean is a mean here."""
-    return _RULE.get().name == "mean"
+    return _RULE.get().name == "mean" and _NOISE.get() is None
+
+
+def private_clip() -> float | None:
+    """Returns what bounds a client's part of a mean that is private here; None where none is."""
+    noise = _NOISE.get()
+    return None if noise is None else noise.clip
 
 
 def weighted_mean(tree: Tree, weight: Tensor) -> Tree:
@@ -82,8 +104,10 @@ def weighted_mean(tree: Tree, weight: Tensor) -> Tree:
     Returns:
         leaves of shape (...), of the dtype they had.
     """
-    rule = _RULE.get()
+    rule, noise = _RULE.get(), _NOISE.get()
     there = weight > 0
+    if noise is not None and tree and there.any():
+        return noise.add(_mean(tree, weight), float(weight.max() / weight.sum()))
     if rule.name == "mean" or not tree or not there.any():
         return _mean(tree, weight)
     return _ROBUST[rule.name](take(tree, there), weight[there], rule.borne(int(there.sum())))

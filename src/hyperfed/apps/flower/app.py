@@ -158,6 +158,7 @@ def site_of(run_config: Mapping[str, Any], node_config: Mapping[str, Any]) -> Si
         device=find_device(node.device),
         method=config.method,
         policy=policies.read(Path(node.policy) if node.policy else None),
+        private=config.privacy.updates(),
     )
 
 

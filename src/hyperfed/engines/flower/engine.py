@@ -26,6 +26,7 @@ from hyperfed.engines.flower.honest import HonestClient
 from hyperfed.engines.flower.sites import STEP, Sites
 from hyperfed.engines.flower.wire import Request, Response, Version, WireError
 from hyperfed.engines.replies import BadReplyError, NoAnswerError, difference
+from hyperfed.engines.updates import PrivateUpdates
 from hyperfed.errors import UserError
 from hyperfed.federation import Client
 from hyperfed.system.devices import CPU
@@ -45,6 +46,7 @@ class FlowerEngine:
         faults: what to inject into training rounds.
         precision: of the sites' arithmetic, which they have from there too.
         device: where the server is.
+        private: how the answers of clients are made private.
 
     Attributes:
         traffic: bytes of all messages to sites and back, {"down": ..., "up": ...}.
@@ -65,7 +67,9 @@ class FlowerEngine:
         faults: Faults | None = None,
         precision: Precision = "float32",
         device: torch.device = CPU,
+        private: PrivateUpdates | None = None,
     ) -> None:
+        self.private = private
         self.task, self.client, self.config, self.seed = task, client, config, seed
         self.device, self._precision = device, precision
         self.faults, self.timeout = faults or Faults(), timeout
@@ -183,7 +187,7 @@ class FlowerEngine:
     ) -> Request:
         roster = self.task.roster
         assert roster is not None
-        clients = [call.client for call in calls]
+        clients, private = [call.client for call in calls], self.private
         keep: dict[int, list[Version]] = {client: [] for client in clients}
         for client, version in set(self._held.values()):
             if client in keep:
@@ -200,6 +204,7 @@ class FlowerEngine:
             open=sorted(self._open),
             frozen=self._frozen,
             weights={} if node in self._given else self._weights(),
+            multiplier=private.multiplier if private and private.where == "local" else None,
         )
 
     def _weights(self) -> Tree:

@@ -22,6 +22,7 @@ from hyperfed.engines.flower.releases import KeptReleases
 from hyperfed.engines.flower.store import Draft, Store, make_private
 from hyperfed.engines.flower.wire import Request, Response, Version
 from hyperfed.engines.local.vmap import best_engine
+from hyperfed.engines.updates import PrivateUpdates
 from hyperfed.errors import UserError, one_line
 from hyperfed.federation import Client, Task
 from hyperfed.system.devices import CPU
@@ -118,6 +119,8 @@ class Site:
         device: where the site computes.
         method: name of the method.
         policy: what the site lets a server do; None for all, as in a trial.
+        private: how its clients' answers are made private, by the run's settings; how much noise
+            that takes, a request says.
     """
 
     def __init__(
@@ -134,9 +137,10 @@ class Site:
         device: torch.device = CPU,
         method: str = "",
         policy: Policy | None = None,
+        private: PrivateUpdates | None = None,
     ) -> None:
         self.source, self.state = source, state
-        self._method, self._policy = method, policy
+        self._method, self._policy, self._private = method, policy, private
         self._client = client if policy is None else guarded(client)
         self._config, self._seed = config, seed
         self._workers, self._cores = workers, cores_per_client
@@ -236,6 +240,7 @@ class Site:
             device=self._device,
             secret=True,
             limits=() if self._policy is None else self._policy.limits,
+            private=_with_noise(self._private, request),
         )
         answers: dict[int, Tree | Exception] = {}
         remembers: set[int] = set()
@@ -311,6 +316,19 @@ class Site:
                     "a client whose answers are private must be asked for no other, but was asked "
                     f"to {call.step}; leave it out, or make it no novel one"
                 )
+
+
+def _with_noise(private: PrivateUpdates | None, request: Request) -> PrivateUpdates | None:
+    """Returns how answers are made private, with as much noise as a request says.
+
+    Raises:
+        UserError: it says none, though there must be some.
+    """
+    if private is None or private.where == "central":
+        return private
+    if request.multiplier is None:
+        raise UserError("a request must say how much noise answers are to have, but this does not")
+    return replace(private, multiplier=request.multiplier)
 
 
 def _check_distinct(request: Request) -> None:

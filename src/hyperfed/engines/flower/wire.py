@@ -74,6 +74,8 @@ class Request:
         open: numbers of the cohorts that may still be asked.
         frozen: a hash of what is frozen in the targets; empty where nothing is.
         weights: {size: what is frozen}; {} where the site has had it.
+        multiplier: the noise's standard deviation over the sensitivity, where clients train
+            privately. What they spend is counted by what it is.
     """
 
     run: int
@@ -87,6 +89,7 @@ class Request:
     open: Sequence[int]
     frozen: str = ""
     weights: Tree = field(default_factory=dict)
+    multiplier: float | None = None
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,7 @@ class _Request:
     keep: dict[int, list[Version]]
     open: list[int]
     frozen: Annotated[str, Field(pattern="^[0-9a-f]{0,32}$")]
+    multiplier: Annotated[FiniteFloat, Field(gt=0)] | None = None
 
 
 @validated(frozen=True, config=_PLAIN)
@@ -183,6 +187,7 @@ def pack_request(request: Request) -> bytes:
         "keep": {str(client): list(map(list, kept)) for client, kept in request.keep.items()},
         "open": list(request.open),
         "frozen": request.frozen,
+        "multiplier": request.multiplier,
     }
     tree = {str(number): tree for number, tree in enumerate(different.values())}
     return dumps(tree | {_WEIGHTS: request.weights}, meta)

@@ -22,6 +22,7 @@ from hyperfed.engines.calls import Answer, Call, execute
 from hyperfed.engines.cohort import CohortState, Engine, EngineCohort, Question
 from hyperfed.engines.faults import Faults
 from hyperfed.engines.memories import Memories
+from hyperfed.engines.updates import PrivateUpdates
 from hyperfed.federation import Client, Task
 from hyperfed.system.allocation import keep_freed_memory
 from hyperfed.system.devices import CPU, describe
@@ -48,6 +49,7 @@ class LoopEngine:
             newcomer.
         secret: clients' noise is the operating system's, not the seed's.
         limits: (epsilon, delta) that hold for all that a client lets out.
+        private: how the answers of clients are made private.
 
     Attributes:
         memories: what clients remember, drafts of open cohorts too.
@@ -71,6 +73,7 @@ class LoopEngine:
         home: Engine | None = None,
         secret: bool = False,
         limits: Sequence[tuple[float, float]] = (),
+        private: PrivateUpdates | None = None,
     ) -> None:
         self.task, self.device = task.to(device), device
         self.client, self.config, self.seed = client, config, seed
@@ -79,7 +82,7 @@ class LoopEngine:
         self.faults, self.home = faults or Faults(), home
         self.memories = Memories(device)
         self.released: dict[int, Tree] = {}
-        self._secret, self._limits = secret, limits
+        self.private, self._secret, self._limits = private, secret, limits
         keep_freed_memory()
         if device.type == "cuda":  # the same bits in two runs, and all those of a float32
             torch.backends.cudnn.deterministic = True
@@ -179,9 +182,16 @@ class LoopEngine:
                     scratch=scratch,
                     secret=self._secret,
                     limits=self._limits,
+                    private=self._local,
                 )
         except Exception as error:  # whatever a client raises concerns only itself
             return error
+
+    @property
+    def _local(self) -> PrivateUpdates | None:
+        """What clients do to their answers themselves; None for nothing."""
+        here = self.private is not None and self.private.where == "local"
+        return self.private if here else None
 
     def arithmetic(self) -> AbstractContextManager[None]:
         """Returns a block in which clients compute with the engine's precision."""

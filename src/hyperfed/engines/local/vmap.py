@@ -20,11 +20,21 @@ from torch import Tensor
 from torch.func import vmap
 
 from hyperfed import trees
-from hyperfed.engines.calls import Answer, Call, batch_lengths, draw, is_labelled, perform
+from hyperfed.engines.calls import (
+    Answer,
+    Call,
+    batch_lengths,
+    draw,
+    is_labelled,
+    let_out,
+    noise_of,
+    perform,
+)
 from hyperfed.engines.local.draws import Draws, OwnError
 from hyperfed.engines.local.graphs import Graphs
 from hyperfed.engines.local.loop import LoopEngine, on_cores
 from hyperfed.engines.replies import DivergedError
+from hyperfed.engines.updates import PrivateUpdates
 from hyperfed.federation import Split, Task
 from hyperfed.system.devices import CPU, is_out_of_memory
 from hyperfed.system.randomness import generator
@@ -93,9 +103,30 @@ class VmappedEngine(LoopEngine):
                 self._tell(kind.step, why)
         finite = trees.finite([answer.memory for answer in answers.values()])
         for (place, answer), good in zip(answers.items(), finite, strict=True):
+            if self._local is not None:
+                replies[place] = self._let_out(calls[place], answer, good, self._local)
+                continue
             self.memories.note(calls[place], answer)  # of who is lost nothing is kept
             replies[place] = answer.tree if good else DivergedError()
         return [replies[place] for place in range(len(calls))]
+
+    def _let_out(
+        self, call: Call, answer: Answer, good: bool, private: PrivateUpdates
+    ) -> Tree | Exception:
+        """Returns an answer as it may leave its client, and keeps what that remembers."""
+        if not good:
+            answer = replace(answer, memory=self.memories.of(call)[0])
+        call = replace(call, released=self.released.get(call.client, {}))
+        noise = noise_of(call, self.seed, secret=self._secret)
+        try:
+            limits = self._limits
+            answer = let_out(call, answer, self.client, private, noise=noise, limits=limits)
+        except Exception as error:  # concerns this client alone
+            return error
+        self.memories.note(call, answer)
+        if answer.released:
+            self.released[call.client] = answer.released
+        return answer.tree
 
     def _tell(self, step: str, why: str) -> None:
         """Warns of a step that is the loop's, once."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from hyperfed import trees
 from hyperfed.engines.calls import Answer, Call
 from hyperfed.engines.local.vmap import best_engine
+from hyperfed.engines.updates import PrivateUpdates
 from hyperfed.federation import Client, Task
 from hyperfed.system.devices import find_device
 from hyperfed.training import Precision
@@ -33,6 +34,7 @@ class Work:
         cores: threads of one client's arithmetic.
         precision: of that.
         device: where an actor computes.
+        private: how the answers of clients are made private.
     """
 
     data: Tree
@@ -43,6 +45,7 @@ class Work:
     cores: int
     precision: Precision
     device: str
+    private: PrivateUpdates | None = None
 
     @staticmethod
     def of(task: Task, client: type[Client], config: Any, **options: Any) -> "Work":
@@ -97,6 +100,7 @@ class Worker:
             cores_per_client=work.cores,
             precision=work.precision,
             device=device,
+            private=work.private,
         )
 
     def ready(self) -> None:

@@ -26,6 +26,7 @@ from hyperfed.engines.faults import Faults
 from hyperfed.engines.ray.actors import Outcome, Work, Worker
 from hyperfed.engines.ray.cluster import Connection, connect
 from hyperfed.engines.replies import NoAnswerError
+from hyperfed.engines.updates import PrivateUpdates
 from hyperfed.errors import EngineLostError, UserError
 from hyperfed.federation import Client, Task
 from hyperfed.system.devices import CPU
@@ -92,6 +93,7 @@ class RayEngine:
         device: where an actor computes. The server is in this process, on the CPU.
         address: of a cluster that runs; see :func:`hyperfed.engines.ray.cluster.connect`.
         faults: what to inject into training rounds.
+        private: how the answers of clients are made private.
 
     Raises:
         UserError: Ray is not installed, or there is no such cluster, or it has too few cores or
@@ -116,8 +118,10 @@ class RayEngine:
         device: str = "cpu",
         address: str | None = None,
         faults: Faults | None = None,
+        private: PrivateUpdates | None = None,
     ) -> None:
         self.task, self.client, self.config, self.seed = task, client, config, seed
+        self.private = private
         self.faults = faults or Faults()
         self.cores_per_client, self.gpus_per_worker = cores_per_client or 1, gpus_per_worker
         self.precision, self._actors_device = precision, device
@@ -258,6 +262,7 @@ class RayEngine:
             cores=self.cores_per_client,
             precision=self.precision,
             device=self._actors_device,
+            private=self.private,
         )
         self._work = self._ray.put(work)
         self._actors = [self._hire() for _ in range(self.workers)]

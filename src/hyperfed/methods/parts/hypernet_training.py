@@ -1,6 +1,6 @@
 """What methods share whose server trains a hypernetwork on the deltas of the models it makes."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hyperfed.federation import Cohort
 from hyperfed.methods.parts.generators import GeneratorConfig
 from hyperfed.trees import Model, fill_gradients, pull_back, weighted_mean
-from hyperfed.trees.aggregation import is_plain
+from hyperfed.trees.aggregation import is_plain, private_clip
 
 Reduction = Literal["mean", "sum"]
 """What the clients of a cohort, or the entries of a vector, come to together."""
@@ -130,14 +130,14 @@ def pull_back_groups(
         if is_plain():
             pull_back(model[size], delta[size], group.weight.sign() / together)
         else:
-            pull_back_apart(optimizer, model[size], delta[size], group.weight.sign(), together)
+            pull_back_apart(optimizer, model[size], delta[size], group, together)
 
 
 def pull_back_apart(
     optimizer: torch.optim.Optimizer,
     model: Model,
     delta: Model,
-    there: Tensor,
+    clients: Cohort,
     together: Tensor | int,
 ) -> None:
     """Pulls each client's delta back by itself, so that a rule can stand for their mean.
@@ -147,14 +147,18 @@ def pull_back_apart(
     embedding (a parameter group that is ``own``) takes part in its client's model alone, so that
     its gradient is that client's, as ever.
 
+    Where the mean is private, all that a client's delta is pulled back to is bounded as one, its
+    embedding's gradient included, and all of that has noise: what the server keeps is private, and
+    so is whatever it makes of it. Who is in the cohort is no secret.
+
     Args:
         optimizer: of whatever made the models; adds to the gradients of its parameters.
         model: what was sent to the clients of one size, (C, ...), part of an autograd graph.
         delta: sent minus trained, likewise.
-        there: (C,) 1, or 0 for a lost client.
+        clients: those of one size; a lost client does not count.
         together: by how much the clients' sum is divided.
     """
-    groups = optimizer.param_groups
+    groups, clip, there = optimizer.param_groups, private_clip(), clients.weight.sign()
     parameters = [(p, group.get("own", False)) for group in groups for p in group["params"]]
     pulled: list[list[Tensor | None]] = []
     for position in there.nonzero().flatten().tolist():
@@ -171,12 +175,37 @@ def pull_back_apart(
         return
     by_parameter = [torch.stack(rows) for rows in zip(*pulled, strict=True) if rows[0] is not None]
     reached = [p for p, gradient in zip(parameters, pulled[0], strict=True) if gradient is not None]
-    shared = {str(i): by_parameter[i] for i, (_, own) in enumerate(reached) if not own}
+    if clip is not None:
+        by_parameter = clip_together(by_parameter, clip)
+    apart = [own and clip is None for _, own in reached]
+    shared = {str(i): by_parameter[i] for i in range(len(reached)) if not apart[i]}
     mean = weighted_mean(shared, there[there > 0])
     for i, (parameter, own) in enumerate(reached):
-        total = by_parameter[i].sum(dim=0) if own else mean[str(i)] * len(pulled)
+        total = by_parameter[i].sum(dim=0) if apart[i] else mean[str(i)] * len(pulled)
+        if own and not apart[i]:  # a row for each client, of which those of others have no gradient
+            absent = torch.ones(len(total), dtype=torch.bool, device=total.device)
+            absent[clients.ids[there > 0]] = False
+            total[absent] = 0
         gradient = total / together
         parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+def clip_together(gradients: Sequence[Tensor], clip: float) -> list[Tensor]:
+    """Bounds the length of each client's gradient over all parameters.
+
+    Args:
+        gradients: (C, ...) of each parameter.
+        clip: the largest length. What is not finite becomes zero.
+    """
+    rows = [gradient.double().unsqueeze(-1).flatten(1) for gradient in gradients]
+    length = torch.stack([row.square().sum(dim=1) for row in rows]).sum(dim=0).sqrt()  # (C,)
+    scale = torch.where(length.isfinite(), (clip / length).clamp(max=1.0), 0.0)
+
+    def clipped(gradient: Tensor) -> Tensor:
+        by = scale.view(-1, *[1] * (gradient.dim() - 1))
+        return torch.where(by > 0, gradient.double() * by, 0.0).to(gradient.dtype)
+
+    return [clipped(gradient) for gradient in gradients]
 
 
 def clip_rows(rows: Tensor, clip: float | None) -> None:

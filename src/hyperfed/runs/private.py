@@ -1,0 +1,192 @@
+"""Private training of a run: how much noise its epsilon takes, found out before it begins.
+
+How often a client answers is known beforehand: cohorts are drawn from the seed, never from data. So
+the noise is that of the client who answers most often, and no chance of not being drawn is counted
+in anybody's favour: a cohort is of a fixed size, drawn without replacement, and what is private is
+any client's data, in exchange for any others; no theorem on sampling that we know holds for both.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from hyperfed import privacy, trees
+from hyperfed.engines import Engine
+from hyperfed.engines.local.loop import LoopEngine
+from hyperfed.engines.made_up import made_up
+from hyperfed.engines.updates import PrivateUpdates, without_negative_variances
+from hyperfed.errors import UserError
+from hyperfed.federation import AllLostError, Server, Task
+from hyperfed.privacy import Ledger
+from hyperfed.runs.config import RunConfig, cohort_size
+from hyperfed.system.randomness import generator, seeded
+from hyperfed.trees import Tree
+from hyperfed.trees.aggregation import MEAN, MeanNoise
+
+
+def cohort_of(config: RunConfig, task: Task, round: int) -> list[int]:
+    """Draws a round's cohort uniformly, without replacement; a number above all means all."""
+    draw = generator(config.seed, "cohort", round)
+    order = torch.randperm(len(task.known), generator=draw)
+    return sorted(order[: cohort_size(config.cohort, len(task.known))].tolist())
+
+
+@dataclass(frozen=True)
+class Answers:
+    """How often a client answers with what depends on its data.
+
+    Attributes:
+        round: in a round that it takes part in; of a trusted server, the means that are told of it.
+        serving: whenever its model is made, of a known client.
+        novel: whenever its model is made, of a novel one.
+    """
+
+    round: int
+    serving: int
+    novel: int
+
+
+def plan(config: RunConfig, task: Task, method: ModuleType) -> PrivateUpdates | None:
+    """Returns how clients' answers are made private; None where they are not to be.
+
+    Raises:
+        UserError: with these settings a client answers with what is no update.
+    """
+    wanted = config.privacy
+    if wanted.epsilon is None:
+        return None
+    each = answers_of(config, task, method)
+    drawn = Counter(c for number in range(config.rounds) for c in cohort_of(config, task, number))
+    evaluations = -(-config.rounds // config.evaluate_every)
+    most = max(drawn.values()) * each.round + evaluations * each.serving
+    if not (most := max(most, each.novel)):
+        raise UserError(
+            f"privacy.epsilon must be none for {config.method}, whose clients answer with nothing "
+            "that depends on their data; leave it out"
+        )
+    multiplier = privacy.multiplier_of(wanted.epsilon, wanted.delta, most)
+    return wanted.updates(multiplier)
+
+
+def answers_of(config: RunConfig, task: Task, method: ModuleType) -> Answers:
+    """Finds out how often a client answers, from clients with made-up examples.
+
+    Raises:
+        UserError: an answer is no update.
+    """
+    task = made_up(task)
+    few = {"local_steps": 1, "local_epochs": None}
+    known = {field.name for field in fields(config.settings)}
+    settings = replace(config.settings, **{key: few[key] for key in few.keys() & known})
+    wanted = config.privacy
+    free = PrivateUpdates(wanted.where, wanted.clip, 1.0, float("inf"), wanted.delta)
+    engine = LoopEngine(task, method.Client, settings, seed=config.seed, private=free)
+    with seeded(config.seed, "server"):
+        server: Server = method.Server(task.outline(), settings)
+    mean = AggregateNoise(free, config.seed, 0)
+    first = {task.size_of(client): client for client in reversed(task.known)}
+    everyone = [*first.values(), *task.novel_ids[:1]]
+
+    def spent(client: int) -> int:
+        released = engine.released.get(client, {})
+        return len(released.get("multipliers", ()))
+
+    def after(part: Callable[[], object]) -> int:
+        before = {client: spent(client) for client in everyone}
+        try:
+            part()
+        except AllLostError as error:
+            raise error.__cause__ or error from None
+        finally:
+            engine.close()
+        return max(spent(client) - before[client] for client in everyone)
+
+    def train() -> None:
+        cohort = engine.cohort(list(first.values()), 0, training=True)
+        with trees.aggregating(MEAN, mean.of_means if wanted.where == "central" else None):
+            server.round(cohort)
+            server.state()
+        engine.commit(cohort)
+
+    def serve(clients: Sequence[int], *, novel: bool) -> None:
+        cohort = engine.cohort(clients, 1, training=False, fresh=novel)
+        for group in cohort.sizes.values():
+            server.personalize(group)
+
+    rounds = after(train)
+    return Answers(
+        mean.told if wanted.where == "central" else rounds,
+        after(lambda: serve([*first.values()], novel=False)),
+        after(lambda: serve(list(task.novel_ids[:1]), novel=True)) if task.novel else 0,
+    )
+
+
+class AggregateNoise:
+    """Adds noise to the means that a trusted server takes in a round.
+
+    Args:
+        private: how much.
+        seed: of the run.
+        round: the round's number.
+        secret: noise is the operating system's, not the seed's.
+
+    Attributes:
+        told: how many means there were.
+    """
+
+    def __init__(
+        self, private: PrivateUpdates, seed: int, round: int, *, secret: bool = False
+    ) -> None:
+        self.told = 0
+        self._private, self._seed, self._round = private, seed, round
+        self._secret = secret
+
+    @property
+    def of_means(self) -> MeanNoise:
+        """What :func:`hyperfed.trees.aggregating` takes."""
+        return MeanNoise(self._private.clip, self.add)
+
+    def add(self, mean: Tree, share: float) -> Tree:
+        """Returns a mean, in which no client has more than a share, with noise."""
+        sigma = self._private.sigma(self._private.sensitivity * share)
+        source = generator(self._seed, "noise of means", self._round, self.told)
+        noise = privacy.secret_noise if self._secret else privacy.seeded_noise(source)
+        self.told += 1
+
+        def noisy(leaf: torch.Tensor) -> torch.Tensor:
+            if not leaf.is_floating_point():
+                return leaf
+            exact = leaf.double()
+            return (exact + sigma * noise(exact)).to(leaf.dtype)
+
+        return without_negative_variances(trees.tree_map(noisy, mean))
+
+
+def charge(engine: Engine, clients: Sequence[int], private: PrivateUpdates, means: int) -> None:
+    """Notes that so many means were told, of a cohort: also of clients that were lost on the way.
+
+    Raises:
+        UserError: that is more than they may spend.
+    """
+    for client in clients if means else ():
+        ledger = Ledger(private.epsilon, private.delta).load(engine.released.get(client, {}))
+        for _ in range(means):
+            ledger = ledger.after(private.multiplier)
+        engine.released[client] = ledger.state()
+
+
+def promised(private: PrivateUpdates) -> dict[str, Any]:
+    """Returns what records say of private training, plain data."""
+    return {
+        "mechanism": f"gaussian, {private.where}",
+        "adjacency": "one client's data replaced",
+        "clip": private.clip,
+        "epsilon": private.epsilon,
+        "delta": private.delta,
+        "noise_multiplier": private.multiplier,
+        "not_covered": "counts of evaluations, numbers of examples",
+    }

@@ -1,0 +1,261 @@
+"""What a client answers in private training: how far it reaches, and how much noise it has."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hyperfed import federation, trees
+from hyperfed.engines.local.loop import LoopEngine
+from hyperfed.engines.local.vmap import VmappedEngine
+from hyperfed.engines.updates import PrivateUpdates, bounded, without_negative_variances
+from hyperfed.errors import UserError
+from hyperfed.federation import AllLostError, Each, step
+from hyperfed.trees import Tree
+from toys import Federation, Normed, make_task, short
+
+CLIP, MULTIPLIER = 0.5, 1.5
+SIGMA = MULTIPLIER * 2 * CLIP  # of whoever could have answered with -x in the place of x
+FREE = PrivateUpdates("local", CLIP, MULTIPLIER, math.inf, 1e-3)
+
+
+class Client(federation.Client):
+    """Answers with what it is told to, so that only what is done to it shows."""
+
+    @step(like="model")
+    def model(self, model: Tree, own: Tree) -> Tree:
+        self.memory["own"] = own
+        return {name: value + own[name] for name, value in model.items()}
+
+    @step(like="model", bounded="reply")
+    def difference(self, model: Tree, own: Tree) -> Tree:
+        return own
+
+    @step(bounded="reply")
+    def vector(self, own: Tree) -> Tree:
+        return {"vector": own["w"].flatten()}
+
+    @step
+    def unbounded(self, own: Tree) -> Tree:
+        return own
+
+    @step
+    def silent(self, own: Tree) -> Tree:
+        return {}
+
+
+SENT: Tree = {
+    "running_mean": torch.linspace(-1, 1, 3).double(),
+    "steps": torch.tensor(7),
+    "w": torch.arange(6.0).double().view(2, 3),
+}
+
+
+def change(size: float, *, seed: int = 0) -> Tree:
+    draw = torch.Generator().manual_seed(seed)
+    made = {
+        n: torch.randn(v.shape, generator=draw).double() for n, v in SENT.items() if n != "steps"
+    }
+    length = math.sqrt(sum(float(v.square().sum()) for v in made.values()))
+    return {n: v * size / length for n, v in made.items()} | {"steps": torch.tensor(3)}
+
+
+def engine(private: PrivateUpdates | None, kind: type[LoopEngine] = LoopEngine) -> LoopEngine:
+    return kind(make_task(), Client, None, seed=0, private=private)
+
+
+def asked(engine: LoopEngine, name: str, own: Tree, *, round: int = 0, clients: int = 1) -> Tree:
+    cohort = engine.cohort(list(range(clients)), round, training=True)
+    payload = [own] if name in ("vector", "unbounded", "silent") else [SENT, own]
+    reply = cohort.ask(getattr(Client, name), *payload)
+    engine.commit(cohort)
+    return reply
+
+
+def flat(tree: Tree) -> Tensor:
+    return torch.cat([v.flatten() for n, v in sorted(tree.items()) if v.is_floating_point()])
+
+
+def from_sent(reply: Tree) -> Tensor:
+    return flat(trees.take(reply, 0)) - flat(SENT)
+
+
+@pytest.mark.parametrize("where", ["local", "central"])
+@pytest.mark.parametrize("size", [0.2, 0.5, 1e6])
+def test_an_answer_is_scaled_down_to_the_clip_with_its_buffers_and_without_whole_numbers(
+    where: Any, size: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hyperfed.engines.calls.seeded_noise", lambda _: torch.zeros_like)
+    private = replace(FREE, where=where)
+    own = change(size)
+    shorter = flat(own) * min(1, CLIP / size)
+    model = asked(engine(private), "model", own)
+    torch.testing.assert_close(from_sent(model), shorter, atol=1e-10, rtol=1e-10)
+    assert model["steps"].tolist() == [7]
+    difference = asked(engine(private), "difference", own)
+    torch.testing.assert_close(flat(trees.take(difference, 0)), shorter, atol=1e-10, rtol=1e-10)
+    assert difference["steps"].tolist() == [0]
+    alone = own["w"].flatten()
+    vector = asked(engine(private), "vector", own)["vector"][0]
+    expected = alone * min(1, CLIP / float(alone.norm()))
+    torch.testing.assert_close(vector, expected, atol=1e-10, rtol=1e-10)
+
+
+def reached() -> Iterator[tuple[Tensor, Tensor]]:
+    """What two clients with any data answer, without noise."""
+    worst = change(9.0)
+    opposite = {n: -v for n, v in worst.items()}
+    nothing = {n: torch.full_like(v, torch.nan) for n, v in worst.items() if n != "steps"}
+    far = {n: v * 1e300 for n, v in worst.items() if n != "steps"}
+    for other in (opposite, nothing | {"steps": SENT["steps"]}, far | {"steps": SENT["steps"]}):
+        for name in ("model", "difference"):
+            info = getattr(Client, name).__dict__["step"]
+            pair = []
+            for own in (worst, other):
+                told = own
+                if name == "model":
+                    told = {n: SENT[n] + v for n, v in own.items()}
+                pair.append(flat(bounded(told, SENT, info, CLIP)))
+            yield pair[0], pair[1]
+
+
+def test_two_clients_with_any_data_are_never_farther_apart_than_the_sensitivity() -> None:
+    apart = [float((one - other).norm()) for one, other in reached()]
+    assert max(apart) <= FREE.sensitivity * (1 + 1e-12)
+    assert max(apart) >= FREE.sensitivity * (1 - 1e-9)  # it is reached: no less would do
+
+
+@pytest.mark.parametrize("kind", [LoopEngine, VmappedEngine])
+def test_the_noise_of_each_answer_is_normal_of_the_multiplier_times_the_sensitivity(
+    kind: type[LoopEngine],
+) -> None:
+    ours, own = engine(FREE, kind), change(0.3)
+    noise = torch.cat(
+        [
+            (flat(trees.take(reply, client)) - flat(SENT) - flat(own)) / SIGMA
+            for number in range(100)
+            for reply in [asked(ours, "model", own, round=number, clients=4)]
+            for client in range(4)
+        ]
+    )
+    # 3600 numbers: their sum of squares is within 4.5 deviations of a chi-square's mean.
+    assert abs(float(noise.square().sum()) - len(noise)) < 4.5 * math.sqrt(2 * len(noise))
+    assert abs(float(noise.mean())) < 4.5 / math.sqrt(len(noise))
+    by_leaf = noise.view(-1, 9)  # of the buffers as of the rest, of each coordinate apart
+    assert float((by_leaf.square().mean(dim=0) - 1).abs().max()) < 4.5 * math.sqrt(2 / 400)
+    correlations = by_leaf.T.corrcoef() - torch.eye(9, dtype=torch.float64)
+    assert float(correlations.abs().max()) < 4.5 / math.sqrt(400)
+
+
+def test_noise_is_a_function_of_the_question_and_of_nothing_else() -> None:
+    first, other = engine(FREE), engine(FREE, VmappedEngine)
+    own = change(0.3)
+    together = asked(first, "model", own, clients=4)
+    torch.testing.assert_close(asked(other, "model", own, clients=4), together, rtol=0, atol=0)
+    torch.testing.assert_close(
+        asked(engine(FREE), "model", own), trees.take(together, torch.tensor([0])), rtol=0, atol=0
+    )
+    later = asked(engine(FREE), "model", own, round=1)
+    assert not torch.equal(from_sent(later), from_sent(together))
+    assert not torch.equal(from_sent(together), flat(trees.take(together, 1)) - flat(SENT))
+    cohort = engine(FREE).cohort([0], 0, training=True)  # twice in a round: other batches
+    twice = [from_sent(cohort.ask(Client.model, SENT, own)) for _ in range(2)]
+    assert not torch.equal(*twice)
+
+
+def test_a_trusted_server_is_answered_without_noise_and_nobody_pays() -> None:
+    ours = engine(replace(FREE, where="central"))
+    torch.testing.assert_close(from_sent(asked(ours, "model", change(0.3))), flat(change(0.3)))
+    assert ours.released == {}
+
+
+@pytest.mark.parametrize("kind", [LoopEngine, VmappedEngine])
+def test_a_client_that_diverges_answers_with_noise_alone_and_forgets_it(
+    kind: type[LoopEngine],
+) -> None:
+    ours = engine(FREE, kind)
+    asked(ours, "model", change(0.1), clients=2)
+    before = {c: trees.clone(m) for c, m in ours.memory.items()}
+    broken = {n: torch.full_like(v, torch.inf) for n, v in change(1.0).items() if n != "steps"}
+    reply = asked(ours, "model", broken | {"steps": SENT["steps"]}, round=1, clients=2)
+    assert reply["w"].isfinite().all()
+    assert not torch.equal(trees.take(reply, 0)["w"], SENT["w"])
+    torch.testing.assert_close(ours.memory, before)
+    assert [len(kept["multipliers"]) for kept in ours.released.values()] == [2, 2]
+
+
+@pytest.mark.parametrize("kind", [LoopEngine, VmappedEngine])
+def test_every_answer_is_paid_for_also_of_who_is_lost_and_none_beyond_the_budget(
+    kind: type[LoopEngine],
+) -> None:
+    # Two answers with multiplier z cost as much as one with z / sqrt(2): exactly the budget.
+    from dp_accounting import get_epsilon_gaussian
+
+    budget = get_epsilon_gaussian(MULTIPLIER / math.sqrt(2), 1e-3)
+    ours = engine(replace(FREE, epsilon=budget), kind)
+    for number in range(2):
+        cohort = ours.cohort([0, 1], number, training=True)
+        cohort.ask(Client.model, SENT, change(0.1))  # not committed: a round that comes to nothing
+    assert [kept["multipliers"].tolist() for kept in ours.released.values()] == [
+        [MULTIPLIER] * 2
+    ] * 2
+    with pytest.raises(AllLostError, match="all queries to a client must stay within epsilon"):
+        asked(ours, "model", change(0.1), round=2)
+    assert asked(ours, "silent", change(0.1), round=2) == {}
+    assert len(ours.released[0]["multipliers"]) == 2
+
+
+def test_a_short_answer_is_given_again_for_nothing_and_a_model_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours, own = engine(FREE), change(0.3)
+    first, again = (asked(ours, "vector", own) for _ in range(2))
+    torch.testing.assert_close(again, first, rtol=0, atol=0)
+    assert len(ours.released[0]["multipliers"]) == 1
+    monkeypatch.setattr("hyperfed.engines.calls.KEPT", 8)
+    large = engine(FREE)
+    for number in range(2):
+        asked(large, "model", own, round=number)
+    assert len(large.released[0]["multipliers"]) == 2
+    assert large.released[0]["answers"] == {}
+
+
+@pytest.mark.parametrize("where", ["local", "central"])
+def test_what_is_no_update_is_refused_and_what_is_nothing_is_not(where: Any) -> None:
+    ours = engine(replace(FREE, where=where))
+    assert asked(ours, "silent", change(0.1)) == {}
+    with pytest.raises((AllLostError, UserError), match="but that of step unbounded is none"):
+        asked(ours, "unbounded", change(0.1))
+
+
+def test_a_variance_is_not_brought_below_zero_and_the_difference_of_one_is_refused() -> None:
+    model = {"norm.running_var": torch.tensor([-1.0, 2.0]), "w": torch.tensor([-1.0])}
+    kept = without_negative_variances({"base": model})["base"]
+    assert kept["norm.running_var"].tolist() == [0, 2]
+    assert kept["w"].tolist() == [-1]
+    private = {"private": replace(FREE, multiplier=50.0)}
+    ours = Federation("fedavg", make_task(Normed), private, **short("fedavg"))
+    cohort = ours.engine.cohort([0, 1], 0, training=True)
+    reply = cohort.ask(ours.method.Client.train_model, ours.server.model["base"])
+    assert reply["norm.running_var"].min() == 0 < reply["norm.running_var"].max()
+    with pytest.raises(AllLostError, match="batch-norm's variances"):
+        Federation("pefll", make_task(Normed), private, **short("pefll")).round([0, 1])
+
+
+def test_who_trains_privately_counts_alike_whatever_number_of_examples_it_has() -> None:
+    task = make_task()
+    ours = LoopEngine(task, Client, None, seed=0, private=FREE)
+    assert ours.cohort([0, 1, 2], 0, training=True).weight.tolist() == [1, 1, 1]
+    assert engine(None).cohort([0, 1, 2], 0, training=True).weight.tolist() == [12, 7, 20]
+
+
+def test_each_client_has_noise_of_its_own_where_all_are_sent_something_of_their_own() -> None:
+    ours, own = engine(FREE), change(0.3)
+    cohort = ours.cohort([0, 1], 0, training=True)
+    reply = cohort.ask(Client.model, Each(trees.repeat(SENT, 2)), own)
+    noise = reply["w"] - SENT["w"] - own["w"]
+    assert not torch.equal(noise[0], noise[1])
