@@ -1,0 +1,157 @@
+"""Private training under every method: which can, and that nothing goes past the noise."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hyperfed import trees
+from hyperfed.engines import updates
+from hyperfed.engines.updates import PrivateUpdates, Where
+from hyperfed.errors import UserError
+from hyperfed.federation import AllLostError, Task
+from hyperfed.methods import METHODS
+from hyperfed.runs.config import PRIVATE
+from hyperfed.runs.private import AggregateNoise
+from hyperfed.trees import Tree
+from hyperfed.trees.aggregation import MEAN, MeanNoise
+from toys import ONE_STEP, Federation, TwoLayers, client_loss, make_task, short
+
+TASK = make_task(examples=(8, 8, 8))
+OTHERS = replace(TASK, x=-2 * TASK.x, y=(TASK.y + 1) % 3)
+"""The same clients with other data."""
+
+
+def blind(mean: Tree, share: float) -> Tree:
+    """As with infinitely much noise: what is told does not depend on any client."""
+    return trees.tree_map(torch.zeros_like, mean)
+
+
+def knows(method: str, task: Task, where: Where, **settings: Any) -> Tree:
+    """All that a server has after two rounds in which it was told nothing of the data."""
+    private = PrivateUpdates(where, 1.0, 1.0, math.inf, 1e-3)
+    ours = Federation(method, task, {"private": private}, **short(method, **settings))
+    for number in range(2):
+        cohort = ours.engine.cohort([0, 1, 2], number, training=True)
+        with trees.aggregating(MEAN, MeanNoise(1.0, blind) if where == "central" else None):
+            ours.server.round(cohort)
+            ours.server.state()
+        ours.engine.commit(cohort)
+        assert cohort.state.exchanges
+    return trees.clone(ours.server.state())
+
+
+@pytest.mark.parametrize("where", ["local", "central"])
+@pytest.mark.parametrize("method", sorted(set(METHODS) - {"local"}))  # where nothing is sent
+def test_what_a_server_knows_has_come_through_the_noise_or_the_method_is_refused(
+    method: str, where: Where, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told(centre: Tree, noisy: Tensor) -> Tree:
+        return updates.moved(centre, torch.linspace(-1, 1, len(noisy)).double())
+
+    monkeypatch.setattr("hyperfed.engines.calls.moved", told)
+    settings: dict[str, Any] = {"standardize": False} if where == "central" else {}
+    settings |= {"absorb_steps": 1}
+    if method not in PRIVATE:
+        with pytest.raises((UserError, AllLostError), match="is none; choose a method"):
+            knows(method, TASK, where, **settings)
+        return
+    ours, theirs = (knows(method, task, where, **settings) for task in (TASK, OTHERS))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def test_a_number_that_noise_does_not_reach_is_found() -> None:
+    ours, theirs = (knows("pefll", task, "central", standardize=True) for task in (TASK, OTHERS))
+    assert not torch.equal(ours["standard"]["mean"], theirs["standard"]["mean"])
+
+
+def with_noise(value: float) -> MeanNoise:
+    return MeanNoise(CLIP, lambda mean, share: trees.tree_map(lambda leaf: leaf + value, mean))
+
+
+CLIP, RATE = 0.03, 0.5
+PLAIN_SERVER = {"lr": RATE, "momentum": 0.0, "weight_decay": 0.0, "clip": None}
+PRIVATE_SERVER = PrivateUpdates("central", CLIP, 1.0, math.inf, 1e-3)
+
+
+def test_of_a_hypernetwork_all_that_a_client_moves_is_bounded_as_one_and_has_noise() -> None:
+    def moved(by: float) -> tuple[list[Tensor], Tensor]:
+        ours = Federation(
+            "pfedhn", make_task(), {"private": PRIVATE_SERVER}, **ONE_STEP, **PLAIN_SERVER
+        )
+        parameters = [ours.server.embeddings.weight, *ours.server.hyper_net.parameters()]
+        before = [parameter.detach().clone() for parameter in parameters]
+        cohort = ours.engine.cohort([0, 1, 3], 0, training=True)
+        with trees.aggregating(MEAN, with_noise(by)):
+            ours.server.round(cohort)
+        return [(b - p).detach() / RATE for b, p in zip(before, parameters, strict=True)]
+
+    ours = Federation("pfedhn", make_task(), **ONE_STEP, **PLAIN_SERVER)
+    embeddings, hyper_net = ours.server.embeddings.weight, ours.server.hyper_net
+    expected = [torch.zeros_like(p) for p in (embeddings, *hyper_net.parameters())]
+    lengths = []
+    for client in (0, 1, 3):
+        made = hyper_net(embeddings[client : client + 1], "base")
+        model = {name: value[0].detach().requires_grad_() for name, value in made.items()}
+        loss = client_loss(ours.task, client, model)
+        delta = [0.1 * g for g in torch.autograd.grad(loss, list(model.values()))]
+        length = torch.cat([d.flatten() for d in delta]).norm()
+        delta = [d * min(1.0, CLIP / float(length)) for d in delta]
+        inner = sum((made[n][0] * d).sum() for n, d in zip(model, delta, strict=True))
+        pulled = torch.autograd.grad(inner, [embeddings, *hyper_net.parameters()])
+        length = torch.cat([g.flatten() for g in pulled]).norm()
+        lengths.append(float(length))
+        share = min(1.0, CLIP / float(length)) / 3
+        expected = [sum_ + share * g for sum_, g in zip(expected, pulled, strict=True)]
+    assert max(lengths) > CLIP  # or nothing was bounded
+    for step, gradient in zip(moved(0.0), expected, strict=True):
+        torch.testing.assert_close(step, gradient, rtol=1e-8, atol=1e-10)
+    there = torch.tensor([1.0, 1.0, 0.0, 1.0]).double()  # client 2 is not in the cohort
+    for place, (step, gradient) in enumerate(zip(moved(1.0), expected, strict=True)):
+        added = there[:, None] if place == 0 else 1.0
+        torch.testing.assert_close(step, gradient + added, rtol=1e-8, atol=1e-10)
+
+
+def test_of_several_sizes_the_noise_is_that_of_each_one_s_clients() -> None:
+    """A mean over two clients has half of what one of one client has."""
+    private = PrivateUpdates("central", 0.5, 3.0, math.inf, 1e-3)
+    sizes = {"models": {"S": TwoLayers().double(), "L": TwoLayers().double()}}
+    shares = []
+
+    def note(mean: Tree, share: float) -> Tree:
+        shares.append(share)
+        return mean
+
+    task = make_task(sizes=("S", "L", "S", "S"), **sizes)
+    ours = Federation("fedavg", task, {"private": private}, **short("fedavg"))
+    cohort = ours.engine.cohort([0, 1, 2], 0, training=True)
+    with trees.aggregating(MEAN, MeanNoise(0.5, note)):
+        ours.server.round(cohort)
+    assert shares == [0.5, 1.0]
+
+
+@pytest.mark.parametrize("secret", [False, True])
+def test_the_noise_of_a_mean_is_normal_in_proportion_to_a_clients_share(secret: bool) -> None:
+    private = PrivateUpdates("central", 0.5, 3.0, math.inf, 1e-3)
+    noise = AggregateNoise(private, 0, 0, secret=secret)
+    mean = {"w": torch.ones(2500), "norm.running_mean": torch.ones(500), "steps": torch.tensor(3)}
+    told = [noise.add(mean, 0.25) for _ in range(2)]
+    assert noise.told == 2
+    assert told[0]["steps"] == 3
+    sigma = 3.0 * 2 * 0.5 * 0.25
+    for name in ("w", "norm.running_mean"):
+        z = torch.cat([(each[name] - 1) / sigma for each in told]).double()
+        assert abs(float(z.square().sum()) - len(z)) < 4.5 * math.sqrt(2 * len(z))
+        assert abs(float(z.mean())) < 4.5 / math.sqrt(len(z))
+    apart = torch.stack([each["w"] for each in told]).corrcoef()[0, 1]
+    assert abs(float(apart)) < 4.5 / math.sqrt(2500)
+    assert told[0]["w"].dtype == torch.float32
+    again = AggregateNoise(private, 0, 0, secret=secret).add(mean, 0.25)["w"]
+    assert torch.equal(again, told[0]["w"]) is not secret
+    other = AggregateNoise(private, 0, 1).add(mean, 0.25)["w"]
+    assert not torch.equal(other, told[0]["w"])
+    variance = noise.add({"running_var": torch.zeros(9)}, 1.0)["running_var"]
+    assert variance.min() == 0 < variance.max()
