@@ -29,7 +29,8 @@ class Client(federation.Client):
     @step(like="model")
     def model(self, model: Tree, own: Tree) -> Tree:
         self.memory["own"] = own
-        return {name: value + own[name] for name, value in model.items()}
+        names = sorted(model, reverse=True)  # in which order they come does not matter
+        return {name: model[name] + own[name] for name in names}
 
     @step(like="model", bounded="reply")
     def difference(self, model: Tree, own: Tree) -> Tree:

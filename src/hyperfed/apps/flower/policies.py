@@ -85,6 +85,11 @@ def explain(policy: Policy, data: SiteData | None) -> list[str]:
         f"Never run: {', '.join(policy.refused_steps) or 'nothing'}. Every call is noted in "
         "audit.jsonl in the state folder.",
     ]
+    if policy.noise_in_training:
+        said.append(
+            "Runs whose clients do not add noise of their own to all that they reply in training "
+            "are refused; epsilon is the most that it may cost a client."
+        )
     if by_class := sorted({*BY_CLASS} & {*(policy.methods or METHODS)}):
         said.append(
             f"- {' and '.join(by_class)} reply with the mean features of each class: of a class "

@@ -13,6 +13,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from hyperfed.engines.calls import Call, draw, find_step
+from hyperfed.engines.updates import PrivateUpdates
 from hyperfed.errors import UserError
 from hyperfed.federation import Client, Task, step
 from hyperfed.trees import Tree
@@ -45,6 +46,8 @@ class Policy:
         largest_message: bytes that a server may send at once.
         epsilon: what all answers with noise may cost a client, in all runs together.
         delta: at which that is spent.
+        noise_in_training: whether clients that train must add noise of their own to what they
+            answer, of which epsilon is then the most that it may cost.
         largest_log: bytes of the audit log, beyond which a new file is begun.
     """
 
@@ -58,6 +61,7 @@ class Policy:
     largest_message: PositiveInt = 1 << 30
     epsilon: Annotated[FiniteFloat, Field(gt=0)] = 1.0
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-3
+    noise_in_training: bool = False
     largest_log: PositiveInt = 10 << 20
 
     @property
@@ -72,8 +76,10 @@ class Policy:
                 f"a message must have {self.largest_message} bytes at most, has {len(content)}"
             )
 
-    def check_run(self, method: str, config: Any) -> None:
+    def check_run(self, method: str, config: Any, private: PrivateUpdates | None = None) -> None:
         """Raises ``RefusedError`` for a method, or for settings of it, that are not allowed."""
+        if self.noise_in_training and (private is None or private.where != "local"):
+            raise RefusedError("clients train here with noise of their own alone; set privacy")
         if self.methods is not None and method not in self.methods:
             raise RefusedError(f"the method must be one that the site runs, came {method}")
         for name, (least, most) in self.settings.items():

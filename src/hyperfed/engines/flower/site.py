@@ -167,7 +167,7 @@ class Site:
             with store.alone(), released.alone():
                 store.receive(request.session, request.serial)
                 if self._policy is not None:
-                    self._policy.check_run(self._method, self._config)
+                    self._policy.check_run(self._method, self._config, self._private)
                 return self._answer(request, task, store, released)
         except Exception as error:  # concerns all that this message called, and nobody else
             everyone = dict.fromkeys(range(len(request.calls)), error)

@@ -1,0 +1,160 @@
+"""A site adds noise to what its clients train, and keeps account of it, whatever a server says."""
+
+import math
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engines.flower.sites import DirectLink, remote
+from hyperfed import trees
+from hyperfed.data.roster import Frame
+from hyperfed.data.site import SiteData
+from hyperfed.engines.calls import Call
+from hyperfed.engines.flower import releases
+from hyperfed.engines.flower.engine import FlowerEngine
+from hyperfed.engines.flower.policy import Policy
+from hyperfed.engines.flower.site import Shard, Site
+from hyperfed.engines.flower.wire import Request, pack_request, unpack_response
+from hyperfed.engines.updates import PrivateUpdates
+from hyperfed.methods import fedavg
+from hyperfed.privacy import multiplier_of, seeded_noise
+from hyperfed.system.randomness import generator
+from hyperfed.training import Steps
+from hyperfed.trees import Tree
+from toys import ONE_STEP, make_task
+
+TASK = make_task()
+FRAME = Frame(known=4, novel=0, shape=(5,), dtype="torch.float64", classes=3)
+CLIENT, CLIP = 2, 0.01
+BUDGET = 4.0
+PRIVATE = PrivateUpdates("local", CLIP, math.inf, BUDGET, 1e-3)
+Z = multiplier_of(BUDGET, 1e-3, 1)
+"""With so much noise one answer costs all."""
+
+
+def site_in(folder: Path, **changes: Any) -> Site:
+    rows = {"ann": (TASK.train[CLIENT], TASK.val[CLIENT], TASK.test[CLIENT])}
+    data = SiteData(TASK.x, TASK.y, 3, rows, models=lambda frame: TASK.models)
+    options = {"seed": 0, "private": PRIVATE, "method": "fedavg"} | changes
+    return Site(data, folder, fedavg.Client, fedavg.Config(**ONE_STEP), **options)
+
+
+def request(serial: int = 1, **changes: Any) -> Request:
+    model = TASK.initial("base")
+    call = Call(serial, serial, CLIENT, "train_model", (model,), Steps(1, 10_000))
+    made = Request(1, 10, serial, FRAME, {CLIENT: "ann"}, [call], {}, {}, [serial], multiplier=Z)
+    return replace(made, **changes)
+
+
+def asked(site: Site, request: Request) -> Tree | Exception:
+    return unpack_response(site.handle(pack_request(request))).answers[0]
+
+
+def change(answer: Tree | Exception) -> Tensor:
+    assert isinstance(answer, dict), answer
+    parts = trees.subtract(answer, TASK.initial("base"))
+    return torch.cat([leaf.flatten() for _, leaf in sorted(parts.items())])
+
+
+def test_whoever_knows_the_seed_cannot_take_the_noise_away(tmp_path: Path) -> None:
+    told, twin = (change(asked(site_in(tmp_path / name), request())) for name in "ab")
+    sigma = 2 * CLIP * Z
+    assert told.square().mean().sqrt() == pytest.approx(sigma, rel=0.5)  # what was learned is less
+    assert (told - twin).abs().min() > 0
+    (call,) = request().calls
+    for named in (f"{call.question(sigma)}-0", call.question(sigma)):
+        theirs = sigma * seeded_noise(generator(0, "noise", CLIENT, named))(told)
+        assert (told - theirs).abs().max() > 0.1 * sigma
+
+
+def test_asked_anew_it_spends_anew_and_not_beyond_its_budget(tmp_path: Path) -> None:
+    ways: list[dict[str, Any]] = [{}, {"run": 2}, {"open": []}, {"session": 11}]
+    half = {"multiplier": 2 * Z}
+    made = [request(serial, **way, **half) for serial, way in enumerate(ways, start=1)]
+    answers = [asked(site_in(tmp_path), each) for each in made]
+    assert len({float(change(answer).sum()) for answer in answers}) == 4
+    refused = asked(site_in(tmp_path), request(9, session=12, multiplier=2 * Z))
+    assert "must stay within epsilon 4 at delta 0.001" in str(refused)
+    response = unpack_response(site_in(tmp_path).handle(pack_request(request(10, session=12))))
+    assert list(response.spent[0]) == [2 * Z] * 4
+
+
+def test_a_message_that_comes_again_has_the_answer_that_it_had(tmp_path: Path) -> None:
+    first, again = (asked(site_in(tmp_path), request()) for _ in range(2))
+    torch.testing.assert_close(again, first, rtol=0, atol=0)
+
+
+def test_a_server_cannot_have_the_noise_left_out_or_weakened(tmp_path: Path) -> None:
+    refused = asked(site_in(tmp_path), request(multiplier=None))
+    assert "must say how much noise" in str(refused)
+    weak = asked(site_in(tmp_path), request(2, multiplier=0.9 * Z))
+    assert "must stay within epsilon 4" in str(weak)
+    assert isinstance(asked(site_in(tmp_path), request(3)), dict)
+
+
+@pytest.mark.parametrize("private", [None, replace(PRIVATE, where="central")])
+def test_a_site_can_insist_on_noise_of_its_own(
+    private: PrivateUpdates | None, tmp_path: Path
+) -> None:
+    policy = Policy(noise_in_training=True, smallest_reply=1, smallest_batch=1, epsilon=BUDGET)
+    refused = asked(site_in(tmp_path, policy=policy, private=private), request())
+    assert "noise of their own" in str(refused)
+    assert isinstance(asked(site_in(tmp_path, policy=policy), request(2)), dict)
+
+
+def test_the_site_s_own_epsilon_holds(tmp_path: Path) -> None:
+    policy = Policy(smallest_reply=1, smallest_batch=1, epsilon=0.9 * BUDGET)
+    refused = asked(site_in(tmp_path, policy=policy), request())
+    assert "must stay within epsilon 3.6" in str(refused)
+
+
+def test_the_account_is_on_the_disk_before_the_answer_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(releases, "save_state", full)
+    with pytest.raises(AssertionError):
+        change(asked(site_in(tmp_path), request()))
+    monkeypatch.undo()
+    synced: list[str] = []
+
+    def note(number: int) -> None:
+        synced.append(str(Path(f"/proc/self/fd/{number}").readlink()))
+
+    monkeypatch.setattr(os, "fsync", note)
+    assert isinstance(asked(site_in(tmp_path), request(2)), dict)
+    assert any("released" in path for path in synced)
+
+
+def test_the_server_s_records_have_what_sites_say_was_spent(tmp_path: Path) -> None:
+    task = make_task()
+    private = replace(PRIVATE, multiplier=2 * Z)
+    config = fedavg.Config(**ONE_STEP)
+    sites = {
+        node: Site(
+            Shard(task, clients),
+            tmp_path / str(node),
+            fedavg.Client,
+            config,
+            seed=0,
+            private=PRIVATE,
+        )
+        for node, clients in ((1, (0, 1)), (2, (2, 3)))
+    }
+    known = remote(task, DirectLink(sites), sites)
+    engine = FlowerEngine(known, fedavg.Client, config, seed=0, private=private)
+    cohort = engine.cohort([0, 1, 2], 0, training=True)
+    cohort.ask(fedavg.Client.train_model, task.initial("base"), batches=config.batches)
+    assert cohort.state.lost == {}
+    assert {c: kept["multipliers"].tolist() for c, kept in engine.released.items()} == {
+        0: [2 * Z],
+        1: [2 * Z],
+        2: [2 * Z],
+    }

@@ -1,0 +1,180 @@
+"""Private training of a run: how much noise it takes, and what was spent of it."""
+
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hyperfed
+from hyperfed.errors import UserError
+from hyperfed.runs.config import from_keys
+from hyperfed.runs.private import cohort_of
+from hyperfed.runs.run import Run
+
+TASK = {"clients": 8, "novel": 0.0, "model": "mlp", "hidden": [4]}
+SMALL: dict[str, Any] = {"rounds": 4, "cohort": 3, "evaluate_every": 4, "task": TASK}
+QUICK = {"local_steps": 1, "batch_size": 8}
+DELTA = 1e-3
+
+
+def train(method: str = "fedavg", epsilon: float = 8.0, **keys: Any) -> Run:
+    private = {"epsilon": epsilon, "delta": DELTA} | keys.pop("privacy", {})
+    settings = SMALL | {"method": QUICK | keys.pop("own", {})} | keys
+    run = Run(from_keys(method, settings | {"privacy": private, "track": "none"}))
+    for _ in run.train():
+        pass
+    return run
+
+
+def normal(x: float) -> float:
+    return math.erfc(-x / math.sqrt(2)) / 2
+
+
+def delta_of(epsilon: float, multiplier: float, answers: int) -> float:
+    """Of so many Gaussian answers: the hockey-stick divergence of N(0, 1) from N(mu, 1)."""
+    mu = math.sqrt(answers) / multiplier
+    return normal(mu / 2 - epsilon / mu) - math.exp(epsilon) * normal(-mu / 2 - epsilon / mu)
+
+
+def renyi_epsilon(multiplier: float, answers: int) -> float:
+    """The bound of Mironov (2017): order a costs answers a / (2 z^2), and log(1/delta)/(a - 1)."""
+    orders = [1 + n / 20 for n in range(1, 2000)]
+    return min(answers * a / (2 * multiplier**2) + math.log(1 / DELTA) / (a - 1) for a in orders)
+
+
+@pytest.mark.parametrize("where", ["local", "central"])
+@pytest.mark.parametrize("epsilon", [0.5, 8.0])
+def test_epsilon_is_that_of_the_client_who_answers_most_often(where: str, epsilon: float) -> None:
+    run = train(epsilon=epsilon, privacy={"where": where}, rounds=6)
+    told = run.summary["privacy"]
+    answers = {client: len(kept["multipliers"]) for client, kept in run.engine.released.items()}
+    assert sum(answers.values()) == 6 * SMALL["cohort"]
+    most = max(answers.values())
+    assert 1 < most < 6  # or rounds would do as well
+    z = told["noise_multiplier"]
+    assert delta_of(epsilon, z, most) == pytest.approx(DELTA, rel=1e-6)
+    assert epsilon <= renyi_epsilon(z, most) <= 2 * epsilon  # a bound, not exact
+    assert told["epsilon_spent"] == pytest.approx(epsilon, rel=1e-6)
+    for client, spent in enumerate(told["epsilon_of_clients"]):
+        count = answers.get(client, 0)
+        assert (spent == 0) == (count == 0)
+        if count:
+            assert delta_of(spent, z, count) == pytest.approx(DELTA, rel=1e-6)
+
+
+def test_the_composition_is_that_of_privacy_loss_distributions_too() -> None:
+    import dp_accounting
+    from dp_accounting.pld import PLDAccountant
+
+    from hyperfed.privacy import multiplier_of
+
+    event = dp_accounting.GaussianDpEvent(multiplier_of(4.0, DELTA, 30))
+    composed = PLDAccountant().compose(dp_accounting.SelfComposedDpEvent(event, 30))
+    assert composed.get_epsilon(DELTA) == pytest.approx(4.0, rel=1e-2)
+
+
+def test_what_a_client_answers_counts_also_where_it_does_not_arrive() -> None:
+    # Of faults.drop the client was never reached; with faults.nan what it sent was spoiled.
+    run = train(faults={"nan": 0.6}, seed=1)
+    lost = Counter(entry.client for e in run.evaluations for entry in e.lost)
+    assert sum(lost.values())
+    answers = {client: len(kept["multipliers"]) for client, kept in run.engine.released.items()}
+    assert sum(answers.values()) == SMALL["rounds"] * SMALL["cohort"]
+    dropped = train(faults={"drop": 0.6}, seed=1)
+    count = sum(len(kept["multipliers"]) for kept in dropped.engine.released.values())
+    missing = sum(len(e.lost) for e in dropped.evaluations if e.split == "val")
+    assert count + missing == SMALL["rounds"] * SMALL["cohort"]
+    assert 0 < count < SMALL["rounds"] * SMALL["cohort"]
+
+
+def test_a_round_that_is_taken_back_was_told_of_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("hyperfed.runs.run.is_finite", lambda server: False)
+    run = train(privacy={"where": "central"})
+    assert run.summary["void_rounds"] == SMALL["rounds"]
+    answers = [len(kept["multipliers"]) for kept in run.engine.released.values()]
+    assert sum(answers) == SMALL["rounds"] * SMALL["cohort"]
+
+
+@pytest.mark.parametrize("where", ["local", "central"])
+def test_a_run_that_is_gone_on_with_spends_what_one_that_never_stopped_does(
+    where: str, tmp_path: Path
+) -> None:
+    keys = SMALL | {"method": QUICK, "privacy": {"epsilon": 8.0, "where": where}, "track": "none"}
+    whole = Run(from_keys("fedper", keys))
+    for _ in whole.train():
+        pass
+    stopped = Run.start(from_keys("fedper", keys), tmp_path)
+    for progress in stopped.train():
+        if progress.round == 2:
+            stopped.stop()
+    assert stopped.folder is not None
+    resumed = hyperfed.resume(stopped.folder.path)
+    assert resumed.summary["privacy"] == whole.summary["privacy"]
+    assert resumed.evaluations[-1].client_loss == whole.evaluations[-1].client_loss
+    opened = hyperfed.open_run(stopped.folder.path)
+    assert opened.privacy() == whole.summary["privacy"]
+
+
+def test_every_reply_of_a_round_and_of_serving_is_an_answer() -> None:
+    run = train("pefll", epsilon=50.0, evaluate_every=2)
+    drawn = Counter(client for number in range(4) for client in drawn_in(run, number))
+    for client in range(8):  # three in a round, one for each of two evaluations
+        assert len(run.engine.released[client]["multipliers"]) == 3 * drawn[client] + 2
+    before = run.privacy()
+    run.model(0)  # is made of the same answer once more
+    assert run.privacy() == before
+    assert before == run.summary["privacy"]
+
+
+def drawn_in(run: Run, number: int) -> list[int]:
+    return cohort_of(run.config, run.task, number)
+
+
+def test_a_newcomer_s_exchanges_are_answers_and_a_second_time_is_refused() -> None:
+    task = TASK | {"novel": 2}
+    run = train("pfedhn", epsilon=50.0, task=task, own={"novel_rounds": 9})
+    assert {len(run.engine.released[c]["multipliers"]) for c in (6, 7)} == {9}
+    assert run.summary["privacy"]["epsilon_spent"] == pytest.approx(50, rel=1e-6)
+    with pytest.raises(UserError, match=r"must stay within epsilon 50 at delta 0\.001"):
+        run.evaluate_novel(draws=2)
+
+
+REFUSED = {
+    "fedproto": ({}, "privacy.epsilon: must be none for fedproto, .* choose one of apfl, ditto"),
+    "fedavg": (
+        {"robust": {"aggregation": "median"}, "privacy": {"where": "central"}},
+        "robust.aggregation: must be mean",
+    ),
+    "pefll": ({"privacy": {"where": "central"}}, "method.standardize: must be false"),
+    "headstart": (
+        {"privacy": {"where": "central"}, "method": {"delayed_gradient": True}},
+        "method.delayed_gradient: must be false",
+    ),
+    "pfedhn": (
+        {"method": {"descriptor": "class_proportions"}},
+        "must be an update, but that of step class_proportions is none",
+    ),
+    "fedper": ({"privacy": {"clip": 0.0}}, "privacy.clip: must be greater than 0"),
+}
+
+
+@pytest.mark.parametrize("method", sorted(REFUSED))
+def test_what_cannot_be_private_is_refused_before_anything_is_written(
+    method: str, tmp_path: Path
+) -> None:
+    keys, why = REFUSED[method]
+    settings = SMALL | keys | {"privacy": {"epsilon": 1.0} | keys.get("privacy", {})}
+    with pytest.raises(UserError, match=why):
+        hyperfed.train(method, out=tmp_path, **settings)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_epsilon_nothing_is_private_and_counts_weigh() -> None:
+    run = Run(from_keys("fedavg", SMALL | {"method": QUICK, "privacy": {"clip": 1e-9}}))
+    assert run.private is None
+    assert run.engine.cohort([0, 1], 0, training=True).weight.min() > 1
+    assert run.privacy() is None
