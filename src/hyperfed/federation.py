@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hyperfed import training, trees
+from hyperfed import metrics, training, trees
 from hyperfed.errors import UserError
+from hyperfed.metrics import Metric
 from hyperfed.privacy import Releases
 from hyperfed.training import Batch, Batches
 from hyperfed.trees import Model, Tree, state
@@ -26,6 +27,7 @@ BASE = "base"
 """The name of the target's size where a task has only one."""
 
 
+@metrics.scores(metrics.ACCURACY)
 def accuracy(output: Tensor, y: Tensor) -> Tensor:
     """Scores each example: (B, classes) logits and (B,) labels to (B,) of 0 or 1."""
     return (output.argmax(dim=-1) == y).float()
@@ -58,12 +60,15 @@ class Task:
         transform: a raw batch of ``x`` -> what the network takes.
         features: (N, ...) what ``transform`` makes of ``x``, where that is computed once.
         loss: (output, y) -> scalar, a mean over the batch.
-        score: (output, y) -> (B,) what is averaged into an "accuracy".
+        score: (output, y) -> (B,) what the metric is made of (:attr:`metric`): the accuracy is the
+            mean of correctness, the RMSE the root of the mean of squared errors. Of your own it is
+            the mean, under the function's name; more is better.
         fingerprint: a hash of the data and of who holds what.
         names: of the clients; each is called by its number where empty.
         labels: names of the labels; a label is its number where empty.
         source: what made it and can make it again (:class:`hyperfed.data.tasks.Source`); None for
             one from Python.
+        metrics: those of :data:`hyperfed.metrics.ON_REQUEST` that clients count for as well.
     """
 
     name: str
@@ -85,6 +90,12 @@ class Task:
     names: Sequence[str] = ()
     labels: Sequence[str] = ()
     source: Any = None
+    metrics: Sequence[str] = ()
+
+    @property
+    def metric(self) -> Metric:
+        """What its models are judged by."""
+        return metrics.metric_of(self.score)
 
     @property
     def clients(self) -> int:
@@ -566,7 +577,8 @@ class Client:
             scores), ``masked_correct`` (the same with the logits of classes absent from the
             client's training data at minus infinity), ``zeroed_correct`` (the same with them at
             zero, as PeFLL's authors count), both equal to ``correct`` where there are no labels to
-            tell from or no classes, ``loss`` (sum over examples).
+            tell from or no classes, ``loss`` (sum over examples). Beside them are those that the
+            task's ``metrics`` need (:data:`hyperfed.metrics.KINDS`).
         """
         model = self.served_model(received)
         absent = self._absent_classes()
@@ -587,8 +599,12 @@ class Client:
         return absent[: self.classes]
 
     def _count(self, model: Model, split: Split, absent: Tensor | None) -> Tree:
-        score = self._task.score
+        score, classes = self._task.score, self.classes
         totals = torch.zeros(4, dtype=torch.float64, device=self.device)
+        more = {
+            kind: totals.new_zeros(metrics.shape(kind, classes))
+            for kind in metrics.kinds(self._task.metrics)
+        }
         with torch.no_grad():
             for batch in split.chunks(EVALUATION_BATCH):
                 output, y = self.predict(model, batch.x), batch.y
@@ -601,6 +617,10 @@ class Client:
                     )
                 loss = self.loss(output, y).double() * len(y)
                 totals = totals + torch.stack([correct, masked, zeroed, loss])
+                more = {
+                    kind: counted + metrics.KINDS[kind](output, y, classes)
+                    for kind, counted in more.items()
+                }
         correct, masked, zeroed, loss = totals
         return {
             "count": torch.tensor(len(split)),
@@ -608,6 +628,7 @@ class Client:
             "masked_correct": masked,
             "zeroed_correct": zeroed,
             "loss": loss,
+            **more,
         }
 
 

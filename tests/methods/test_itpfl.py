@@ -818,7 +818,7 @@ def test_the_best_round_is_chosen_by_known_clients_served_as_novel_ones() -> Non
     assert val[3] == val[4] == val[5] == val[6]
     with run._at_best() as server:
         counts = evaluation.evaluate(server, run.engine, [0, 1, 2], 6, serve=server.rehearse)["val"]
-    assert run.best.accuracy == pytest.approx(float(counts.correct.sum() / counts.count.sum()))
+    assert run.best.value == pytest.approx(float(counts.correct.sum() / counts.count.sum()))
 
 
 # Privacy

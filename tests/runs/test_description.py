@@ -73,7 +73,9 @@ def test_the_command_prints_it_and_writes_nothing(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    found = Description({"base": 1000}, {"base": 5}, {"hyper_net": 101_000}, 5, 20_000_000, 7)
+    found = Description(
+        {"base": 1000}, {"base": 5}, {"hyper_net": 101_000}, 5, 20_000_000, 7, "rmse"
+    )
     asked = []
     monkeypatch.setattr(
         "hyperfed.apps.describe.description_of", lambda config: asked.append(config) or found
@@ -86,5 +88,6 @@ def test_the_command_prints_it_and_writes_nothing(
         "target base: 1,000 numbers trained, 5 frozen",
         "server hyper_net: 101,000 numbers trained",
         "first round: 5 clients, 20.0 MB down, 0.0 MB up",
+        "judged by: RMSE (in the target's unit), less is better",
     ]
     assert list(tmp_path.iterdir()) == []

@@ -83,8 +83,8 @@ def test_the_page_has_everything_in_it_and_loads_nothing(tmp_path):
     assert found == json.loads(json.dumps(content(runs, "seconds")))
     assert found["axis"] == "seconds"
     local = found["runs"][0]
-    assert local["shown"]["test_accuracy"] == "85.2"
-    assert local["shown"]["novel_accuracy"] == "–"
+    assert local["shown"]["test"] == "85.2"
+    assert local["shown"]["novel"] == "–"
     assert local["curves"]["client-visits"] == [[20, 75.0], [40, 60.0]]
     assert local["clients"] == [50.0, 100.0]
     assert local["best_point"] == 0

@@ -157,8 +157,8 @@ def test_a_method_made_for_newcomers_is_judged_by_fine_tuned_ones() -> None:
     with ours._at_best() as server:
         serve = finetuned(server.rehearse, ours.engine.client, Steps(40, BATCH))
         val = evaluate(server, ours.engine, [0, 1, 2], ours.best.round, serve=serve)["val"]
-    assert ours.best.accuracy == (val.correct.sum() / val.count.sum()).item()
-    assert ours.best.accuracy != plain.best.accuracy
+    assert ours.best.value == (val.correct.sum() / val.count.sum()).item()
+    assert ours.best.value != plain.best.value
 
 
 def test_the_two_models_of_mapper_are_fine_tuned_together() -> None:

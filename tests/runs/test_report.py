@@ -11,14 +11,14 @@ from rich.console import Console
 
 from finished_runs import Finished, evaluation, finished
 from hyperfed.errors import UserError
+from hyperfed.metrics import ACCURACY
 from hyperfed.runs.figures import draw_accuracy
 from hyperfed.runs.report import (
     comparison,
     draw_against,
-    mean_and_std,
     megabytes,
     paired,
-    paired_table,
+    paired_tables,
     percent,
     remark,
     table,
@@ -28,12 +28,12 @@ from hyperfed.runs.report import (
 def test_rows_are_the_summaries_in_order():
     first, second = finished("pfedhn", test_accuracy=0.8), finished("local", best_round=20)
     one, other = comparison([first, second])
-    assert (one.label, one.test_accuracy, one.best_round) == ("pfedhn", 0.8, 10)
-    assert (other.label, other.test_accuracy, other.best_round) == ("local", 0.75, 20)
-    assert other.novel_accuracy is None
+    assert (one.label, one.test, one.best_round) == ("pfedhn", 0.8, 10)
+    assert (other.label, other.test, other.best_round) == ("local", 0.75, 20)
+    assert other.novel is None
     assert first.summary is not None
     expected = {"label": "pfedhn", "total_variation": None} | first.summary
-    assert all(vars(one)[name] == expected[name] for name in vars(one))
+    assert one.by_name == {name: expected[name] for name in expected if name != "engine"}
 
 
 def test_labels_tell_runs_apart_by_what_differs_and_then_by_number():
@@ -107,9 +107,9 @@ def test_how_far_apart_clients_are_stands_above_runs_on_the_same_clients():
 
 
 def test_numbers_that_are_not_there_are_dashes():
-    assert percent(None) == mean_and_std(None, None) == "–"
+    assert percent(None) == ACCURACY.spread(None, None) == "–"
     assert percent(0.1234) == "12.3"
-    assert mean_and_std(0.5, 0.125) == "50.0 ± 12.5"
+    assert ACCURACY.spread(0.5, 0.125) == "50.0 ± 12.5"
     assert megabytes(1_250_000_000) == "1250.0"
 
 
@@ -223,7 +223,7 @@ def test_methods_are_compared_on_the_same_clients():
     assert best.over_local.mean == pytest.approx((0.3 - 0.1) / 2)
     assert best.over_local.gaining == 0.5
     printed = StringIO()
-    Console(width=80, file=printed).print(paired_table([local, best, worse, elsewhere]))
+    Console(width=80, file=printed).print(*paired_tables([local, best, worse, elsewhere]))
     rows = printed.getvalue().splitlines()[2:]
     assert rows[1].split() == ["best", "best", "+10.0", "[-244.1,", "264.1]", "noise", "50.0"]
     assert rows[3].split() == ["elsewhere", "best", "–", "–"]

@@ -17,6 +17,7 @@ from hyperfed.engines import Faults
 from hyperfed.errors import LostEverybodyError, UserError
 from hyperfed.methods import METHODS
 from hyperfed.runs import config
+from hyperfed.runs.records import as_written
 from hyperfed.runs.run import Run
 from toys import Normed, Stemmed, lengths, make_task
 
@@ -78,7 +79,7 @@ def test_a_run_abandoned_anywhere_resumes_to_the_same_numbers(
         resumed = hyperfed.resume(folder, make_task(Stemmed, novel=1))
         assert numbers(resumed) == numbers(whole)
         on_disk = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        in_memory = [json.loads(json.dumps(vars(e), default=vars)) for e in resumed.evaluations]
+        in_memory = [as_written(e) for e in resumed.evaluations]
         assert on_disk == in_memory
         written = json.loads((folder / "summary.json").read_text())
         assert written == json.loads(json.dumps(resumed.summary))

@@ -17,11 +17,11 @@ def row(method: str, seed: int, accuracy: float, novel: float | None = None) -> 
         seed=seed,
         rounds=10,
         best_round=5,
-        test_accuracy=accuracy,
-        test_accuracy_client_mean=accuracy,
-        test_accuracy_client_std=0.0,
-        worst_decile_accuracy=accuracy / 2,
-        novel_accuracy=novel,
+        test=accuracy,
+        client_mean=accuracy,
+        client_std=0.0,
+        worst_decile=accuracy / 2,
+        novel=novel,
         bytes_down=1_000_000 * (seed + 1),
         bytes_up=0,
         seconds=2.0 * seed,
@@ -46,21 +46,21 @@ def test_mean_and_spread_are_those_over_the_seeds_of_a_method():
     rows = [row("b", 0, 0.5, 0.1), row("a", 0, 0.7), row("b", 1, 0.6, 0.3), row("b", 2, 0.7, 0.2)]
     b, a = over_seeds(rows)
     assert (b.method, b.seeds, a.method, a.seeds) == ("b", (0, 1, 2), "a", (0,))
-    assert b.test_accuracy_mean == pytest.approx(0.6)
-    assert b.test_accuracy_std == pytest.approx(0.1)  # sqrt((0.01 + 0 + 0.01) / 2)
-    assert b.worst_decile_accuracy_mean == pytest.approx(0.3)
-    assert b.worst_decile_accuracy_std == pytest.approx(0.05)
-    assert b.novel_accuracy_mean == pytest.approx(0.2)
-    assert b.novel_accuracy_std == pytest.approx(0.1)
+    assert b.test_mean == pytest.approx(0.6)
+    assert b.test_std == pytest.approx(0.1)  # sqrt((0.01 + 0 + 0.01) / 2)
+    assert b.worst_decile_mean == pytest.approx(0.3)
+    assert b.worst_decile_std == pytest.approx(0.05)
+    assert b.novel_mean == pytest.approx(0.2)
+    assert b.novel_std == pytest.approx(0.1)
     assert (b.bytes_down, b.bytes_up, b.seconds) == (2_000_000, 0, 2.0)
-    assert (a.test_accuracy_mean, a.test_accuracy_std) == (0.7, None)
-    assert (a.novel_accuracy_mean, a.novel_accuracy_std) == (None, None)
+    assert (a.test_mean, a.test_std) == (0.7, None)
+    assert (a.novel_mean, a.novel_std) == (None, None)
 
 
 def test_a_mean_over_fewer_runs_than_there_are_is_none():
     (spread,) = over_seeds([row("a", 0, 0.5, 0.4), row("a", 1, 0.5), row("a", 2, 0.5, 0.6)])
-    assert (spread.novel_accuracy_mean, spread.novel_accuracy_std) == (None, None)
-    assert spread.test_accuracy_std == 0
+    assert (spread.novel_mean, spread.novel_std) == (None, None)
+    assert spread.test_std == 0
 
 
 def test_the_table_has_every_number_in_80_columns():

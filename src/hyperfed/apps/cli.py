@@ -11,7 +11,6 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -35,6 +34,7 @@ from hyperfed.data import datasets, partition_files, tables, tasks
 from hyperfed.data.own import rows_like
 from hyperfed.errors import EngineLostError, LostEverybodyError, UserError, one_line
 from hyperfed.methods import METHODS
+from hyperfed.metrics import named
 from hyperfed.runs import (
     catalogue,
     clients,
@@ -185,25 +185,31 @@ def evaluate(
         found = {"novel": served.evaluate_novel(draws)} if novel else served.evaluate_best(draws)
         names = served.task.names
     if as_json:
-        said = {split: asdict(evaluation) for split, evaluation in found.items()}
+        said = {split: records.as_written(evaluation) for split, evaluation in found.items()}
         print_json({"names": list(names) or None, **said} if each else said)
         return
+    first = next(iter(found.values()))
+    metric, others = first.judged_by, [named(name) for name in first.others]
+    headers = [it.header for it in others]
     if each:
-        of_each = table("client", "split", "examples", "accuracy %", "loss")
+        of_each = table("client", "split", "examples", metric.header, "loss", *headers)
         for row in clients.rows(found.values(), names):
             loss = "–" if row["loss"] is None else f"{row['loss']:.3f}"
-            accuracy = report.percent(row["accuracy"])
-            of_each.add_row(row["client"], row["split"], str(row["examples"]), accuracy, loss)
+            beside = (it.shown(row[it.name]) for it in others)
+            own = (str(row["examples"]), metric.shown(row[metric.name]), loss, *beside)
+            of_each.add_row(row["client"], row["split"], *own)
         print_table(of_each)
-    shown = table("split", "clients", "accuracy %", "per client %", "worst decile %", "loss")
+    tested = (metric.header, f"per client {metric.short}", f"worst decile {metric.short}")
+    shown = table("split", "clients", *tested, "loss", *headers)
     for split, e in found.items():
         shown.add_row(
             split,
             e.evaluated if e.missed else str(len(e.clients)),
-            report.percent(e.accuracy),
-            report.mean_and_std(e.accuracy_client_mean, e.accuracy_client_std),
-            report.percent(e.worst_decile_accuracy),
+            metric.shown(e.main.value),
+            metric.spread(e.main.client_mean, e.main.client_std),
+            metric.shown(e.main.worst_decile),
             "–" if e.loss is None else f"{e.loss:.3f}",
+            *(it.shown(e.others[it.name].value) for it in others),
         )
     print_table(shown)
 
@@ -275,7 +281,7 @@ def compare(
         list[Path],
         Argument(metavar="RUN_DIR...", help="Folders of runs, or folders that hold some."),
     ],
-    figure: Annotated[Path | None, Option(help="Also draw the accuracies to this file.")] = None,
+    figure: Annotated[Path | None, Option(help="Also draw the results to this file.")] = None,
     html: Annotated[
         Path | None, Option(help="Also write a page with table, curves and clients to this file.")
     ] = None,
@@ -302,9 +308,9 @@ def compare(
             [
                 {
                     "folder": str(record.path),
-                    **asdict(row),
+                    **row.by_name,
                     "settings": report.settings_of(record),
-                    "paired": asdict(pair),
+                    "paired": pair.by_name,
                 }
                 for record, row, pair in zip(done, rows, pairs, strict=True)
             ]
@@ -313,10 +319,13 @@ def compare(
     if found_other := differences.differences(done, [row.label for row in rows]):
         print_table(differences.table(found_other))
         print()
-    print_table(report.table(rows))
+    for shown in report.tables(rows):
+        print_table(shown)
     if any(pair.to_best is not None for pair in pairs):
-        print_table(report.paired_table(pairs))
-        say("points of a client's test accuracy; 95 % intervals over clients, noise where 0 is in")
+        for shown in report.paired_tables(pairs):
+            print_table(shown)
+        for metric in dict.fromkeys(pair.metric for pair in pairs):
+            say(report.told_of_pairs(metric))
     for written in filter(None, (figure, html)):
         print(written)
 
@@ -376,7 +385,8 @@ def _train(run: Run, tell: Tell, *, as_json: bool, quiet: bool) -> None:
         print_json(_result(run))
     else:
         if run.summary and not quiet:
-            print_table(report.table(report.comparison([run])))
+            for shown in report.tables(report.comparison([run])):
+                print_table(shown)
             if (remark := report.remark(run.summary)) is not None:
                 say(remark)
         print(_folder(run), flush=True)
@@ -415,10 +425,11 @@ def _train_all(
     rows = report.comparison(done)
     spreads = seeds.over_seeds(rows) if len(each) > 1 else []
     if as_json:
-        over = [asdict(spread) for spread in spreads]
+        over = [spread.by_name for spread in spreads]
         print_json({"runs": results, "over_seeds": over} if spreads else results)
         return
-    print_table(report.table(rows))
+    for shown in report.tables(rows):
+        print_table(shown)
     if spreads:
         print_table(seeds.table(spreads))
     print(out, flush=True)
@@ -469,7 +480,8 @@ def _submit(loaded: config.RunConfig, folder: Path, *, as_json: bool, quiet: boo
         print_json({"folder": str(folder), "summary": summary})
     else:
         if here and not quiet:
-            print_table(report.table(report.comparison([records.read_run(folder)])))
+            for shown in report.tables(report.comparison([records.read_run(folder)])):
+                print_table(shown)
         print(folder, flush=True)
     if how:
         say(f"{how}; go on with: hyperfed resume {shlex.quote(str(folder))}")

@@ -6,6 +6,7 @@ from typing import Annotated
 from typer import Argument
 
 from hyperfed.apps.printing import Json, print_json
+from hyperfed.metrics import named
 from hyperfed.runs import config
 from hyperfed.runs.description import describe as description_of
 from hyperfed.runs.report import megabytes
@@ -30,3 +31,5 @@ def describe(
         print(f"server {part}: {count:,} numbers trained")
     down, up = megabytes(found.bytes_down), megabytes(found.bytes_up)
     print(f"first round: {found.clients} clients, {down} MB down, {up} MB up")
+    metric = named(found.metric)
+    print(f"judged by: {metric.axis('{}')}, {metric.better}")

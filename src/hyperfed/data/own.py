@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hyperfed import federation, trees
+from hyperfed import federation, metrics, trees
 from hyperfed.data import arrays, features, partitions, tables
 from hyperfed.data.examples import Normalize, channel_statistics, fingerprint_of_frozen, hash_of
 from hyperfed.data.features import Beginning, Prefix
@@ -81,8 +81,9 @@ def from_arrays(
         classes: number of labels; the largest label + 1 where None.
         labels: names of the labels 0, 1, ...; those that ``y`` holds where it holds words.
         loss: (output, y) -> scalar. Cross entropy for labels, mean squared error for floats.
-        score: (output, y) -> (B,), averaged into the "accuracy". Correctness for labels, minus the
-            squared error for floats.
+        score: (output, y) -> (B,), whose mean models are judged by, under the function's name; more
+            is better. Correctness for labels (the accuracy), minus the squared error for floats
+            (the RMSE).
         name: how the records call the task.
 
     Raises:
@@ -322,6 +323,7 @@ def token_cross_entropy(output: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, 1), y.flatten(), ignore_index=arrays.IGNORED)
 
 
+@metrics.scores(metrics.ACCURACY)
 def token_accuracy(output: Tensor, y: Tensor) -> Tensor:
     """Returns (B,) the share of each example's tokens that are right, among those that count."""
     counts = y != arrays.IGNORED
@@ -334,6 +336,7 @@ def mean_squared_error(output: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(output.reshape(y.shape), y)
 
 
+@metrics.scores(metrics.RMSE)
 def minus_squared_error(output: Tensor, y: Tensor) -> Tensor:
     """Returns (B,) values of -(output - y)^2: as with accuracy, more is better."""
     return -(output.reshape(y.shape) - y).square()

@@ -92,7 +92,7 @@ def build(config: TaskConfig, seed: int, *, served: TaskConfig | None = None) ->
         seen.append(fingerprint_of_frozen(models))
         models, transform = _split(models, config.prefix, normalize, examples)
         once = features.computed(transform, examples.x)
-    regression = {"loss": mean_squared_error, "score": minus_squared_error}
+    regression: dict[str, Any] = {"loss": mean_squared_error, "score": minus_squared_error}
     return Task(
         name=examples.name,
         x=examples.x,

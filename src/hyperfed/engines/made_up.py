@@ -41,4 +41,5 @@ def made_up(task: Task, *, novel: int | None = None) -> Task:
         transform=task.transform,
         loss=task.loss,
         score=task.score,
+        metrics=task.metrics,
     )

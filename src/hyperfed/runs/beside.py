@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from hyperfed.metrics import ACCURACY, Metric, named
 from hyperfed.runs import measured, statistics
 from hyperfed.runs.experiments import Experiment, Measure
 from hyperfed.runs.measured import UNITS, Cell, Measurement, Verdict
@@ -299,26 +300,34 @@ class _Writer:
 
         for name, several in groupby(sorted(others, key=group_of), key=group_of):
             self.say(f"## `{name}`", _read(self._folder / name / ABOUT))
-            rows = []
+            rows: dict[Metric, list[list[str]]] = {}
             own = list(several)
             for label, group in groupby(own, key=lambda record: record.path.parent.name):
-                rows.append(_other(label, [record.summary or {} for record in group]))
-            header = ["record", "seeds", "test %", "worst tenth %", "novel %", "MB", "min"]
-            self.say(_table(header, rows))
+                summaries = [record.summary or {} for record in group]
+                metric = named(summaries[0].get("metric", ACCURACY.name))
+                rows.setdefault(metric, []).append(_other(label, metric, summaries))
+            for metric, judged in rows.items():
+                tested = [f"{what} {metric.short}" for what in ("test", "worst tenth", "novel")]
+                self.say(_table(["record", "seeds", *tested, "MB", "min"], judged))
 
 
-def _other(label: str, summaries: Sequence[Mapping[str, Any]]) -> list[str]:
+def _other(label: str, metric: Metric, summaries: Sequence[Mapping[str, Any]]) -> list[str]:
     def over_seeds(key: str) -> str:
-        values = [100 * s[key] for s in summaries if s.get(key) is not None]
-        return _spread(statistics.spread(values)) if values else "–"
+        values = [s[key] for s in summaries if s.get(key) is not None]
+        if not values:
+            return "–"
+        found = statistics.spread(values)
+        return (
+            metric.shown(found.mean) if found.std is None else metric.spread(found.mean, found.std)
+        )
 
     megabytes = fmean((s["bytes_down"] + s["bytes_up"]) / 1e6 for s in summaries)
     return [
         label,
         str(len(summaries)),
-        over_seeds("test_accuracy"),
-        over_seeds("worst_decile_accuracy"),
-        over_seeds("novel_accuracy"),
+        over_seeds(f"test_{metric.name}"),
+        over_seeds(f"worst_decile_{metric.name}"),
+        over_seeds(f"novel_{metric.name}"),
         f"{megabytes:,.1f}",
         _minutes(summaries),
     ]

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hyperfed.errors import UserError
+from hyperfed.metrics import ACCURACY, Metric
 from hyperfed.runs.records import Evaluation
 from hyperfed.runs.report import COLOURS, check_ending, new_figure, save
 
@@ -26,24 +27,18 @@ def rows(found: Iterable[Evaluation], names: Sequence[str]) -> Iterator[dict[str
         names: of all clients by number; a client is called by its number where empty.
     """
     for e in found:
-        of_each = zip(
-            e.clients,
-            e.count,
-            e.client_accuracy,
-            e.client_loss,
-            e.client_masked_accuracy,
-            strict=True,
-        )
-        for client, count, accuracy, loss, masked in of_each:
+        of_each = {e.metric: e.main.client, "loss": e.client_loss}
+        if e.metric == ACCURACY.name:
+            of_each["masked_accuracy"] = e.client_masked_accuracy
+        of_each |= {name: of.client for name, of in e.others.items()}
+        for place, client in enumerate(e.clients):
             yield {
                 "client": names[client] if names else str(client),
                 "number": client,
                 "split": e.split,
                 "round": e.round,
-                "examples": count,
-                "accuracy": accuracy,
-                "loss": loss,
-                "masked_accuracy": masked,
+                "examples": e.count[place],
+                **{name: values[place] for name, values in of_each.items()},
             }
 
 
@@ -56,7 +51,7 @@ def at_best(evaluations: Sequence[Evaluation], best_round: int) -> list[Evaluati
 def draw(
     evaluations: Sequence[Evaluation], best_round: int, names: Sequence[str], title: str
 ) -> "Figure":
-    """Draws the accuracy over rounds, and that of each client, by name, at the best round.
+    """Draws the metric over rounds, and that of each client, by name, at the best round.
 
     Raises:
         UserError: nothing has been evaluated.
@@ -68,8 +63,9 @@ def draw(
     named = len(people) <= MOST_NAMED
     figure = new_figure(10, max(4.0, 0.2 * len(people)) if named else 6)
     left, right = figure.subplots(1, 2)
-    _over_rounds(left, evaluations, best_round)
-    _of_clients(right, told, named=named)
+    metric = evaluations[0].judged_by
+    _over_rounds(left, evaluations, best_round, metric)
+    _of_clients(right, told, metric, named=named)
     figure.suptitle(title, fontsize="medium")
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
@@ -88,34 +84,38 @@ def write(figure: "Figure", path: Path) -> None:
     save(figure, path)
 
 
-def _over_rounds(axes: "Axes", evaluations: Sequence[Evaluation], best_round: int) -> None:
+def _over_rounds(
+    axes: "Axes", evaluations: Sequence[Evaluation], best_round: int, metric: Metric
+) -> None:
     from matplotlib.ticker import MaxNLocator
 
     for (split, label), colour in zip(SPLITS, COLOURS, strict=False):
-        measured = [(e.round, e.accuracy) for e in evaluations if e.split == split]
-        points = [(number, 100 * value) for number, value in measured if value is not None]
+        measured = [(e.round, e.main.value) for e in evaluations if e.split == split]
+        points = [(number, metric.scale * v) for number, v in measured if v is not None]
         if points:
             axes.plot(*zip(*points, strict=True), marker=".", color=colour, label=label)
     axes.axvline(best_round, color="0.6", linewidth=1, zorder=1, label="best validation round")
     axes.set_xlabel("round")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_ylabel("accuracy (%)")
+    axes.set_ylabel(metric.axis("{}"))
     axes.legend(frameon=False)
 
 
-def _of_clients(axes: "Axes", told: Mapping[str, list[dict[str, Any]]], *, named: bool) -> None:
+def _of_clients(
+    axes: "Axes", told: Mapping[str, list[dict[str, Any]]], metric: Metric, *, named: bool
+) -> None:
     """Draws a point for each client, the best at the top, known and novel ones apart."""
     groups = (("test", "trained together", COLOURS[0]), ("novel", "joined afterwards", COLOURS[1]))
     everybody = [(row, split) for split, _, _ in groups for row in told.get(split, ())]
-    measured = [(row, split) for row, split in everybody if row["accuracy"] is not None]
-    ordered = sorted(measured, key=lambda pair: pair[0]["accuracy"])
+    measured = [(row, split) for row, split in everybody if row[metric.name] is not None]
+    ordered = sorted(measured, key=lambda pair: metric.order(pair[0][metric.name]))
     for split, label, colour in groups:
         places = [place for place, (_, of) in enumerate(ordered) if of == split]
-        accuracies = [100 * ordered[place][0]["accuracy"] for place in places]
+        values = [metric.scale * ordered[place][0][metric.name] for place in places]
         if places:
-            axes.scatter(accuracies, places, s=24, color=colour, label=label, zorder=2)
+            axes.scatter(values, places, s=24, color=colour, label=label, zorder=2)
     labels = [row["client"] for row, _ in ordered] if named else []
     axes.set_yticks(range(len(labels)), labels, fontsize="small")
-    axes.set_xlabel("test accuracy at the best round (%)")
+    axes.set_xlabel(metric.axis("test {} at the best round"))
     axes.set_ylabel("client" if named else f"{len(ordered)} clients, the best at the top")
     axes.legend(frameon=False, loc="lower right")

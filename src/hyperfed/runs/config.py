@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from pydantic import (
     AfterValidator,
+    BeforeValidator,
     ConfigDict,
     Field,
     FiniteFloat,
@@ -49,6 +50,9 @@ _PATHS = ("task.partition_file",)
 _FILES = ("task.name", "task.model")  # a relative path there begins at the TOML file if it exists
 _OF_PYTHON = ("name", "source", "clients", "novel", "unlabelled")
 _SHORT = {"method": "method.name", "task": "task.name", "engine": "engine.name"}
+
+MetricName = Literal["r2"]
+"""What clients count for on request (:data:`hyperfed.metrics.ON_REQUEST`)."""
 
 TrackerName = Literal["auto", "tensorboard", "mlflow", "wandb"]
 """Where numbers go besides the records (:mod:`hyperfed.runs.trackers`)."""
@@ -149,6 +153,13 @@ class RobustConfig:
     hostile: Annotated[float, Field(ge=0, lt=0.5)] = 0.25
 
 
+def _several(value: Any) -> Any:
+    """Returns the list of a file, or one word, as the tuple that strict mode asks for."""
+    return (
+        (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+    )
+
+
 @dataclass(frozen=True, config=_STRICT)
 class TrainingPrivacy:
     """Private training: what clients answer has a largest length and noise.
@@ -188,7 +199,10 @@ class RunConfig:
         cohort: clients of a round: their number, or a fraction of those that train (1.0 is all),
             novel ones not counted; halves are rounded up, and one is the least.
         evaluate_every: rounds between evaluations.
-        best: which validation number makes a round the best.
+        best: which validation number makes a round the best: ``accuracy`` stands for the task's own
+            metric, which of numbers is the RMSE; the others are for classes.
+        metrics: what clients count for beside the task's own metric: ``r2`` of numbers, which tells
+            mean and spread of a client's targets and is always there unless clients are at sites.
         checkpoint_every: rounds between checkpoints.
         seed: of every draw.
         device: where clients compute, and the server beside them: ``cpu``, ``cuda`` or ``cuda:N``.
@@ -213,6 +227,7 @@ class RunConfig:
     cohort: Annotated[int | float, AfterValidator(_number_or_fraction)] = 0.25
     evaluate_every: PositiveInt = 20
     best: Literal["accuracy", "masked_accuracy", "zeroed_accuracy"] = "accuracy"
+    metrics: Annotated[tuple[MetricName, ...], BeforeValidator(_several)] = ()
     checkpoint_every: PositiveInt = 100
     seed: NonNegativeInt = 0
     device: str = "cpu"

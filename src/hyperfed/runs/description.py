@@ -26,6 +26,7 @@ class Description:
         clients: how many take part in a round.
         bytes_down: what the first round sends to them, all together.
         bytes_up: what they return in it.
+        metric: by which models are judged.
     """
 
     targets: Mapping[str, int]
@@ -34,6 +35,7 @@ class Description:
     clients: int
     bytes_down: int
     bytes_up: int
+    metric: str
 
 
 def describe(config: RunConfig, task: Task | None = None) -> Description:
@@ -72,6 +74,7 @@ def describe(config: RunConfig, task: Task | None = None) -> Description:
             clients=run.cohort_size,
             bytes_down=run.bytes["down"],
             bytes_up=run.bytes["up"],
+            metric=run.task.metric.name,
         )
 
 

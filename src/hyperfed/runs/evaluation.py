@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hyperfed import federation, trees
+from hyperfed import federation, metrics, trees
 from hyperfed.data.own import Task, mean_squared_error, minus_squared_error
 from hyperfed.engines import Engine, EngineCohort
 from hyperfed.engines.replies import UNUSABLE
@@ -44,6 +44,7 @@ class Counts:
         zeroed_correct: the same with the logits of all other classes at zero.
         loss: sum of the loss.
         missed: {client: why} of those that count nothing, since they gave no usable answer.
+        more: {kind: (C, ...)} of the kinds of :data:`hyperfed.metrics.KINDS` that were asked for.
     """
 
     count: Tensor
@@ -52,6 +53,19 @@ class Counts:
     zeroed_correct: Tensor
     loss: Tensor
     missed: Mapping[int, str] = field(default_factory=dict)
+    more: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def by_name(self) -> dict[str, Tensor]:
+        """Everything that was counted, (C, ...) each."""
+        return {name: getattr(self, name) for name in SUMS} | dict(self.more)
+
+    @classmethod
+    def of(cls, sums: Mapping[str, Tensor], missed: Mapping[int, str]) -> "Counts":
+        """Returns counts by the names of :attr:`by_name`."""
+        usual = {name: sums[name] for name in SUMS}
+        more = {name: counts for name, counts in sums.items() if name not in usual}
+        return cls(**usual, missed=missed, more=more)
 
 
 SUMS = ("count", "correct", "masked_correct", "zeroed_correct", "loss")
@@ -88,24 +102,34 @@ def evaluate(
         chunk = ids[start : start + CHUNK]
         cohort = engine.cohort(chunk, round, training=False, fresh=novel)
         for group in cohort.sizes.values():
-            replies = _asked(group, engine.client, serve)
+            replies = _asked(group, engine.client, serve, engine.task)
             missed |= _impossible(replies, group, engine.task)
             for split, parts in found.items():
                 parts.append((group.ids, replies[split]))
         missed |= cohort.state.lost
     ordered = {split: _in_order(parts, ids, missed) for split, parts in found.items()}
-    return {split: Counts(**sums, missed=missed) for split, sums in ordered.items()}
+    return {split: Counts.of(sums, missed) for split, sums in ordered.items()}
 
 
-def _asked(group: EngineCohort, client: type[Client], serve: Serve) -> Tree:
+def _asked(group: EngineCohort, client: type[Client], serve: Serve, task: federation.Task) -> Tree:
     """Returns what clients of one size count; who is lost counts nothing."""
     clients, splits = len(group.ids), ("val", "test")
-    nothing = torch.zeros(clients, dtype=torch.float64)
-    nobody: Tree = {split: dict.fromkeys(SUMS, nothing) for split in splits}
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(SUMS, ())
+    shapes |= {kind: metrics.shape(kind, task.classes) for kind in metrics.kinds(task.metrics)}
+    nobody: Tree = {
+        split: {
+            name: torch.zeros(clients, *shape, dtype=torch.float64)
+            for name, shape in shapes.items()
+        }
+        for split in splits
+    }
     try:
         replies = trees.to(group.ask(client.evaluate, serve(group)), CPU)
         return {
-            split: {name: replies[split][name].double().view(clients) for name in SUMS}
+            split: {
+                name: replies[split][name].double().view(clients, *shape)
+                for name, shape in shapes.items()
+            }
             for split in splits
         }
     except AllLostError:
@@ -128,13 +152,14 @@ def _impossible(replies: Tree, group: EngineCohort, task: federation.Task) -> di
         if client in group.state.lost:
             continue
         for split, rows in held_out.items():
-            sums = {name: float(replies[split][name][place]) for name in SUMS}
+            sums = {name: of[place] for name, of in replies[split].items()}
             if (why := _why_not(sums, len(rows[client]), task)) is not None:
                 found[client] = f"its counts on {split} examples cannot be: {why}"
     return found
 
 
-def _why_not(sums: Mapping[str, float], examples: int, task: federation.Task) -> str | None:
+def _why_not(counts: metrics.Counts, examples: int, task: federation.Task) -> str | None:
+    sums = {name: float(counts[name]) for name in SUMS}
     count = sums["count"]
     if count != examples:
         return f"count {count:g} of {examples}"
@@ -145,7 +170,9 @@ def _why_not(sums: Mapping[str, float], examples: int, task: federation.Task) ->
     least = -_ROUNDING * count if task.loss in _AT_LEAST_ZERO else -math.inf
     if sums["loss"] < least or (not count and sums["loss"]):
         return f"loss {sums['loss']:g} of {count:g}"
-    return None
+    right = counts["correct"] if task.score is accuracy else None
+    found = (metrics.why_not(kind, counts, right) for kind in metrics.kinds(task.metrics))
+    return next(filter(None, found), None)
 
 
 _RANGES: Mapping[Callable[..., Tensor], tuple[float, float]] = {
@@ -226,9 +253,12 @@ def all_together(drawn: Sequence[Counts], ids: Sequence[int]) -> Counts:
     Who is missed in one of them counts nothing in any.
     """
     missed = {client: why for counts in drawn for client, why in counts.missed.items()}
-    there = torch.tensor([client not in missed for client in ids], dtype=torch.float64)
-    sums = {name: torch.stack([getattr(c, name) for c in drawn]).sum(0) * there for name in SUMS}
-    return Counts(**sums, missed=missed)
+    there = torch.tensor([client not in missed for client in ids])
+    each = [counts.by_name for counts in drawn]
+    sums = {
+        name: _of_those(there, torch.stack([of[name] for of in each]).sum(0)) for name in each[0]
+    }
+    return Counts.of(sums, missed)
 
 
 def chosen_by(counts: Counts, ids: Sequence[int], best: str) -> Tree:
@@ -278,5 +308,10 @@ def _in_order(
     place = {client: index for index, client in enumerate(came)}
     order = [place[client] for client in ids]
     there = torch.tensor([client not in missed for client in ids])
-    joined = {name: torch.cat([sums[name] for _, sums in parts])[order] for name in SUMS}
-    return {name: values.where(there, torch.zeros_like(values)) for name, values in joined.items()}
+    joined = {name: torch.cat([sums[name] for _, sums in parts])[order] for name in parts[0][1]}
+    return {name: _of_those(there, values) for name, values in joined.items()}
+
+
+def _of_those(there: Tensor, values: Tensor) -> Tensor:
+    """Returns (C, ...) values of the clients that are there, (C,), and zeros of the others."""
+    return values.where(there.view(-1, *[1] * (values.ndim - 1)), torch.zeros_like(values))

@@ -1,4 +1,4 @@
-"""Figures of finished runs: accuracy along rounds, visits, bytes or seconds, and every client's."""
+"""Figures of finished runs: a metric along rounds, visits, bytes or seconds, and every client's."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,8 +18,8 @@ from hyperfed.runs.report import (
     Row,
     check_ending,
     comparison,
+    metric_of,
     new_figure,
-    percent,
     save,
 )
 
@@ -32,6 +32,9 @@ TOGETHER = 8
 
 ACROSS = 6
 """Axes side by side."""
+
+OF_A_CLIENT = "test {} of a client"
+"""What an axis of clients' values is called; the metric stands in the brackets."""
 
 Along = Callable[[FinishedRun, Evaluation], float]
 """Where on the horizontal axis an evaluation is."""
@@ -56,7 +59,7 @@ AXES: Mapping[str, tuple[str, Along]] = MappingProxyType(
 
 
 def curve(run: FinishedRun, row: Row, axis: str) -> list[tuple[float, float]]:
-    """Returns (place on the axis, test accuracy in per cent) of each evaluation of known clients.
+    """Returns (place on the axis, test metric as shown) of each evaluation of known clients.
 
     Raises:
         UserError: no such axis, or a run without test examples.
@@ -65,9 +68,9 @@ def curve(run: FinishedRun, row: Row, axis: str) -> list[tuple[float, float]]:
         raise UserError(f"the axis must be one of {', '.join(AXES)}, came {axis!r}")
     along = AXES[axis][1]
     found = [
-        (float(along(run, e)), 100 * e.accuracy)
+        (float(along(run, e)), row.metric.scale * e.main.value)
         for e in run.evaluations
-        if e.split == "test" and e.accuracy is not None
+        if e.split == "test" and e.main.value is not None
     ]
     if not found:
         raise UserError(f"a run to draw must have test examples, but {row.label} has none")
@@ -75,13 +78,13 @@ def curve(run: FinishedRun, row: Row, axis: str) -> list[tuple[float, float]]:
 
 
 def of_clients(run: FinishedRun, row: Row) -> list[float]:
-    """Returns the test accuracy in per cent of each client with examples, at the best round."""
+    """Returns the test metric, as shown, of each client with examples, at the best round."""
     best = next(e for e in run.evaluations if (e.round, e.split) == (row.best_round, "test"))
-    return [100 * value for value in best.client_accuracy if value is not None]
+    return [row.metric.scale * value for value in best.main.client if value is not None]
 
 
 def draw_accuracy(runs: Sequence[FinishedRun], path: Path, axis: str = "rounds") -> None:
-    """Draws test accuracy along an axis, and that of each client at the best validation round.
+    """Draws the test metric along an axis, and that of each client at the best validation round.
 
     More than ``TOGETHER`` runs have axes of their own, before the others in grey, the best first.
 
@@ -91,8 +94,8 @@ def draw_accuracy(runs: Sequence[FinishedRun], path: Path, axis: str = "rounds")
         axis: a key of ``AXES``.
 
     Raises:
-        UserError: a run is not done or has no test accuracy, no such axis, or the figure cannot be
-            written.
+        UserError: a run is not done or has no test examples, several metrics, no such axis, or the
+            figure cannot be written.
     """
     rows = comparison(runs)
     curves = [curve(run, row, axis) for run, row in zip(runs, rows, strict=True)]
@@ -121,7 +124,8 @@ def _together(
         _box(right, index, clients[index])
     left.set_title("All clients; marked: best validation round", fontsize="medium")
     _name_horizontal(left, axis)
-    left.set_ylabel("test accuracy (%)")
+    metric = metric_of(rows)
+    left.set_ylabel(metric.axis())
     left.legend(frameon=False)
     crowded = sum(len(row.label) for row in rows) > 60
     right.set_xticks(
@@ -132,7 +136,7 @@ def _together(
     )
     right.set_title("Each client, at the best validation round", fontsize="medium")
     right.set_xlabel("method")
-    right.set_ylabel("test accuracy of a client (%)")
+    right.set_ylabel(metric.axis(OF_A_CLIENT))
     right.tick_params(labelleft=True)  # shared axes hide them
     for axes in (left, right):
         axes.grid(axis="y", color="0.9")
@@ -147,7 +151,8 @@ def _apart(
     axis: str,
 ) -> "Figure":
     """Draws each run into axes of its own, and below them a line of clients for each."""
-    order = sorted(range(len(rows)), key=lambda index: -(rows[index].test_accuracy or 0))
+    metric = metric_of(rows)
+    order = sorted(range(len(rows)), key=lambda i: metric.order(rows[i].test), reverse=True)
     down = -(-len(rows) // ACROSS)
     heights = [1.7 * down + 0.6, 0.24 * len(rows) + 0.9]
     figure = new_figure(12, sum(heights))
@@ -159,19 +164,19 @@ def _apart(
             continue
         here = order[place]
         for other in curves:
-            places, accuracy = zip(*other, strict=True)
-            axes.plot(places, accuracy, color="0.85", linewidth=0.6, zorder=1)
+            places, values = zip(*other, strict=True)
+            axes.plot(places, values, color="0.85", linewidth=0.6, zorder=1)
         _line(axes, 0, runs[here], rows[here], curves[here])
-        axes.set_title(f"{rows[here].label}  {percent(rows[here].test_accuracy)} %", fontsize=8)
+        axes.set_title(f"{rows[here].label}  {metric.told(rows[here].test)}", fontsize=8)
         axes.tick_params(labelsize=7)
     above.supxlabel(AXES[axis][0], fontsize=9)
-    above.supylabel("test accuracy (%)", fontsize=9)
+    above.supylabel(metric.axis(), fontsize=9)
     line = below.subplots()
     for place, index in enumerate(order):
         _dots(line, len(order) - 1 - place, clients[index])
     line.set_yticks(range(len(order)), [rows[index].label for index in reversed(order)], fontsize=8)
     line.set_ylim(-0.7, len(order) - 0.3)
-    line.set_xlabel("test accuracy of a client (%), at the best validation round; bar: median")
+    line.set_xlabel(f"{metric.axis(OF_A_CLIENT)}, at the best validation round; bar: median")
     line.grid(axis="x", color="0.9")
     return figure
 
@@ -184,11 +189,11 @@ def _line(
     points: Sequence[tuple[float, float]],
 ) -> None:
     """Draws a curve, with a marker at the best validation round."""
-    rounds = [e.round for e in run.evaluations if e.split == "test" and e.accuracy is not None]
-    places, accuracy = zip(*points, strict=True)
+    rounds = [e.round for e in run.evaluations if e.split == "test" and e.main.value is not None]
+    places, values = zip(*points, strict=True)
     axes.plot(
         places,
-        accuracy,
+        values,
         color=COLOURS[index % len(COLOURS)],
         linestyle=DASHES[index % len(DASHES)],
         marker=MARKERS[index % len(MARKERS)],
@@ -206,20 +211,20 @@ def _name_horizontal(axes: "Axes", axis: str) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def _box(axes: "Axes", index: int, accuracy: Sequence[float]) -> None:
+def _box(axes: "Axes", index: int, values: Sequence[float]) -> None:
     """Draws a box and a point for each client."""
     colour = COLOURS[index % len(COLOURS)]
     axes.boxplot(
-        accuracy,
+        values,
         positions=[index],
         widths=0.5,
         showfliers=False,  # every client has its point
         medianprops={"color": colour, "linewidth": 2},
     )
-    aside = np.random.default_rng(index).uniform(-0.15, 0.15, len(accuracy))
+    aside = np.random.default_rng(index).uniform(-0.15, 0.15, len(values))
     axes.scatter(
         index + aside,
-        accuracy,
+        values,
         s=14,
         color=colour,
         marker=MARKERS[index % len(MARKERS)],
@@ -229,9 +234,9 @@ def _box(axes: "Axes", index: int, accuracy: Sequence[float]) -> None:
     )
 
 
-def _dots(axes: "Axes", height: int, accuracy: Sequence[float]) -> None:
+def _dots(axes: "Axes", height: int, values: Sequence[float]) -> None:
     """Draws a line of points, one for each client, with a bar at the median."""
-    aside = np.random.default_rng(height).uniform(-0.18, 0.18, len(accuracy))
-    axes.scatter(accuracy, height + aside, s=9, color=COLOURS[0], alpha=0.5, linewidths=0, zorder=2)
-    median = float(np.median(accuracy)) if accuracy else 0.0
+    aside = np.random.default_rng(height).uniform(-0.18, 0.18, len(values))
+    axes.scatter(values, height + aside, s=9, color=COLOURS[0], alpha=0.5, linewidths=0, zorder=2)
+    median = float(np.median(values)) if values else 0.0
     axes.plot([median] * 2, [height - 0.34, height + 0.34], color=COLOURS[1], linewidth=2, zorder=3)

@@ -2,28 +2,20 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from hyperfed.metrics import Metric, named
 from hyperfed.runs.differences import differences
 from hyperfed.runs.figures import AXES, curve, of_clients
-from hyperfed.runs.report import FinishedRun, comparison, percent
+from hyperfed.runs.measures import Number
+from hyperfed.runs.report import TESTED, FinishedRun, comparison, metric_of
 from hyperfed.system.files import atomic_write
-
-PERCENT = (
-    "test_accuracy",
-    "test_accuracy_client_mean",
-    "test_accuracy_client_std",
-    "worst_decile_accuracy",
-    "novel_accuracy",
-)
-"""What is shown in per cent, rounded as in the table of a terminal."""
 
 
 def write_page(runs: Sequence[FinishedRun], path: Path, axis: str = "rounds") -> None:
-    """Writes a table that can be sorted, curves, every client's accuracy and what differs.
+    """Writes a table that can be sorted, curves, every client's metric and what differs.
 
     Args:
         runs: at least one, each with an evaluation on test examples.
@@ -31,7 +23,8 @@ def write_page(runs: Sequence[FinishedRun], path: Path, axis: str = "rounds") ->
         axis: a key of ``AXES``, the one that curves begin with.
 
     Raises:
-        UserError: a run is not done or has no test accuracy, no such axis, or the disk refuses.
+        UserError: a run is not done or has no test examples, several metrics, no such axis, or the
+            disk refuses.
     """
     template = (files("hyperfed.runs") / "comparison.html").read_text(encoding="utf-8")
     text = json.dumps(content(runs, axis), allow_nan=False)
@@ -42,21 +35,42 @@ def write_page(runs: Sequence[FinishedRun], path: Path, axis: str = "rounds") ->
 def content(runs: Sequence[FinishedRun], axis: str = "rounds") -> dict[str, Any]:
     """Returns what the page shows, as plain data."""
     rows = comparison(runs)
-    shown = []
+    metric, shown = metric_of(rows), []
+    others = [named(name) for name in dict.fromkeys(name for row in rows for name in row.more)]
     for run, row in zip(runs, rows, strict=True):
         curves = {name: curve(run, row, name) for name in (axis, *AXES)}
         rounds = [place for place, _ in curves["rounds"]]
+        texts = {name: metric.shown(getattr(row, name)) for name in TESTED}
+        numbers: dict[str, Number] = {}
+        for other in others:
+            pair = row.more.get(other.name, (None, None))
+            for split, value in zip(("test", "novel"), pair, strict=True):
+                numbers[f"{split}_{other.name}"] = value
+                texts[f"{split}_{other.name}"] = other.shown(value)
         about = {
             "curves": curves,
             "best_point": rounds.index(row.best_round),
             "clients": of_clients(run, row),
-            "shown": {name: percent(getattr(row, name)) for name in PERCENT},
+            "shown": texts,
         }
-        shown.append({**asdict(row), **about})
+        plain = {key: value for key, value in vars(row).items() if key not in ("metric", "more")}
+        shown.append(plain | numbers | about)
     return {
         "runs": shown,
+        "metric": _about(metric),
+        "others": [_about(other) for other in others],
         "axis": axis,
         "axes": {name: label for name, (label, _) in AXES.items()},
         "data": len({row.data_fingerprint for row in rows}),
         "differences": differences(runs, [row.label for row in rows]),
+    }
+
+
+def _about(metric: Metric) -> dict[str, Any]:
+    return {
+        "name": metric.name,
+        "label": metric.label,
+        "header": metric.header,
+        "unit": metric.unit,
+        "less": metric.less_is_better,
     }

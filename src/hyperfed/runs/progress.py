@@ -19,7 +19,7 @@ from rich.progress import Progress as RichProgress
 
 from hyperfed.errors import UserError, one_line
 from hyperfed.runs.records import Evaluation, Lost, Number, RunFolder
-from hyperfed.runs.report import megabytes, percent, remark
+from hyperfed.runs.report import megabytes, remark
 from hyperfed.runs.trackers import tracking
 from hyperfed.system.files import refused
 
@@ -103,8 +103,7 @@ def _line(progress: "Progress", called: Callable[[int], str]) -> str:
     """Returns what the log says of a round with an evaluation; clients are ``called`` so."""
     any_split = next(iter(progress.evaluation.values()))
     parts = [
-        f"{split} loss {_number(e.loss)}, accuracy {percent(e.accuracy)} %, "
-        f"worst decile {percent(e.worst_decile_accuracy)} %"
+        f"{split} {_measured(e)}, worst decile {e.judged_by.told(e.main.worst_decile)}"
         for split, e in progress.evaluation.items()
     ]
     parts.append(
@@ -141,13 +140,14 @@ class _Bar:
         self._lost += len(progress.lost)
         val = progress.evaluation.get("val")
         if val is not None:
-            self._found = _validation(val)
+            self._found = f"val {_measured(val)}"
         lost = f", lost {self._lost}" if self._lost else ""
         self._bar.update(self._task, completed=progress.round, status=self._found + lost)
 
 
-def _validation(val: Evaluation) -> str:
-    return f"val loss {_number(val.loss)}, accuracy {percent(val.accuracy)} %"
+def _measured(e: Evaluation) -> str:
+    metric = e.judged_by
+    return f"loss {_number(e.loss)}, {metric.label} {metric.told(e.main.value)}"
 
 
 @contextmanager

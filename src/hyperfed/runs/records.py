@@ -16,12 +16,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from hyperfed.errors import UserError
+from hyperfed.metrics import ACCURACY, Metric, named
+from hyperfed.runs.measures import (
+    Measure,
+    Number,
+    client_mean,
+    client_std,
+    finite,
+    measure,
+    weighted_mean,
+    worst_decile,
+)
 from hyperfed.system.files import PRIVATE, atomic_write, refused, remove_unfinished, sync
 from hyperfed.system.provenance import commit, versions
 from hyperfed.trees import Tree, tree_map
@@ -30,10 +42,12 @@ from hyperfed.trees.checkpoints import load_latest, load_state, previous, save_l
 __all__ = [
     "Evaluation",
     "Lost",
+    "Measure",
     "Number",
     "RunFolder",
     "RunRecord",
     "Void",
+    "as_written",
     "atomic_write",
     "client_mean",
     "client_std",
@@ -49,37 +63,6 @@ __all__ = [
     "weighted_mean",
     "worst_decile",
 ]
-
-Number = float | None
-"""A measured number; None where there is none, or none that is finite."""
-
-# Aggregates over clients, which are those with examples: None where there are none.
-
-
-def weighted_mean(values: Sequence[float], count: Sequence[int]) -> Number:
-    """Returns the mean over examples: (C,) clients' values weighted with their (C,) counts."""
-    total = sum(count)
-    if not total:
-        return None
-    return _finite(sum(v * n for v, n in zip(values, count, strict=True)) / total)
-
-
-def client_mean(values: Sequence[float]) -> Number:
-    """Returns the mean over (C,) clients, each counting once."""
-    return _finite(sum(values) / len(values)) if values else None
-
-
-def client_std(values: Sequence[float]) -> Number:
-    """Returns the population standard deviation over (C,) clients."""
-    mean = client_mean(values)
-    if mean is None:
-        return None
-    return _finite(math.sqrt(sum((v - mean) ** 2 for v in values) / len(values)))
-
-
-def worst_decile(values: Sequence[float]) -> Number:
-    """Returns the mean over the worst tenth of (C,) clients, rounded down but at least one."""
-    return client_mean(sorted(values)[: max(1, len(values) // 10)])
 
 
 @dataclass(frozen=True)
@@ -112,7 +95,8 @@ class Evaluation:
         split: ``val``, ``test`` or ``novel``.
         clients: (C,) ids.
         count: (C,) examples of each.
-        client_accuracy: (C,) from 0 to 1.
+        client_accuracy: (C,) from 0 to 1; None of a task whose metric is another, like all
+            accuracies then.
         client_loss: (C,) mean over a client's examples.
         client_masked_accuracy: (C,) accuracy among the classes that a client has.
         accuracy: mean over examples.
@@ -135,6 +119,8 @@ class Evaluation:
         client_total_variation: of ``novel``, (C,) between the labels of a client and those of the
             known client nearest to it, from 0 to 1; () where labels are not known here.
         client_kl_divergence: the same in KL, in nats; None where it is infinite.
+        metric: what models are judged by.
+        measures: name of a metric -> what it came to, of all but the accuracies.
     """
 
     round: int
@@ -160,6 +146,38 @@ class Evaluation:
     missed: tuple[Lost, ...] = ()
     client_total_variation: tuple[Number, ...] = ()
     client_kl_divergence: tuple[Number, ...] = ()
+    metric: str = ACCURACY.name
+    measures: dict[str, Measure] = field(default_factory=dict, hash=False)
+
+    @property
+    def main(self) -> Measure:
+        """What the metric that models are judged by came to."""
+        if self.metric != ACCURACY.name:
+            return self.measures[self.metric]
+        return Measure(
+            self.accuracy,
+            self.client_accuracy,
+            self.accuracy_client_mean,
+            self.accuracy_client_std,
+            self.worst_decile_accuracy,
+        )
+
+    @property
+    def judged_by(self) -> Metric:
+        """The metric that models are judged by."""
+        return named(self.metric)
+
+    @property
+    def others(self) -> dict[str, Measure]:
+        """Every other metric, by name."""
+        return {name: of for name, of in self.measures.items() if name != self.metric}
+
+    def value(self, name: str) -> Number:
+        """Returns a metric over all examples, by its name."""
+        if name in self.measures:
+            return self.measures[name].value
+        found: Number = getattr(self, name)
+        return found
 
     @property
     def evaluated(self) -> str:
@@ -168,6 +186,20 @@ class Evaluation:
 
 
 _EVALUATION = TypeAdapter(Evaluation)
+_BEYOND = {"metric", "measures"}
+"""Fields that a line is without where there are accuracies alone, as before there were others."""
+
+
+def as_written(evaluation: Evaluation) -> dict[str, Any]:
+    """Returns an evaluation as plain values, with the keys of its line in the metrics."""
+    left_out = None if evaluation.measures else _BEYOND
+    found: dict[str, Any] = _EVALUATION.dump_python(evaluation, mode="json", exclude=left_out)
+    return found
+
+
+def _line(evaluation: Evaluation) -> bytes:
+    left_out = None if evaluation.measures else _BEYOND
+    return _EVALUATION.dump_json(evaluation, exclude=left_out) + b"\n"
 
 
 def summarise(
@@ -186,6 +218,9 @@ def summarise(
     lost: Sequence[Lost] = (),
     void: Sequence[Void] = (),
     missed: Sequence[Lost] = (),
+    metric: Metric = ACCURACY,
+    others: Sequence[Metric] = (),
+    counts: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Evaluation:
     """Turns what clients report, sums over their examples, into an :class:`Evaluation`.
 
@@ -204,7 +239,14 @@ def summarise(
         lost: clients lost since the evaluation before.
         void: rounds that were taken back since the evaluation before.
         missed: clients that gave this evaluation no usable answer.
+        metric: what models are judged by.
+        others: what is measured beside it.
+        counts: what these are made of, name -> (C, ...).
     """
+    measures = {it.name: measure(it, counts) for it in others}
+    if metric.name != ACCURACY.name:
+        measures = {metric.name: measure(metric, counts)} | measures
+        correct = masked_correct = zeroed_correct = [math.nan] * len(count)  # no accuracies
     held = [index for index, examples in enumerate(count) if examples]
     shares = [count[index] for index in held]
     accuracy, losses, masked, zeroed = (
@@ -213,7 +255,7 @@ def summarise(
     )
 
     def per_client(values: Sequence[float]) -> tuple[Number, ...]:
-        found = dict(zip(held, map(_finite, values), strict=True))
+        found = dict(zip(held, map(finite, values), strict=True))
         return tuple(found.get(index) for index in range(len(clients)))
 
     return Evaluation(
@@ -237,6 +279,8 @@ def summarise(
         lost=tuple(lost),
         void=tuple(void),
         missed=tuple(missed),
+        metric=metric.name,
+        measures=measures,
     )
 
 
@@ -257,12 +301,8 @@ def _rounded(value: Any) -> Any:
         case list():
             return [_rounded(inner) for inner in value]
         case float():
-            return _finite(float(f"{value:.4g}"))
+            return finite(float(f"{value:.4g}"))
     return value
-
-
-def _finite(value: float) -> Number:
-    return value if math.isfinite(value) else None
 
 
 @dataclass(frozen=True)
@@ -339,7 +379,7 @@ class RunFolder:
         """
         try:
             with self.metrics.open("ab", buffering=0) as file:
-                start, line = file.tell(), _EVALUATION.dump_json(evaluation) + b"\n"
+                start, line = file.tell(), _line(evaluation)
                 try:
                     if file.write(line) != len(line):
                         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -376,7 +416,7 @@ class RunFolder:
             UserError: the metrics are damaged, or the disk refuses.
         """
         kept = [e for e in self.evaluations() if e.round <= round and e.split != "novel"]
-        atomic_write(self.metrics, b"".join(_EVALUATION.dump_json(e) + b"\n" for e in kept))
+        atomic_write(self.metrics, b"".join(map(_line, kept)))
 
     def evaluations(self) -> list[Evaluation]:
         """Returns the metrics so far, without a last line that a kill cut short.
@@ -413,7 +453,7 @@ def _finite_only(value: Any) -> Any:
         case list() | tuple():
             return [_finite_only(inner) for inner in value]
         case float():
-            return _finite(value)
+            return finite(value)
     return value
 
 

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -10,6 +10,7 @@ import numpy as np
 from rich.table import Table
 
 from hyperfed.errors import UserError
+from hyperfed.metrics import ACCURACY, METRICS, Metric, named
 from hyperfed.runs import statistics
 from hyperfed.runs.config import RunConfig, flat, to_dict
 from hyperfed.runs.records import Evaluation, Number
@@ -28,11 +29,13 @@ DASHES = ("-", "--", ":", "-.")
 MOST_NAMED = 3
 """Settings by which a run is told from others, at most."""
 
-CHANGE_NO_NUMBER = ("engine.", "device", "checkpoint_every", "preset", "task.data_dir", "track")
+CHANGE_NO_NUMBER = (
+    *("engine.", "device", "checkpoint_every", "preset", "task.data_dir", "track", "metrics"),
+)
 """How the keys begin that a run is not told from others by."""
 
 PERSONAL = 0.01
-"""By which part of the accuracy a client's own model must be better than another client's."""
+"""By which part of the metric a client's own model must be better than another client's."""
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
@@ -55,25 +58,28 @@ class FinishedRun(Protocol):
 
 @dataclass(frozen=True)
 class Row:
-    """A run in the comparison; accuracies from 0 to 1, at the best validation round.
+    """A run in the comparison, at the best validation round; accuracies are from 0 to 1.
 
     Attributes:
         label: the method, with settings or a number where that is needed to tell runs apart.
         method: its name.
         seed: of the run.
         rounds: server iterations.
-        best_round: the one with the best validation accuracy.
-        test_accuracy: mean over examples.
-        test_accuracy_client_mean: mean over clients.
-        test_accuracy_client_std: population standard deviation over clients.
-        worst_decile_accuracy: mean over the worst tenth of the clients.
-        novel_accuracy: of clients that joined after training; None where there are none.
+        best_round: the best one by validation data.
+        test: the metric over all examples.
+        client_mean: mean over clients.
+        client_std: population standard deviation over clients.
+        worst_decile: mean over the worst tenth of the clients.
+        novel: of clients that joined after training; None where there are none.
         bytes_down: sent to clients.
         bytes_up: sent by clients.
         seconds: of the run.
         data_fingerprint: a hash of the data and of who holds what.
         total_variation: the mean between the labels of two known clients, from 0 to 1; None where
             labels are not known here, and in records of before it was measured.
+        metric: by which models are judged.
+        more: name of another metric -> its value over all examples of known clients, and of those
+            that joined after training.
     """
 
     label: str
@@ -81,16 +87,41 @@ class Row:
     seed: int
     rounds: int
     best_round: int
-    test_accuracy: Number
-    test_accuracy_client_mean: Number
-    test_accuracy_client_std: Number
-    worst_decile_accuracy: Number
-    novel_accuracy: Number
+    test: Number
+    client_mean: Number
+    client_std: Number
+    worst_decile: Number
+    novel: Number
     bytes_down: int
     bytes_up: int
     seconds: float
     data_fingerprint: str
     total_variation: Number = None
+    metric: Metric = ACCURACY
+    more: Mapping[str, tuple[Number, Number]] = field(default_factory=dict)
+
+    @property
+    def by_name(self) -> dict[str, Any]:
+        """The row as plain values, each number named by its metric."""
+        name = self.metric.name
+        found = {KEYS.get(key, key).format(name): value for key, value in vars(self).items()}
+        del found["metric"], found["more"]
+        for other, (test, novel) in self.more.items():
+            found |= {f"test_{other}": test, f"novel_{other}": novel}
+        return found
+
+
+KEYS = {
+    "test": "test_{}",
+    "client_mean": "test_{}_client_mean",
+    "client_std": "test_{}_client_std",
+    "worst_decile": "worst_decile_{}",
+    "novel": "novel_{}",
+}
+"""What a row calls a number -> its key in a summary, but for the name of the metric."""
+
+TESTED = tuple(KEYS)
+"""The numbers of a row that are values of its metric."""
 
 
 def comparison(runs: Sequence[FinishedRun]) -> list[Row]:
@@ -105,22 +136,68 @@ def comparison(runs: Sequence[FinishedRun]) -> list[Row]:
     return [Row(label=label, **row) for label, row in zip(_labels(runs), numbers, strict=True)]
 
 
+def metric_of(rows: Sequence[Row]) -> Metric:
+    """Returns the metric by which all of some runs are judged.
+
+    Raises:
+        UserError: they are judged by several.
+    """
+    metrics = {row.metric.name: row.metric for row in rows}
+    if len(metrics) > 1:
+        raise UserError(
+            "runs in one figure or page must be judged by one metric, came "
+            f"{', '.join(metrics)}; take those of one task"
+        )
+    return next(iter(metrics.values()), ACCURACY)
+
+
+def tables(rows: Sequence[Row]) -> list[Table]:
+    """Returns the comparison: for each metric that runs are judged by a table, then the others."""
+    judged: dict[str, list[Row]] = {}
+    for row in rows:
+        judged.setdefault(row.metric.name, []).append(row)
+    found = [table(own) for own in judged.values()]
+    return found + [_further(own) for own in judged.values() if any(row.more for row in own)]
+
+
+def _further(rows: Sequence[Row]) -> Table:
+    """Returns the metrics beside the one that runs are judged by."""
+    shown = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=True)
+    shown.add_column("\nmethod")
+    names = list(dict.fromkeys(name for row in rows for name in row.more))
+    metrics = [named(name) for name in names]
+    for metric in metrics:
+        for split in ("test", "novel"):
+            shown.add_column(f"{split}\n{metric.header}", justify="right")
+    for row in rows:
+        pairs = (row.more.get(name, (None, None)) for name in names)
+        cells = [
+            metric.shown(value)
+            for metric, pair in zip(metrics, pairs, strict=True)
+            for value in pair
+        ]
+        shown.add_row(row.label, *cells)
+    return shown
+
+
 def table(rows: Sequence[Row]) -> Table:
-    """Returns the comparison for a :class:`rich.console.Console` to print.
+    """Returns runs that are judged by one metric for a :class:`rich.console.Console` to print.
 
     Above it stands how far apart clients are by their labels, where that is the same for all rows.
     """
     # Two-line headers and narrow gaps: it is to fit into 80 columns.
     shown = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=True)
     shown.title_justify, shown.title_style = "left", ""
+    metric = metric_of(rows)
+    unit = metric.short
     shown.add_column("\nmethod")
     for column in (
         "\nrounds",
         "best\nround",
-        "test\n%",
-        "per client\n%",
-        "worst\ndecile %",
-        "novel\n%",
+        f"test\n{unit}",
+        f"per client\n{unit}",
+        f"worst\ndecile {unit}",
+        f"novel\n{unit}",
         "MB\ndown",
         "MB\nup",
         "\nseconds",
@@ -131,10 +208,10 @@ def table(rows: Sequence[Row]) -> Table:
             row.label,
             str(row.rounds),
             str(row.best_round),
-            percent(row.test_accuracy),
-            mean_and_std(row.test_accuracy_client_mean, row.test_accuracy_client_std),
-            percent(row.worst_decile_accuracy),
-            percent(row.novel_accuracy),
+            metric.shown(row.test),
+            metric.spread(row.client_mean, row.client_std),
+            metric.shown(row.worst_decile),
+            metric.shown(row.novel),
             megabytes(row.bytes_down),
             megabytes(row.bytes_up),
             f"{row.seconds:.1f}",
@@ -151,15 +228,24 @@ class Paired:
 
     Attributes:
         label: the run's.
-        best: the label of the run with the best test accuracy on these data.
+        metric: by which both are judged.
+        best: the label of the run that does best on these test data.
         to_best: what clients gain over that one; None for itself.
         over_local: what they gain over training alone; None where no run of ``local`` saw the same.
     """
 
     label: str
+    metric: Metric
     best: str
     to_best: Difference | None
     over_local: Difference | None
+
+    @property
+    def by_name(self) -> dict[str, Any]:
+        """The same as plain values."""
+        differences = {"to_best": self.to_best, "over_local": self.over_local}
+        told = {name: found and asdict(found) for name, found in differences.items()}
+        return {"label": self.label, "best": self.best, **told}
 
 
 def paired(runs: Sequence[FinishedRun], rows: Sequence[Row]) -> list[Paired]:
@@ -175,13 +261,14 @@ def paired(runs: Sequence[FinishedRun], rows: Sequence[Row]) -> list[Paired]:
         same = [
             (other, theirs)
             for other, theirs in zip(rows, scores, strict=True)
-            if (theirs.seed, theirs.data) == (own.seed, own.data)
+            if theirs.of == own.of
         ]
-        best, of_best = max(same, key=lambda pair: pair[0].test_accuracy or 0.0)
+        best, of_best = max(same, key=lambda pair: row.metric.order(pair[0].test))
         alone = [theirs for other, theirs in same if other.method == "local"][:1]
         found.append(
             Paired(
                 row.label,
+                row.metric,
                 best.label,
                 None if best is row else statistics.difference([own], [of_best]),
                 None if row.method == "local" else statistics.difference([own], alone),
@@ -190,13 +277,31 @@ def paired(runs: Sequence[FinishedRun], rows: Sequence[Row]) -> list[Paired]:
     return found
 
 
-def paired_table(pairs: Sequence[Paired]) -> Table:
-    """Returns the paired comparison for a :class:`rich.console.Console` to print."""
+def paired_tables(pairs: Sequence[Paired]) -> list[Table]:
+    """Returns the paired comparison for a console, a table for each metric with what it tells."""
+    judged: dict[str, list[Paired]] = {}
+    for pair in pairs:
+        judged.setdefault(pair.metric.name, []).append(pair)
+    return [_paired_table(own) for own in judged.values()]
+
+
+def told_of_pairs(metric: Metric) -> str:
+    """Returns what a paired comparison by a metric is, in a line."""
+    what = f"points of a client's test {metric.label}"
+    if not metric.percents:
+        change = "lower" if metric.less_is_better else "higher"
+        what = f"by how much a client's test {metric.label} is {change} (+ is better)"
+    return f"{what}; 95 % intervals over clients, noise where 0 is in"
+
+
+def _paired_table(pairs: Sequence[Paired]) -> Table:
     shown = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=True)
+    metric = pairs[0].metric
+    gain = "points" if metric.percents else f"{metric.label} gain"
     for column in (
         "\nmethod",
-        "points to\nthe best",
-        "points\nover local",
+        f"{gain} to\nthe best",
+        f"{gain}\nover local",
         "clients that\ngain over it %",
     ):
         shown.add_column(column, justify="left" if "method" in column else "right")
@@ -204,22 +309,23 @@ def paired_table(pairs: Sequence[Paired]) -> Table:
         local = pair.over_local
         shown.add_row(
             pair.label,
-            "best" if pair.label == pair.best else difference(pair.to_best),
-            difference(local),
+            "best" if pair.label == pair.best else difference(pair.to_best, metric),
+            difference(local, metric),
             "–" if local is None else percent(local.gaining),
         )
     return shown
 
 
 def draw_against(usual: FinishedRun, better: FinishedRun, path: Path) -> None:
-    """Draws each client's test accuracy under one method against that under another.
+    """Draws each client's test metric under one method against that under another.
 
     Known and novel clients are told apart by colour and marker. Clients with few test examples
     share a place; points are moved aside a little, by the same for a client in every figure.
 
     Args:
         usual: along the horizontal axis.
-        better: along the vertical one; clients above the diagonal are better served by it.
+        better: along the vertical one; clients above the diagonal are better served by it, of an
+            error those below.
         path: the figure; its ending says the format (.png, .pdf, .svg).
 
     Raises:
@@ -234,14 +340,21 @@ def draw_against(usual: FinishedRun, better: FinishedRun, path: Path) -> None:
     figure = new_figure(5.4, 5)
     check_ending(figure, path)
     axes = figure.subplots()
-    axes.plot([0, 100], [0, 100], color="0.6", linewidth=1, zorder=1)
+    metric = metric_of([across, up])
     groups = ("test", "trained together"), ("novel", "joined afterwards")
-    for index, (split, label) in enumerate(groups):
-        there, here = (_of_clients(run, row, split) for run, row in ((usual, across), (better, up)))
+    found = [
+        [_of_clients(run, row, split) for run, row in ((usual, across), (better, up))]
+        for split, _ in groups
+    ]
+    low, high = (0.0, 100.0) if metric.percents else _ends(found)
+    axes.plot([low, high], [low, high], color="0.6", linewidth=1, zorder=1)
+    for index, ((_, label), (there, here)) in enumerate(zip(groups, found, strict=True)):
         both = [client for client in there if client in here]
         if not both:
             continue
-        aside = {c: np.random.default_rng(c).uniform(-1.2, 1.2, size=2) for c in both}
+        # Of shares of a few examples many are the same; other numbers are not.
+        reach = 1.2 if metric.percents else 0.0
+        aside = {c: np.random.default_rng(c).uniform(-reach, reach, size=2) for c in both}
         axes.scatter(
             [there[client] + aside[client][0] for client in both],
             [here[client] + aside[client][1] for client in both],
@@ -253,9 +366,11 @@ def draw_against(usual: FinishedRun, better: FinishedRun, path: Path) -> None:
             label=f"{label} ({len(both)} clients)",
             zorder=2 + index,
         )
-    axes.set(xlim=(-3, 103), ylim=(-3, 103), aspect="equal")
-    axes.set_xlabel(f"test accuracy under {across.label} (%)")
-    axes.set_ylabel(f"test accuracy under {up.label} (%)")
+    margin = 0.03 * (high - low)
+    ends = (low - margin, high + margin)
+    axes.set(xlim=ends, ylim=ends, aspect="equal")
+    axes.set_xlabel(metric.axis(f"test {{}} under {across.label}"))
+    axes.set_ylabel(metric.axis(f"test {{}} under {up.label}"))
     figure.legend(frameon=False, loc="outside upper center", ncols=2)  # points may be anywhere
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color="0.92")
@@ -264,13 +379,21 @@ def draw_against(usual: FinishedRun, better: FinishedRun, path: Path) -> None:
 
 
 def _of_clients(run: FinishedRun, row: Row, split: str) -> dict[int, float]:
-    """Returns {client: accuracy in per cent} at the best validation round; novel ones' at last."""
+    """Returns {client: metric as shown} at the best validation round; novel ones' at last."""
     found: dict[int, float] = {}
     for e in run.evaluations:
         if e.split == split and (split == "novel" or e.round == row.best_round):
-            pairs = zip(e.clients, e.client_accuracy, strict=True)
-            found = {client: 100 * value for client, value in pairs if value is not None}
+            pairs = zip(e.clients, e.main.client, strict=True)
+            scale = row.metric.scale
+            found = {client: scale * value for client, value in pairs if value is not None}
     return found
+
+
+def _ends(found: Sequence[Sequence[Mapping[int, float]]]) -> tuple[float, float]:
+    """Returns the least and the most of all values, apart from each other."""
+    values = [value for pair in found for clients in pair for value in clients.values()]
+    low, high = min(values, default=0.0), max(values, default=1.0)
+    return (low, high) if low < high else (low - 0.5, high + 0.5)
 
 
 def new_figure(width: float, height: float) -> "Figure":
@@ -300,14 +423,22 @@ def _numbers(run: FinishedRun) -> dict[str, Any]:
     """Returns the fields of a row but its label."""
     if not run.summary:
         raise UserError("a run to compare must be done, but one has no summary; resume it first")
-    names = [field.name for field in fields(Row) if field.name != "label"]
-    missing = [name for name in names if name not in run.summary and name != "total_variation"]
+    summary, metric = run.summary, named(run.summary.get("metric", ACCURACY.name))
+    own = [field.name for field in fields(Row) if field.name not in ("label", "metric", "more")]
+    keys = {name: KEYS.get(name, name).format(metric.name) for name in own}
+    names = list(keys.values())
+    missing = [name for name in names if name not in summary and name != "total_variation"]
     if missing:
         raise UserError(
             f"a run's summary must have {', '.join(names)}, but one lacks {', '.join(missing)}; "
             "run it again with this version of hyperfed"
         )
-    return {name: run.summary.get(name) for name in names}
+    more = {
+        name: (summary[f"test_{name}"], summary.get(f"novel_{name}"))
+        for name in METRICS
+        if name != metric.name and f"test_{name}" in summary
+    }
+    return {name: summary.get(key) for name, key in keys.items()} | {"metric": metric, "more": more}
 
 
 def _labels(runs: Sequence[FinishedRun]) -> list[str]:
@@ -344,13 +475,18 @@ def remark(summary: Mapping[str, Any]) -> str | None:
     """
     if (missing := _without(summary)) is not None:
         return missing
-    own, others = summary.get("test_accuracy"), summary.get("others_accuracy")
-    if own is None or others is None or own - others >= PERSONAL * max(abs(own), abs(others)):
+    metric = named(summary.get("metric", ACCURACY.name))
+    own, others = (summary.get(f"{which}_{metric.name}") for which in ("test", "others"))
+    if own is None or others is None:
         return None
+    if metric.gain(own, others) >= PERSONAL * max(abs(own), abs(others)):
+        return None
+    told = f"its model is {percent(own)} % right and that of another client {percent(others)} %"
+    if metric.name != ACCURACY.name:
+        told = f"{metric.label} is {metric.told(own)}, with another's model {metric.told(others)}"
     return (
-        f"nothing is personal: on a client's own test data its model is {percent(own)} % right and "
-        f"that of another client {percent(others)} %; clients may not differ, or more rounds or a "
-        "larger method.lr are needed"
+        f"nothing is personal: on a client's own test data {told}; clients may not differ, or more "
+        "rounds or a larger method.lr are needed"
     )
 
 
@@ -368,21 +504,17 @@ def _without(summary: Mapping[str, Any]) -> str | None:
 
 def percent(fraction: Number) -> str:
     """Returns a fraction in per cent, without the sign, or a dash where there is none."""
-    return "–" if fraction is None else f"{100 * fraction:.1f}"
+    return ACCURACY.shown(fraction)
 
 
-def mean_and_std(mean: Number, std: Number) -> str:
-    """Returns mean ± standard deviation of fractions in per cent, or a dash."""
-    return "–" if mean is None or std is None else f"{percent(mean)} ± {percent(std)}"
-
-
-def difference(found: Difference | None) -> str:
-    """Returns a difference of accuracies in points, with its interval, or a dash."""
+def difference(found: Difference | None, metric: Metric = ACCURACY) -> str:
+    """Returns a gain, of accuracies in points, with its interval, or a dash."""
     if found is None:
         return "–"
+    mean = f"{'+' if found.mean >= 0 else ''}{metric.shown(found.mean)}"
     if found.low is None or found.high is None:
-        return f"{100 * found.mean:+.1f}, one client"
-    told = f"{100 * found.mean:+.1f} [{100 * found.low:.1f}, {100 * found.high:.1f}]"
+        return f"{mean}, one client"
+    told = f"{mean} [{metric.shown(found.low)}, {metric.shown(found.high)}]"
     return f"{told} noise" if found.within_noise else told
 
 

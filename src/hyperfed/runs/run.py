@@ -25,7 +25,8 @@ from hyperfed.runs import clients, private, records, trackers
 from hyperfed.runs import config as configuration
 from hyperfed.runs.config import RunConfig
 from hyperfed.runs.evaluation import Counts, chosen_by, evaluate, is_better
-from hyperfed.runs.records import Evaluation, Lost, Number, RunFolder, Void
+from hyperfed.runs.numbers import numbers
+from hyperfed.runs.records import Evaluation, Lost, RunFolder, Void
 from hyperfed.runs.rollback import Snapshot, is_finite
 from hyperfed.runs.serving import Best, Served
 from hyperfed.system.devices import CPU
@@ -191,8 +192,9 @@ class Run(Served):
         """Returns what the best validation round came to, one row per client and split.
 
         Columns: ``client`` (its name), ``number``, ``split`` ("val", "test"; "novel" is the test
-        data of clients that joined afterwards), ``round``, ``examples``, ``accuracy``, ``loss`` and
-        ``masked_accuracy``; numbers that are not there are missing.
+        data of clients that joined afterwards), ``round``, ``examples``, ``loss`` and the metrics
+        by name: ``accuracy`` and ``masked_accuracy``, or ``rmse``, ``mse`` and ``r2``, and those
+        that were asked for; numbers that are not there are missing.
 
         Raises:
             UserError: the run has not come to its first evaluation.
@@ -203,7 +205,7 @@ class Run(Served):
         return pandas.DataFrame(list(clients.rows(found, self.task.names)))
 
     def plot(self, path: str | Path | None = None) -> "Figure":
-        """Draws the accuracy over rounds and that of each client, by name, at the best round.
+        """Draws the metric over rounds and that of each client, by name, at the best round.
 
         Args:
             path: where to write the figure; its ending says the format (.png, .pdf, .svg).
@@ -410,9 +412,14 @@ class Run(Served):
         now = chosen_by(val, ids, self.config.best)
         if self._best is not None and not is_better(now, self._best.val):
             return
-        accuracy: Number = getattr(self._summarise("val", ids, val, self.round), self.config.best)
+        value = self._summarise("val", ids, val, self.round).value(self._chosen_by)
         server = trees.to(trees.clone(self._state(optimizers=False)), CPU)
-        self._best = Best(self.round, accuracy, server, dict(self.engine.memory), now)
+        self._best = Best(self.round, value, server, dict(self.engine.memory), now)
+
+    @property
+    def _chosen_by(self) -> str:
+        """The name of the number that makes a round the best."""
+        return self.config.best.replace("accuracy", self.task.metric.name)
 
     def _record(self, evaluation: Evaluation) -> None:
         self.evaluations.append(evaluation)
@@ -441,19 +448,8 @@ class Run(Served):
             "seed": self.config.seed,
             "rounds": self.round,
             "best_round": best,
-            f"val_{self.config.best}": self.best.accuracy,
-            "test_accuracy": test.accuracy,
-            "test_masked_accuracy": test.masked_accuracy,
-            "test_zeroed_accuracy": test.zeroed_accuracy,
-            "test_accuracy_client_mean": test.accuracy_client_mean,
-            "test_accuracy_client_std": test.accuracy_client_std,
-            "worst_decile_accuracy": test.worst_decile_accuracy,
-            "others_accuracy": self._others_accuracy(),
-            "evaluated": test.evaluated,
-            "novel_accuracy": novel.accuracy if novel else None,
-            "novel_masked_accuracy": novel.masked_accuracy if novel else None,
-            "novel_zeroed_accuracy": novel.zeroed_accuracy if novel else None,
-            "novel_evaluated": novel.evaluated if novel else None,
+            f"val_{self._chosen_by}": self.best.value,
+            **numbers(test, novel, self._with_others()),
             "total_variation": self.label_shift.total_variation,
             "bytes_down": self._bytes["down"],
             "bytes_up": self._bytes["up"],
@@ -496,7 +492,7 @@ class Run(Served):
         if self._best is not None:
             tree["best"] = {"server": self._best.server, "memory": _keyed(self._best.memory)}
             tree["best"] |= {"val": self._best.val}
-            meta |= {"best_round": self._best.round, "best_accuracy": self._best.accuracy}
+            meta |= {"best_round": self._best.round, "best_accuracy": self._best.value}
         self.folder.sync()  # so that no checkpoint is ahead of them
         records.save_latest(self.folder.state, tree, meta)
         self._tell_of_checkpoint()
@@ -546,8 +542,8 @@ class Run(Served):
         if "best" in tree:
             best = tree["best"]
             memory = _numbered(best["memory"])
-            number, accuracy = meta["best_round"], meta["best_accuracy"]
-            self._best = Best(number, accuracy, best["server"], memory, best["val"])
+            number, value = meta["best_round"], meta["best_accuracy"]  # of whatever metric
+            self._best = Best(number, value, best["server"], memory, best["val"])
 
 
 def _keyed(memory: Mapping[int, Tree]) -> Tree:

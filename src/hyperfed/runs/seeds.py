@@ -4,31 +4,34 @@ import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich.table import Table
 
 from hyperfed.errors import UserError
+from hyperfed.metrics import Metric
 from hyperfed.runs.records import Number
-from hyperfed.runs.report import Row, mean_and_std, megabytes
+from hyperfed.runs.report import KEYS, Row, megabytes, metric_of
 
 RANGE = re.compile(r"\s*seed\s*=\s*(\d+)\.\.(\d+)\s*")
 
 
 @dataclass(frozen=True)
 class Spread:
-    """What the runs of one method with several seeds came to; accuracies from 0 to 1.
+    """What the runs of one method with several seeds came to; accuracies are from 0 to 1.
 
     Each ``_std`` is the standard deviation over seeds with n - 1 below the root; None for one seed.
 
     Attributes:
         method: its name.
         seeds: of its runs.
-        test_accuracy_mean: of the runs' accuracies; None where a run has none.
-        test_accuracy_std: over seeds.
-        worst_decile_accuracy_mean: of the mean over the worst tenth of the clients.
-        worst_decile_accuracy_std: over seeds.
-        novel_accuracy_mean: of clients that joined after training.
-        novel_accuracy_std: over seeds.
+        metric: by which they are judged.
+        test_mean: of the runs' values; None where a run has none.
+        test_std: over seeds.
+        worst_decile_mean: of the mean over the worst tenth of the clients.
+        worst_decile_std: over seeds.
+        novel_mean: of clients that joined after training.
+        novel_std: over seeds.
         bytes_down: mean, sent to clients.
         bytes_up: mean, sent by clients.
         seconds: mean.
@@ -36,15 +39,26 @@ class Spread:
 
     method: str
     seeds: tuple[int, ...]
-    test_accuracy_mean: Number
-    test_accuracy_std: Number
-    worst_decile_accuracy_mean: Number
-    worst_decile_accuracy_std: Number
-    novel_accuracy_mean: Number
-    novel_accuracy_std: Number
+    metric: Metric
+    test_mean: Number
+    test_std: Number
+    worst_decile_mean: Number
+    worst_decile_std: Number
+    novel_mean: Number
+    novel_std: Number
     bytes_down: float
     bytes_up: float
     seconds: float
+
+    @property
+    def by_name(self) -> dict[str, Any]:
+        """The same as plain values, each number named by its metric."""
+        found = {}
+        for key, value in vars(self).items():
+            what, _, of = key.rpartition("_")
+            found[f"{KEYS[what].format(self.metric.name)}_{of}" if what in KEYS else key] = value
+        del found["metric"]
+        return found
 
 
 def asked_for(settings: Sequence[str]) -> list[list[str]]:
@@ -67,9 +81,14 @@ def asked_for(settings: Sequence[str]) -> list[list[str]]:
 
 
 def over_seeds(rows: Sequence[Row]) -> list[Spread]:
-    """Returns what each method came to over its seeds, in the order of their first runs."""
+    """Returns what each method came to over its seeds, in the order of their first runs.
+
+    Raises:
+        UserError: the runs are judged by several metrics.
+    """
+    metric = metric_of(rows)
     return [
-        _spread(method, [row for row in rows if row.method == method])
+        _spread(method, metric, [row for row in rows if row.method == method])
         for method in dict.fromkeys(row.method for row in rows)
     ]
 
@@ -78,11 +97,13 @@ def table(spreads: Sequence[Spread]) -> Table:
     """Returns means and deviations over seeds for a :class:`rich.console.Console` to print."""
     shown = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=True)
     shown.add_column("mean ± sd over seeds\nmethod")
+    metric = spreads[0].metric
+    unit = metric.short
     for column in (
         "\nseeds",
-        "test\n%",
-        "worst\ndecile %",
-        "novel\n%",
+        f"test\n{unit}",
+        f"worst\ndecile {unit}",
+        f"novel\n{unit}",
         "MB\ndown",
         "MB\nup",
         "\nseconds",
@@ -92,9 +113,9 @@ def table(spreads: Sequence[Spread]) -> Table:
         shown.add_row(
             spread.method,
             str(len(spread.seeds)),
-            mean_and_std(spread.test_accuracy_mean, spread.test_accuracy_std),
-            mean_and_std(spread.worst_decile_accuracy_mean, spread.worst_decile_accuracy_std),
-            mean_and_std(spread.novel_accuracy_mean, spread.novel_accuracy_std),
+            metric.spread(spread.test_mean, spread.test_std),
+            metric.spread(spread.worst_decile_mean, spread.worst_decile_std),
+            metric.spread(spread.novel_mean, spread.novel_std),
             megabytes(spread.bytes_down),
             megabytes(spread.bytes_up),
             f"{spread.seconds:.1f}",
@@ -102,13 +123,14 @@ def table(spreads: Sequence[Spread]) -> Table:
     return shown
 
 
-def _spread(method: str, rows: Sequence[Row]) -> Spread:
+def _spread(method: str, metric: Metric, rows: Sequence[Row]) -> Spread:
     return Spread(
         method,
         tuple(row.seed for row in rows),
-        *_mean_and_std([row.test_accuracy for row in rows]),
-        *_mean_and_std([row.worst_decile_accuracy for row in rows]),
-        *_mean_and_std([row.novel_accuracy for row in rows]),
+        metric,
+        *_mean_and_std([row.test for row in rows]),
+        *_mean_and_std([row.worst_decile for row in rows]),
+        *_mean_and_std([row.novel for row in rows]),
         bytes_down=statistics.fmean(row.bytes_down for row in rows),
         bytes_up=statistics.fmean(row.bytes_up for row in rows),
         seconds=statistics.fmean(row.seconds for row in rows),

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from hyperfed import engines, privacy, trees
+from hyperfed import engines, metrics, privacy, trees
 from hyperfed.data import tasks
 from hyperfed.data.own import Task
 from hyperfed.data.roster import RemoteTask
@@ -37,6 +37,7 @@ from hyperfed.runs.evaluation import (
     finetuned,
     with_samples,
 )
+from hyperfed.runs.measures import measure
 from hyperfed.runs.records import Evaluation, Lost, Void
 from hyperfed.system.devices import CPU
 from hyperfed.system.randomness import derive, seeded
@@ -46,24 +47,27 @@ from hyperfed.trees import Tree
 NOVEL = ("novel_alpha", "novel_corruption")
 """Settings of a task that decide what data novel clients have."""
 
-SERVING = ("method.", "serve.", "engine.", "task.unlabelled", *(f"task.{key}" for key in NOVEL))
+SERVING = (
+    *("method.", "serve.", "engine.", "metrics", "task.unlabelled"),
+    *(f"task.{key}" for key in NOVEL),
+)
 """How the keys begin that may change after training; ``method.*`` only where the state fits."""
 
 
 @dataclass(frozen=True)
 class Best:
-    """The state at the round with the best validation accuracy: the one whose models are used.
+    """The state at the best round by validation data: the one whose models are used.
 
     Attributes:
         round: its number.
-        accuracy: by which it was chosen; None without validation data.
+        value: of the metric by which it was chosen; None without validation data.
         server: its tensors.
         memory: what clients remembered.
         val: what other rounds are compared with it by (:func:`hyperfed.runs.evaluation.chosen_by`).
     """
 
     round: int
-    accuracy: float | None
+    value: float | None
     server: Tree
     memory: dict[int, Tree]
     val: Tree
@@ -84,7 +88,9 @@ class Served:
 
     def __init__(self, config: RunConfig, task: Task | None = None) -> None:
         self.config = config
-        self.task = tasks.build(config.task, config.seed) if task is None else task
+        task = tasks.build(config.task, config.seed) if task is None else task
+        measured = _measured(config, task)
+        self.task = task if task.metrics == measured else replace(task, metrics=measured)
         self.method: ModuleType = METHODS[config.method]
         self.private = private.plan(config, self.task, self.method)
         self.server = self._new_server()
@@ -362,8 +368,8 @@ class Served:
             client_kl_divergence=self.label_shift.novel_kl_divergence,
         )
 
-    def _others_accuracy(self) -> float | None:
-        """Returns how right known clients are on their own test data with each other's models.
+    def _with_others(self) -> float | None:
+        """Returns the metric of known clients on their own test data with each other's models.
 
         Each is sent the model of the client before it. None where that says nothing: clients keep
         part of their models or fine-tune them, there is one model for all, or one client; and where
@@ -380,8 +386,7 @@ class Served:
                 counts = evaluate(server, self.engine, ids, best.round, serve=serve)["test"]
             except NotOfOneClientError:
                 return None
-        examples = float(counts.count.sum())
-        return float(counts.correct.sum()) / examples if examples else None
+        return measure(self.task.metric, counts.by_name).value
 
     @contextmanager
     def _at_best(self) -> Iterator[Server]:
@@ -428,6 +433,12 @@ class Served:
         lost: tuple[Lost, ...] = (),
         void: tuple[Void, ...] = (),
     ) -> Evaluation:
+        metric = self.task.metric
+        others = [metrics.METRICS[name] for name in self.task.metrics]
+        if metric is metrics.RMSE:
+            others.insert(0, metrics.MSE)
+        elif metric is not metrics.ACCURACY and self.task.classes:
+            others += metrics.among_own(metric)
         return records.summarise(
             round=round,
             split=split,
@@ -445,10 +456,34 @@ class Served:
             missed=[
                 Lost(client, counts.missed[client]) for client in ids if client in counts.missed
             ],
+            metric=metric,
+            others=others,
+            counts=counts.by_name,
         )
 
     def _seconds(self) -> float:
         return self._earlier + monotonic() - self._start
+
+
+def _measured(config: RunConfig, task: Task) -> tuple[str, ...]:
+    """Returns what is measured beside the task's own metric.
+
+    R2 needs the sum of a client's targets and that of their squares, so clients at sites are asked
+    for it on request alone.
+
+    Raises:
+        UserError: the task has not what a metric is about.
+    """
+    regression, at_sites = task.metric is metrics.RMSE, isinstance(task, RemoteTask)
+    if config.best != "accuracy" and not task.classes:
+        raise UserError(
+            f"best must be accuracy, which stands for the task's own metric, {task.metric.label}, "
+            f"where there are no classes, got {config.best}; leave it out"
+        )
+    if config.metrics and not regression:
+        raise UserError("metrics must suit the task, but r2 is of numbers; leave it out")
+    always = ("r2",) if regression and not at_sites else ()
+    return (*always, *(name for name in dict.fromkeys(config.metrics) if name not in always))
 
 
 def _from_pickle(

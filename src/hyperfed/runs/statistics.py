@@ -7,7 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from hyperfed.runs.records import Evaluation, Number, worst_decile
+from hyperfed.metrics import ACCURACY, Metric
+from hyperfed.runs.measures import Number, worst_decile
+from hyperfed.runs.records import Evaluation
 
 CONFIDENCE = 0.95
 """Of every interval."""
@@ -30,18 +32,25 @@ class Spread:
 
 @dataclass(frozen=True)
 class Scores:
-    """The accuracy of each client of a run.
+    """The metric of each client of a run.
 
     Attributes:
         seed: of the run.
         data: fingerprint of the data and of who holds what: a client is the same in two runs where
             it is.
-        clients: id -> accuracy, 0 to 1; without those that have no examples.
+        clients: id -> value, accuracies from 0 to 1; without those that have no examples.
+        metric: by which models are judged.
     """
 
     seed: int
     data: str
     clients: Mapping[int, float]
+    metric: Metric = ACCURACY
+
+    @property
+    def of(self) -> tuple[int, str, str]:
+        """What two runs have in common that can be compared client by client."""
+        return self.seed, self.data, self.metric.name
 
 
 @dataclass(frozen=True)
@@ -49,7 +58,8 @@ class Difference:
     """What clients gain by one method over another.
 
     Attributes:
-        mean: of ours less theirs, over clients.
+        mean: of ours less theirs over clients, or of theirs less ours where less is better: above
+            0, ours is better.
         low: where the interval begins, by Student's t over clients; None for a single client.
         high: where it ends.
         clients: over how many.
@@ -91,20 +101,22 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def scores(run: Measured, split: str = "test") -> Scores:
-    """Returns each client's accuracy, at the best validation round; of novel clients, the last."""
+    """Returns each client's metric, at the best validation round; of novel clients, the last."""
     summary = run.summary or {}
     best = summary.get("best_round")
     found: dict[int, float] = {}
+    metric = ACCURACY
     for e in run.evaluations:
         if e.split == split and (split == "novel" or e.round == best):
-            pairs = zip(e.clients, e.client_accuracy, strict=True)
+            pairs, metric = zip(e.clients, e.main.client, strict=True), e.judged_by
             found = {client: value for client, value in pairs if value is not None}
-    return Scores(summary.get("seed", 0), str(summary.get("data_fingerprint")), found)
+    return Scores(summary.get("seed", 0), str(summary.get("data_fingerprint")), found, metric)
 
 
 def worst(run: Scores) -> Number:
     """Returns the mean over the tenth of the clients that are served worst; None without any."""
-    return worst_decile(list(run.clients.values()))
+    less = run.metric.less_is_better
+    return worst_decile(list(run.clients.values()), less_is_better=less)
 
 
 def difference(ours: Iterable[Scores], theirs: Iterable[Scores]) -> Difference | None:
@@ -119,18 +131,22 @@ def difference(ours: Iterable[Scores], theirs: Iterable[Scores]) -> Difference |
         theirs: of the other.
 
     Returns:
-        None where no pair of runs has a seed, its data and clients in common.
+        None where no pair of runs has a seed, its data, a metric and clients in common.
     """
-    by_run = {(run.seed, run.data): run.clients for run in theirs}
+    by_run = {run.of: run.clients for run in theirs}
     gains: dict[tuple[str, int], list[float]] = defaultdict(list)
     means: list[float] = []
     for run in ours:
-        other = by_run.get((run.seed, run.data), {})
-        both = [client for client in run.clients if client in other]
-        for client in both:
-            gains[run.data, client].append(run.clients[client] - other[client])
-        if both:
-            means.append(statistics.fmean(run.clients[c] - other[c] for c in both))
+        other = by_run.get(run.of, {})
+        gain = {
+            client: run.metric.gain(value, other[client])
+            for client, value in run.clients.items()
+            if client in other
+        }
+        for client, value in gain.items():
+            gains[run.data, client].append(value)
+        if gain:
+            means.append(statistics.fmean(gain.values()))
     if not means:
         return None
     values = [statistics.fmean(several) for several in gains.values()]

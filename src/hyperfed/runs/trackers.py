@@ -295,10 +295,12 @@ def _has_tensorboard() -> bool:
 
 
 def _numbers(split: str, evaluation: Evaluation) -> dict[str, float | None]:
+    metric = evaluation.metric
     return {
-        f"accuracy/{split}": evaluation.accuracy,
+        f"{metric}/{split}": evaluation.main.value,
         f"loss/{split}": evaluation.loss,
-        f"worst_decile_accuracy/{split}": evaluation.worst_decile_accuracy,
+        f"worst_decile_{metric}/{split}": evaluation.main.worst_decile,
+        **{f"{name}/{split}": of.value for name, of in evaluation.others.items()},
         "bytes/down": evaluation.bytes_down,
         "bytes/up": evaluation.bytes_up,
         "seconds": evaluation.seconds,

@@ -52,7 +52,14 @@ class DirectLink:
 def sites_of(task: Task, method: Any, config: Any, state: Path, shares: Any) -> dict[int, Site]:
     """Sites of a task's clients; the state of node n is in ``state/n``."""
     return {
-        node: Site(Shard(task, clients), state / str(node), method.Client, config, seed=0)
+        node: Site(
+            Shard(task, clients),
+            state / str(node),
+            method.Client,
+            config,
+            seed=0,
+            metrics=task.metrics,
+        )
         for node, clients in shares.items()
     }
 

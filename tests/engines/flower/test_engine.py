@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from engines.flower.sites import DirectLink, hello, remote, sites_of
 from hyperfed import federation, trees
+from hyperfed.data.own import mean_squared_error, minus_squared_error
 from hyperfed.engines.flower import wire
 from hyperfed.engines.flower.engine import FlowerEngine
 from hyperfed.engines.flower.grid import ERRORS, GridLink, bytes_of, record_of
@@ -345,6 +346,27 @@ def test_a_run_with_a_delayed_gradient_equals_that_of_the_reference_engine(
         for field in ("round", "split", "client_accuracy", "bytes_down", "bytes_up", "lost"):
             assert getattr(here, field) == getattr(there, field)
     assert late
+
+
+def test_the_errors_of_a_regression_are_the_same_on_every_engine(tmp_path: Path) -> None:
+    """The root of the mean over all examples, from the sums of each client; R2 on request."""
+    options = {"loss": mean_squared_error, "score": minus_squared_error, "metrics": ("r2",)}
+    task = make_task(lambda: nn.Linear(5, 1), classes=0, **options)
+    task = replace(task, y=task.x[:, 0] * 3 + task.x[:, 1] + 10)
+    ours = Remote("fedavg", task, tmp_path)
+    keys = {"rounds": 2, "evaluate_every": 1, "cohort": 1.0, "method": settings_of("fedavg")}
+    found = {}
+    for name, data in (("loop", task), ("vmap", task), ("flower", ours.task)):
+        run = Run(from_keys("fedavg", keys | {"engine": {"name": name}, "metrics": ["r2"]}), data)
+        list(run.train())
+        found[name] = {key: run.summary[f"test_{key}"] for key in ("rmse", "mse", "r2")}
+    assert found["vmap"] == pytest.approx(found["loop"], rel=1e-12)
+    assert found["flower"] == pytest.approx(found["loop"], rel=1e-12)
+    unasked = Run(from_keys("fedavg", keys | {"engine": {"name": "flower"}}), ours.task)
+    assert (unasked.task.metrics, Run(from_keys("fedavg", keys), task).task.metrics) == (
+        (),
+        ("r2",),
+    )
 
 
 class Remembering(federation.Client):

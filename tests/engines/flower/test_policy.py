@@ -31,11 +31,14 @@ MODEL = TASK.initial("base")
 CONSTANT = {name: leaf * name.endswith("bias") for name, leaf in MODEL.items()}
 
 
-def site_in(folder: Path, method: Any = fedavg, config: Any = None, **changes: Any) -> Site:
+def site_in(
+    folder: Path, method: Any = fedavg, config: Any = None, count: Any = (), **changes: Any
+) -> Site:
     policy = replace(Policy(methods=("fedavg", "itpfl"), smallest_batch=4), **changes)
     source, settings = Shard(TASK, range(4)), config or method.Config(local_lr=0.1)
     name = method.__name__.rpartition(".")[2]
-    return Site(source, folder, method.Client, settings, seed=0, method=name, policy=policy)
+    options = {"seed": 0, "method": name, "policy": policy, "metrics": count}
+    return Site(source, folder, method.Client, settings, **options)
 
 
 def asked(
@@ -82,6 +85,16 @@ def test_an_honest_run_has_the_numbers_of_one_without_a_policy(tmp_path: Path) -
         found.append(evaluate(each.server, each.engine, [0, 1], 2)["test"].loss)
     torch.testing.assert_close(*found, rtol=0, atol=0)
     torch.testing.assert_close(theirs.server.state(), ours.server.state(), rtol=0, atol=0)
+
+
+def test_what_tells_of_labels_is_counted_where_the_site_says_so_alone(tmp_path: Path) -> None:
+    told = asked(site_in(tmp_path / "strict", count=["r2"]), "evaluate")
+    assert isinstance(told, Exception)
+    assert "metrics must be among those that the site counts for (none), came r2" in str(told)
+    assert "targets" not in asked(site_in(tmp_path / "none"), "evaluate")["test"]
+    answer = asked(site_in(tmp_path / "allows", count=["r2"], metrics=("r2",)), "evaluate")
+    y = TASK.y[TASK.test[0]].double()
+    assert answer["test"]["targets"].tolist() == [y.sum().item(), y.square().sum().item()]
 
 
 DEPARTURES: dict[str, tuple[Callable[[Site], Any], str]] = {

@@ -22,6 +22,7 @@ from hyperfed.data.site import SiteData
 from hyperfed.engines.flower.policy import Policy
 from hyperfed.errors import UserError
 from hyperfed.methods import METHODS
+from hyperfed.metrics import METRICS, ON_REQUEST
 
 BY_CLASS = ("fedpac", "fedproto")
 """Methods that reply by class: of a class with one example, what they say is of that example."""
@@ -51,12 +52,28 @@ def read(path: Path | None) -> Policy:
     known = {field.name for method in METHODS.values() for field in fields(method.Config)}
     if unknown := policy.settings.keys() - known:
         raise UserError(f"{path} must bound settings of methods, but bounds {min(unknown)}")
+    if strange := set(policy.metrics) - set(ON_REQUEST):
+        raise UserError(
+            f"{path} must name metrics that are counted for on request, {', '.join(ON_REQUEST)}, "
+            f"but names {min(strange)}"
+        )
     if policy.methods is None:
         return replace(policy, methods=strict.methods)
     return policy
 
 
 _POLICY_JSON = TypeAdapter(dict[str, object])
+
+
+TELLS = {
+    "targets": "the sum of a client's targets and that of their squares: their mean and spread",
+}
+"""What counts that a metric needs tell, by their kind."""
+
+
+def _of_metrics(policy: Policy) -> list[str]:
+    """Returns what is counted for metrics that the site allows, of validation and test data."""
+    return [f"- for {name}: {TELLS[METRICS[name].kind]}" for name in policy.metrics]
 
 
 def explain(policy: Policy, data: SiteData | None) -> list[str]:
@@ -80,6 +97,7 @@ def explain(policy: Policy, data: SiteData | None) -> list[str]:
         f"{policy.smallest_evaluation} examples, at most {policy.evaluations_per_day} times a day "
         "for each client. Of a model that says the same of all examples nothing is counted; from "
         "one that was made for it, how many examples have which label can still be estimated",
+        *_of_metrics(policy),
         f"- of a novel client in a private run: answers with noise of this machine's own, for "
         f"epsilon {policy.epsilon:g} at delta {policy.delta:g} in all runs together, and then none",
         f"Never run: {', '.join(policy.refused_steps) or 'nothing'}. Every call is noted in "

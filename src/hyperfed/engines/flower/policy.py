@@ -44,6 +44,8 @@ class Policy:
         smallest_evaluation: examples behind counts, of each split that a client has.
         evaluations_per_day: evaluations of a client, by all runs together, in a day (UTC).
         largest_message: bytes that a server may send at once.
+        metrics: what clients count for beside scores and losses
+            (:data:`hyperfed.metrics.ON_REQUEST`), which tells of their labels or targets.
         epsilon: what all answers with noise may cost a client, in all runs together.
         delta: at which that is spent.
         noise_in_training: whether clients that train must add noise of their own to what they
@@ -59,6 +61,7 @@ class Policy:
     smallest_evaluation: PositiveInt = 5
     evaluations_per_day: NonNegativeInt = 100
     largest_message: PositiveInt = 1 << 30
+    metrics: tuple[str, ...] = ()
     epsilon: Annotated[FiniteFloat, Field(gt=0)] = 1.0
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-3
     noise_in_training: bool = False
@@ -76,8 +79,14 @@ class Policy:
                 f"a message must have {self.largest_message} bytes at most, has {len(content)}"
             )
 
-    def check_run(self, method: str, config: Any, private: PrivateUpdates | None = None) -> None:
-        """Raises ``RefusedError`` for a method, or for settings of it, that are not allowed."""
+    def check_run(
+        self,
+        method: str,
+        config: Any,
+        private: PrivateUpdates | None = None,
+        metrics: Sequence[str] = (),
+    ) -> None:
+        """Raises ``RefusedError`` for a method, settings of it or metrics that are not allowed."""
         if self.noise_in_training and (private is None or private.where != "local"):
             raise RefusedError("clients train here with noise of their own alone; set privacy")
         if self.methods is not None and method not in self.methods:
@@ -86,6 +95,11 @@ class Policy:
             value = getattr(config, name, least)  # a method without the setting keeps every bound
             if not isinstance(value, int | float) or not least <= value <= most:
                 raise RefusedError(f"{name} must be {least:g} to {most:g} here, came {value}")
+        if refused := [name for name in metrics if name not in self.metrics]:
+            raise RefusedError(
+                "metrics must be among those that the site counts for "
+                f"({', '.join(self.metrics) or 'none'}), came {refused[0]}; leave it out"
+            )
 
     def check_call(
         self, call: Call, client: type[Client], config: Any, task: Task, seed: int

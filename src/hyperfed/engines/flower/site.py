@@ -121,6 +121,7 @@ class Site:
         policy: what the site lets a server do; None for all, as in a trial.
         private: how its clients' answers are made private, by the run's settings; how much noise
             that takes, a request says.
+        metrics: what clients count for beside the task's own metric.
     """
 
     def __init__(
@@ -138,9 +139,11 @@ class Site:
         method: str = "",
         policy: Policy | None = None,
         private: PrivateUpdates | None = None,
+        metrics: Sequence[str] = (),
     ) -> None:
         self.source, self.state = source, state
         self._method, self._policy, self._private = method, policy, private
+        self._metrics = tuple(metrics)
         self._client = client if policy is None else guarded(client)
         self._config, self._seed = config, seed
         self._workers, self._cores = workers, cores_per_client
@@ -161,13 +164,14 @@ class Site:
         """Runs the calls of a request, but none that has been answered before."""
         try:
             task = self._with_frozen(request, self.source.task(request.frame, request.names))
+            task = replace(task, metrics=self._metrics)
             store = Store(self.state, request.run)
             released = KeptReleases(self.state)
             _check_distinct(request)
             with store.alone(), released.alone():
                 store.receive(request.session, request.serial)
                 if self._policy is not None:
-                    self._policy.check_run(self._method, self._config, self._private)
+                    self._policy.check_run(self._method, self._config, self._private, self._metrics)
                 return self._answer(request, task, store, released)
         except Exception as error:  # concerns all that this message called, and nobody else
             everyone = dict.fromkeys(range(len(request.calls)), error)

@@ -1,0 +1,37 @@
+"""The numbers of a run's end by name, as a summary has them."""
+
+from typing import Any
+
+from hyperfed.metrics import ACCURACY
+from hyperfed.runs.measures import Measure, Number
+from hyperfed.runs.records import Evaluation
+
+
+def numbers(test: Evaluation, novel: Evaluation | None, others: Number) -> dict[str, Any]:
+    """Returns what a run came to, each number named by its metric.
+
+    A summary without ``metric`` is of accuracies, as before there were others.
+
+    Args:
+        test: of known clients at the best round.
+        novel: of clients that joined afterwards; None where there are none.
+        others: the metric of known clients with each other's models.
+    """
+    main, more = test.metric, test.others
+    accuracies = main == ACCURACY.name
+    beside = [*(("masked_accuracy", "zeroed_accuracy") if accuracies else ()), *more]
+    found: dict[str, Any] = {} if accuracies else {"metric": main}
+    found |= {f"test_{name}": test.value(name) for name in (main, *beside)}
+    for name, of in {main: test.main, **more}.items():
+        found |= _over_clients(name, of)
+    found |= {f"others_{main}": others, "evaluated": test.evaluated}
+    found |= {f"novel_{name}": novel and novel.value(name) for name in (main, *beside)}
+    return found | {"novel_evaluated": novel and novel.evaluated}
+
+
+def _over_clients(name: str, of: Measure) -> dict[str, Number]:
+    return {
+        f"test_{name}_client_mean": of.client_mean,
+        f"test_{name}_client_std": of.client_std,
+        f"worst_decile_{name}": of.worst_decile,
+    }
