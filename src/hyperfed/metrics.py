@@ -117,6 +117,27 @@ def _r2(counts: Counts) -> Tensor:
     return 1 + counts["correct"] / deviation
 
 
+def _balanced_accuracy(counts: Counts) -> Tensor:
+    """Returns the mean over classes that there are of the share that is right (their recall)."""
+    of_class, _, right = counts["classes"].unbind()
+    there = of_class > 0
+    return (right[there] / of_class[there]).mean()
+
+
+def _macro_f1(counts: Counts) -> Tensor:
+    """Returns the mean of 2 right / (examples + predictions) over classes that have either."""
+    of_class, predicted, right = counts["classes"].unbind()
+    both = of_class + predicted
+    there = both > 0
+    return (2 * right[there] / both[there]).mean()
+
+
+def _calibration_error(counts: Counts) -> Tensor:
+    """Returns the expected calibration error (Guo et al., ICML 2017, equation 3)."""
+    _, confidence, right = counts["bins"].unbind()
+    return (right - confidence).abs().sum() / counts["count"]
+
+
 ACCURACY = Metric("accuracy", "accuracy", unit="%")
 RMSE = Metric(
     "rmse",
@@ -136,6 +157,22 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             RMSE,
             MSE,
             R2,
+            Metric(
+                "balanced_accuracy",
+                "balanced accuracy",
+                _balanced_accuracy,
+                unit="%",
+                kind="classes",
+            ),
+            Metric("f1", "macro F1", _macro_f1, unit="%", kind="classes"),
+            Metric(
+                "calibration",
+                "calibration error",
+                _calibration_error,
+                less_is_better=True,
+                unit="%",
+                kind="bins",
+            ),
         )
     }
 )
@@ -195,6 +232,9 @@ def named(name: str) -> Metric:
 
 # What clients count.
 
+BINS = 15
+"""Of confidence, all of one width."""
+
 
 def _of_targets(output: Tensor, y: Tensor, classes: int) -> Tensor:
     """Returns (2,) the sum of targets and that of their squares."""
@@ -202,8 +242,35 @@ def _of_targets(output: Tensor, y: Tensor, classes: int) -> Tensor:
     return torch.stack([y.sum(), y.square().sum()])
 
 
+def _of_classes(output: Tensor, y: Tensor, classes: int) -> Tensor:
+    """Returns (3, classes): examples of a class, predictions of it, and those that are right."""
+    predicted = output.argmax(dim=-1)
+    # A network may have more outputs than there are classes: what it says there is right of none.
+    right = y.where(predicted == y, classes)
+    return torch.stack([_tally(of.clamp(max=classes), classes) for of in (y, predicted, right)])
+
+
+def _of_bins(output: Tensor, y: Tensor, classes: int) -> Tensor:
+    """Returns (3, 15): examples whose confidence is in a bin, its sum over them, those right.
+
+    Confidence is the largest probability by the softmax of the outputs; bin b has what is above
+    b / 15, up to (b + 1) / 15.
+    """
+    probability, predicted = output.double().softmax(dim=-1).max(dim=-1)
+    place = (probability * BINS).ceil().long().clamp(1, BINS) - 1
+    ones = torch.ones_like(probability)
+    right = (predicted == y).double()
+    return torch.stack([_tally(place, BINS, each) for each in (ones, probability, right)])
+
+
+def _tally(place: Tensor, places: int, each: Tensor | None = None) -> Tensor:
+    """Returns (places,) float64 sums of ``each``, or ones; what stands behind the last is left."""
+    each = torch.ones_like(place, dtype=torch.float64) if each is None else each
+    return each.new_zeros(places + 1).scatter_add(0, place, each)[:places]
+
+
 KINDS: Mapping[str, Callable[[Tensor, Tensor, int], Tensor]] = MappingProxyType(
-    {"targets": _of_targets}
+    {"targets": _of_targets, "classes": _of_classes, "bins": _of_bins}
 )
 """What can be counted on a batch of outputs (B, ...) and targets (B,), beside scores and losses."""
 
@@ -216,7 +283,7 @@ def kinds(metrics: Sequence[str]) -> tuple[str, ...]:
 
 def shape(kind: str, classes: int) -> tuple[int, ...]:
     """Returns the shape of counts of a kind."""
-    return {"targets": (2,)}[kind]
+    return {"targets": (2,), "classes": (3, classes), "bins": (3, BINS)}[kind]
 
 
 _ROUNDING = 1e-6
@@ -231,6 +298,34 @@ def why_not(kind: str, counts: Counts, correct: Tensor | None) -> str | None:
         counts: of one client.
         correct: how many are right; None where a score is not that.
     """
-    total, squares = counts[kind].unbind()
-    possible = total.square() <= squares * counts["count"] * (1 + _ROUNDING)  # Cauchy and Schwarz
-    return None if possible and squares >= 0 else f"targets {total:g} and squares {squares:g}"
+    found, count = counts[kind], counts["count"]
+    slack = _ROUNDING * max(1.0, float(count))
+    if kind == "targets":
+        total, squares = found.unbind()
+        possible = total.square() <= squares * count * (1 + _ROUNDING)  # Cauchy and Schwarz
+        return None if possible and squares >= 0 else f"targets {total:g} and squares {squares:g}"
+    examples, _, right = found.unbind()
+    if found.min() < 0 or (examples.sum() - count).abs() > slack:
+        return f"{kind} of {float(examples.sum()):g} examples of {float(count):g}"
+    if (right > examples + slack).any():
+        return f"{kind} with more right than there are"
+    if correct is not None and right.sum() > correct + slack:
+        return f"{kind} with {float(right.sum()):g} right of {float(correct):g}"
+    return (
+        _impossible_classes(found, slack) if kind == "classes" else _impossible_bins(found, slack)
+    )
+
+
+def _impossible_classes(found: Tensor, slack: float) -> str | None:
+    examples, predicted, right = found.unbind()
+    if predicted.sum() > examples.sum() + slack or (right > predicted + slack).any():
+        return f"classes with {float(predicted.sum()):g} predictions"
+    return None
+
+
+def _impossible_bins(found: Tensor, slack: float) -> str | None:
+    examples, confidence, _ = found.unbind()
+    lowest = examples * torch.arange(BINS) / BINS
+    if (confidence < lowest - slack).any() or (confidence > lowest + examples / BINS + slack).any():
+        return f"bins with confidence {float(confidence.sum()):g}"
+    return None

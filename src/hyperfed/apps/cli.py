@@ -161,7 +161,7 @@ def evaluate(
         Argument(
             metavar="[KEY=VALUE]...",
             help="Serve clients otherwise: serve.finetune_steps; method.* and engine.*, where what "
-            "was trained fits; task.unlabelled, task.novel_alpha, task.novel_corruption.",
+            "was trained fits; metrics; task.unlabelled, task.novel_alpha, task.novel_corruption.",
         ),
     ] = None,
     *,

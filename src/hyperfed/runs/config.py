@@ -51,7 +51,7 @@ _FILES = ("task.name", "task.model")  # a relative path there begins at the TOML
 _OF_PYTHON = ("name", "source", "clients", "novel", "unlabelled")
 _SHORT = {"method": "method.name", "task": "task.name", "engine": "engine.name"}
 
-MetricName = Literal["r2"]
+MetricName = Literal["balanced_accuracy", "f1", "calibration", "r2"]
 """What clients count for on request (:data:`hyperfed.metrics.ON_REQUEST`)."""
 
 TrackerName = Literal["auto", "tensorboard", "mlflow", "wandb"]
@@ -201,8 +201,11 @@ class RunConfig:
         evaluate_every: rounds between evaluations.
         best: which validation number makes a round the best: ``accuracy`` stands for the task's own
             metric, which of numbers is the RMSE; the others are for classes.
-        metrics: what clients count for beside the task's own metric: ``r2`` of numbers, which tells
-            mean and spread of a client's targets and is always there unless clients are at sites.
+        metrics: what clients count for beside the task's own metric: ``balanced_accuracy``, ``f1``
+            (macro) and ``calibration`` (the expected error of confidence, 15 bins) of classes,
+            which tell how many examples a client has of each, and ``r2`` of numbers, which tells
+            mean and spread of its targets and is always there unless clients are at sites
+            (:mod:`hyperfed.metrics`).
         checkpoint_every: rounds between checkpoints.
         seed: of every draw.
         device: where clients compute, and the server beside them: ``cpu``, ``cuda`` or ``cuda:N``.

@@ -480,8 +480,17 @@ def _measured(config: RunConfig, task: Task) -> tuple[str, ...]:
             f"best must be accuracy, which stands for the task's own metric, {task.metric.label}, "
             f"where there are no classes, got {config.best}; leave it out"
         )
-    if config.metrics and not regression:
-        raise UserError("metrics must suit the task, but r2 is of numbers; leave it out")
+    for name in config.metrics:
+        if regression if name != "r2" else not regression:
+            raise UserError(
+                f"metrics must suit the task, but {name} is of "
+                f"{'numbers' if name == 'r2' else 'classes'}; leave it out"
+            )
+        if name != "r2" and (not task.classes or task.y.ndim > 1):
+            raise UserError(
+                f"metrics must suit the task, but {name} needs one label for each example, which "
+                f"{task.name} has not; leave it out"
+            )
     always = ("r2",) if regression and not at_sites else ()
     return (*always, *(name for name in dict.fromkeys(config.metrics) if name not in always))
 

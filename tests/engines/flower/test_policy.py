@@ -92,6 +92,13 @@ def test_what_tells_of_labels_is_counted_where_the_site_says_so_alone(tmp_path: 
     assert isinstance(told, Exception)
     assert "metrics must be among those that the site counts for (none), came r2" in str(told)
     assert "targets" not in asked(site_in(tmp_path / "none"), "evaluate")["test"]
+    labels = {"count": ["f1"], "metrics": ("f1", "calibration")}
+    classes = asked(site_in(tmp_path / "labels", **labels), "evaluate")["test"]["classes"]
+    assert classes[0].tolist() == TASK.y[TASK.test[0]].bincount(minlength=3).tolist()
+    refused = asked(
+        site_in(tmp_path / "f1", count=["f1", "calibration"], metrics=("f1",)), "evaluate"
+    )
+    assert "(f1), came calibration" in str(refused)
     answer = asked(site_in(tmp_path / "allows", count=["r2"], metrics=("r2",)), "evaluate")
     y = TASK.y[TASK.test[0]].double()
     assert answer["test"]["targets"].tolist() == [y.sum().item(), y.square().sum().item()]

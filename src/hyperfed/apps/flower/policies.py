@@ -67,6 +67,8 @@ _POLICY_JSON = TypeAdapter(dict[str, object])
 
 TELLS = {
     "targets": "the sum of a client's targets and that of their squares: their mean and spread",
+    "classes": "how many examples a client has of each class, and how many are right",
+    "bins": "how many examples of a client are right at each of 15 levels of confidence",
 }
 """What counts that a metric needs tell, by their kind."""
 

@@ -1,0 +1,195 @@
+"""Metrics of classes from counts, against scikit-learn and a plain loop over examples."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import balanced_accuracy_score, f1_score
+from torch import Tensor
+
+import hyperfed
+from finished_runs import finished
+from hyperfed.errors import UserError
+from hyperfed.metrics import BINS, KINDS, METRICS, named, why_not
+from hyperfed.runs import config, report
+from hyperfed.runs.measures import measure
+from hyperfed.runs.run import Run
+from toys import Normed, make_task
+
+ASKED = ["balanced_accuracy", "f1", "calibration"]
+KEYS: dict[str, Any] = {
+    "rounds": 2,
+    "evaluate_every": 1,
+    "cohort": 1.0,
+    "method": {"local_steps": 2, "local_lr": 0.1},
+}
+
+
+def calibration(probability: np.ndarray, y: np.ndarray) -> float:
+    """The expected calibration error, bin by bin."""
+    confidence, right = probability.max(1), probability.argmax(1) == y
+    gap = 0.0
+    for b in range(15):
+        inside = (confidence > b / 15) & (confidence <= (b + 1) / 15)
+        if inside.any():
+            gap += inside.mean() * abs(right[inside].mean() - confidence[inside].mean())
+    return gap
+
+
+@pytest.fixture(scope="module")
+def run() -> Run:
+    """A finished run of which the metrics were asked for; not to be changed."""
+    return hyperfed.train("local", make_task(Normed, novel=1), metrics=ASKED, **KEYS)
+
+
+def outputs(run: Run, client: int) -> tuple[np.ndarray, np.ndarray]:
+    """(probabilities, labels) of a client's test examples."""
+    rows = run.task.test[client]
+    with torch.no_grad():
+        output = run.model(client)(run.task.transform(run.task.x[rows]))
+    return output.softmax(1).numpy(), run.task.y[rows].numpy()
+
+
+def expected(pairs: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, float]:
+    probability, y = (np.concatenate(each) for each in zip(*pairs, strict=True))
+    predicted = probability.argmax(1)
+    return {
+        "balanced_accuracy": balanced_accuracy_score(y, predicted),
+        "f1": f1_score(y, predicted, average="macro"),
+        "calibration": calibration(probability, y),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:y_pred contains classes not in y_true")
+def test_metrics_are_those_of_all_examples_and_of_each_client(run: Run) -> None:
+    known = [outputs(run, client) for client in run.task.known]
+    joined = [outputs(run, client) for client in run.task.novel_ids]
+    for split, pairs in (("test", known), ("novel", joined)):
+        for name, value in expected(pairs).items():
+            assert run.summary[f"{split}_{name}"] == pytest.approx(value, rel=1e-10, abs=1e-12)
+    frame = run.to_frame()
+    rows = frame[frame["split"] == "test"].set_index("number")
+    for name in ASKED:
+        own = [expected([pair])[name] for pair in known]
+        assert rows[name].tolist() == pytest.approx(own, rel=1e-10, abs=1e-12)
+        assert run.summary[f"test_{name}_client_mean"] == pytest.approx(np.mean(own))
+        worst = max(own) if name == "calibration" else min(own)
+        assert run.summary[f"worst_decile_{name}"] == pytest.approx(worst)
+
+
+def test_nobody_counts_them_unless_asked_and_the_other_numbers_stay(run: Run) -> None:
+    plain = hyperfed.train("local", make_task(Normed, novel=1), **KEYS)
+    left_out = {"seconds", "engine"}
+    assert {k: v for k, v in run.summary.items() if k in plain.summary and k not in left_out} == {
+        k: v for k, v in plain.summary.items() if k not in left_out
+    }
+    assert [key for key in plain.summary if "f1" in key or "calib" in key or "metric" in key] == []
+    assert not any(e.measures for e in plain.evaluations)
+    assert list(plain.to_frame()) == [
+        *("client", "number", "split", "round", "examples", "accuracy", "loss", "masked_accuracy")
+    ]
+    tuned = plain.served_otherwise(['metrics=["f1"]'])
+    found = tuned.evaluate_best()["test"]
+    assert found.measures["f1"].value == run.summary["test_f1"]
+
+
+def test_a_cohort_in_one_computation_counts_the_same(run: Run) -> None:
+    task = make_task(Normed, novel=1)
+    together = hyperfed.train("local", task, metrics=ASKED, engine="vmap", **KEYS)
+    for name in ASKED:
+        assert together.summary[f"test_{name}"] == pytest.approx(run.summary[f"test_{name}"])
+
+
+def test_outputs_beyond_the_classes_are_right_of_none() -> None:
+    output = torch.eye(4)[[0, 3, 1, 2]] * 9  # the fourth output is of no class
+    counted = KINDS["classes"](output, torch.tensor([0, 0, 1, 1]), 3)
+    assert counted.tolist() == [[2, 2, 0], [1, 1, 1], [1, 1, 0]]
+
+
+def test_a_probability_on_an_edge_is_of_the_bin_below() -> None:
+    output = torch.tensor([[0.6, 0.4], [1.0, 0.0]], dtype=torch.float64).log()
+    counted = KINDS["bins"](output, torch.tensor([1, 0]), 2)
+    assert counted[0].nonzero().flatten().tolist() == [8, BINS - 1]  # 0.6 is 9 / 15
+    assert counted[2].nonzero().flatten().tolist() == [BINS - 1]
+
+
+def honest() -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    output = torch.randn(20, 3, generator=draw, dtype=torch.float64)
+    y = torch.randint(3, (20,), generator=draw)
+    found = {kind: KINDS[kind](output, y, 3) for kind in ("classes", "bins")}
+    right = (output.argmax(1) == y).double().sum()
+    return {"count": torch.tensor(20.0).double(), "correct": right, **found}
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "change"),
+    [
+        ("classes", (0, 1), 1.0), ("classes", (1, 1), 1.0), ("classes", (2, 1), 1.0),
+        ("classes", (2, 1), -50.0), ("bins", (0, 7), 1.0), ("bins", (1, 7), 5.0),
+        ("bins", (1, 7), -5.0), ("bins", (2, 7), 1.0),
+    ],
+)  # fmt: skip
+def test_counts_that_cannot_be_are_told(kind: str, place: tuple[int, int], change: float) -> None:
+    counts = honest()
+    assert why_not(kind, counts, counts["correct"]) is None
+    changed = counts[kind].clone()
+    changed[place] += change
+    assert why_not(kind, counts | {kind: changed}, counts["correct"]) is not None
+
+
+def test_sums_of_targets_that_cannot_be_are_told() -> None:
+    count = torch.tensor(2.0).double()
+
+    def said(total: float, squares: float) -> str | None:
+        told = torch.tensor([total, squares]).double()
+        return why_not("targets", {"count": count, "targets": told}, None)
+
+    assert said(3.0, 5.0) is None
+    assert said(4.0, 5.0) is not None  # of two numbers that sum to 4, squares sum to 8 at least
+    assert said(0.0, -1.0) is not None
+
+
+def test_the_comparison_has_a_table_of_them() -> None:
+    run = finished("fedavg", test_f1=0.5, novel_f1=None, test_calibration=0.125)
+    (row,) = report.comparison([run])
+    assert row.by_name["test_f1"] == 0.5
+    _, further = report.tables([row])
+    cells = {column.header: list(column.cells) for column in further.columns}
+    assert cells["test\nmacro F1 %"] == ["50.0"]
+    assert cells["novel\nmacro F1 %"] == ["–"]
+    assert cells["test\ncalibration error %"] == ["12.5"]
+    assert len(report.tables(report.comparison([finished("fedavg")]))) == 1
+    assert METRICS["calibration"].less_is_better
+    assert not named("f1").less_is_better
+
+
+@pytest.mark.parametrize(
+    ("options", "asked", "told"),
+    [
+        ({"classes": 0}, "f1", "needs one label for each example"),
+        ({}, "r2", "r2 is of numbers"),
+        ({}, "accuracy", "metrics"),
+    ],
+)
+def test_metrics_that_do_not_suit_the_task_are_refused(
+    options: dict[str, Any], asked: str, told: str
+) -> None:
+    task = replace(make_task(), **options)
+    with pytest.raises(UserError, match=told):
+        hyperfed.train("fedavg", task, metrics=[asked], **KEYS)
+
+
+def test_no_client_with_examples_has_no_measure() -> None:
+    nothing = {"count": torch.zeros(2).double(), "classes": torch.zeros(2, 3, 4).double()}
+    found = measure(METRICS["f1"], nothing)
+    assert (found.value, found.client, found.client_mean) == (None, (None, None), None)
+
+
+def test_words_name_metrics_in_a_file_and_on_the_command_line() -> None:
+    for text in ("metrics=f1", 'metrics=["f1"]'):
+        assert config.load("fedavg", [text]).metrics == ("f1",)
+    with pytest.raises(UserError, match="metrics"):
+        config.load("fedavg", ["metrics=f2"])
