@@ -52,6 +52,7 @@ from hyperfed.runs.export import export_model
 from hyperfed.runs.progress import watch
 from hyperfed.runs.run import Run
 from hyperfed.runs.serving import Served
+from hyperfed.system.signals import handled
 
 ALL = "all"
 """What stands for every method in the place of a method's name."""
@@ -499,12 +500,8 @@ def _stopped_by_signals(run: Run) -> Iterator[None]:
             # Not print(): the signal may have come in the middle of one.
             os.write(2, b"\nstopping after this round; Ctrl-C aborts it\n")
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with handled(stop):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 # Reading what the arguments name.

@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 from rich.progress import Progress as RichProgress
 
 from hyperfed.runs.reproduction import Job, carry_out
+from hyperfed.system.signals import handled
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
@@ -164,12 +165,8 @@ class _Team:
             for worker in list(self.workers.values()):
                 worker.process.kill() if again else worker.process.terminate()
 
-        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
+        with handled(stop):
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 def _process(job: Job, pipe: Connection) -> None:

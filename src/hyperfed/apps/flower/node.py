@@ -42,6 +42,7 @@ from hyperfed.engines.flower.grid import PAUSE, bytes_of, record_of
 from hyperfed.engines.flower.sites import pause
 from hyperfed.engines.flower.wire import WireError
 from hyperfed.errors import LONGEST, UserError
+from hyperfed.system.signals import handled
 
 RUNS = 8
 """Runs whose settings are kept; those of another are asked for again."""
@@ -183,11 +184,8 @@ def _refused(superlink: SuperLink, why: str) -> UserError:
 @contextmanager
 def terminable() -> Iterator[None]:
     """Makes of SIGTERM what Ctrl-C is: KeyboardInterrupt, so that all is tidied up."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
+    with handled(signal.default_int_handler, signal.SIGTERM):
         yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 class Node:
