@@ -161,6 +161,11 @@ class Batch:
         self.x, self._y = x, y
 
     @property
+    def labelled(self) -> bool:
+        """Whether the client has labels."""
+        return self._y is not None
+
+    @property
     def y(self) -> Tensor:
         """(B,) labels."""
         if self._y is None:

@@ -1,5 +1,6 @@
 """HeadStart: its update against one-piece autograd, where it begins, and what is averaged."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,12 +8,15 @@ import torch
 from torch import Tensor
 
 from hyperfed import trees
+from hyperfed.data.own import mean_squared_error
 from hyperfed.engines import Faults
 from hyperfed.engines.calls import Call
+from hyperfed.errors import UserError
 from hyperfed.federation import Task
 from hyperfed.methods import headstart
 from hyperfed.nets.descriptors import Centred
 from hyperfed.system.randomness import generator, seeded
+from hyperfed.training import UnlabelledError
 from toys import PLAIN, Federation, TwoLayers, logits, make_task
 
 CLOSE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-12}
@@ -39,6 +43,12 @@ def drawn(task: Task, client: int, number: int, step: str) -> tuple[Tensor, Tens
     return task.x[rows], task.y[rows]
 
 
+def told(config: headstart.Config, client: int, number: int, y: Tensor) -> Tensor:
+    """The labels that a client's descriptor is made with in a round."""
+    draw = torch.rand((), generator=generator(0, "client", client, number, "describe_half", 0))
+    return torch.full_like(y, -1) if config.label_dropout and draw < config.label_dropout else y
+
+
 def expected_after(
     federation: Federation, clients: list[int], number: int, standard: list[Tensor]
 ) -> dict[str, Tensor]:
@@ -50,6 +60,10 @@ def expected_after(
     """
     server, task = federation.server, federation.task
     looks = [drawn(task, client, number, "describe_half") for client in clients]
+    looks = [
+        (x, told(server.config, client, number, y))
+        for client, (x, y) in zip(clients, looks, strict=True)
+    ]
     descriptor = torch.stack([server.descriptor_net(x[:3], y[:3]).mean(0) for x, y in looks])
     if not standard:
         own = descriptor.detach()
@@ -81,12 +95,19 @@ def parameters(federation: Federation) -> dict[str, Tensor]:
     return hyper | {f"v.{name}": value for name, value in server.descriptor_net.named_parameters()}
 
 
-@pytest.mark.parametrize("hyper_net", ["heads", "single"])
-@pytest.mark.parametrize("clients", [[0, 2], [0, 1, 3]])
+@pytest.mark.parametrize(
+    ("clients", "own"),
+    [
+        ([0, 2], {}),
+        ([0, 1, 3], {}),
+        ([0, 1, 3], {"hyper_net": "single"}),
+        ([0, 1, 3], {"label_dropout": 0.5}),
+    ],
+)
 def test_the_update_is_that_of_the_one_piece_objective_and_the_mean_delta(
-    clients: list[int], hyper_net: str
+    clients: list[int], own: dict[str, Any]
 ) -> None:
-    federation = Federation("headstart", make_task(), **SETTINGS, hyper_net=hyper_net)
+    federation = Federation("headstart", make_task(), **SETTINGS | own)
     standard: list[Tensor] = []
     for number in range(2):
         expected = expected_after(federation, clients, number, standard)
@@ -181,3 +202,44 @@ def test_centring_is_fitted_once_and_a_client_alone_differs_from_nobody() -> Non
     again = Centred(2)
     again.load_state_dict(standard.state_dict())
     assert again.fitted(rows * 7) is again
+
+
+def test_labels_are_hidden_of_a_part_of_the_visits() -> None:
+    config = headstart.Config(label_dropout=0.5)
+    y = torch.arange(3)
+    visits = [told(config, client, number, y) for client in range(4) for number in range(2)]
+    assert {tuple(seen.tolist()) for seen in visits} == {(0, 1, 2), (-1, -1, -1)}
+
+
+def test_who_has_no_labels_is_described_by_inputs_alone() -> None:
+    task = make_task(novel=1, unlabelled=True)
+    federation = Federation("headstart", task, **SETTINGS, label_dropout=0.5)
+    federation.round([0, 1, 2])
+    server, x = federation.server, task.x[task.train[3]]
+    cohort = federation.engine.cohort([3], 9, training=False, fresh=True)
+    found = server.personalize(cohort)
+    with torch.no_grad():
+        net = server.descriptor_net.net
+        first = next(part for part in net.modules() if isinstance(part, torch.nn.Linear))
+        first.label = torch.zeros(len(x), task.classes, dtype=x.dtype)
+        descriptor = net(x).mean(dim=0, keepdim=True)
+        expected = server.hyper_net((descriptor - server.standard.mean) / server.standard.deviation)
+    torch.testing.assert_close({name: found.slice(0)[name] for name in expected}, {
+        name: value[0] for name, value in expected.items()
+    }, **CLOSE)  # fmt: skip
+
+
+def test_who_has_no_labels_needs_a_network_that_learned_without() -> None:
+    federation = Federation("headstart", make_task(novel=1, unlabelled=True), **SETTINGS)
+    cohort = federation.engine.cohort([3], 9, training=False, fresh=True)
+    with pytest.raises(UnlabelledError):
+        federation.server.personalize(cohort)
+
+
+def test_labels_cannot_be_hidden_where_nothing_else_describes_or_none_means_untold() -> None:
+    with pytest.raises(ValueError, match="label_dropout must be 0 where labels alone describe"):
+        headstart.Config(label_dropout=0.1, descriptor_net="linear")
+    task = make_task()
+    numbers = replace(task, y=task.y.double(), classes=0, loss=mean_squared_error)
+    with pytest.raises(UserError, match="label_dropout must be 0 where targets are numbers"):
+        Federation("headstart", numbers, **SETTINGS, label_dropout=0.1)

@@ -10,6 +10,8 @@ exchanges, with what other methods of the field do once each:
   descriptor that says nothing costs nothing.
 - **Descriptors are centred.** The hypernetwork sees at once what clients differ by, since what the
   first cohort has in common is taken away, entry by entry.
+- **Labels may be kept from the descriptor network** (``label_dropout``): of a part of the visits it
+  sees inputs alone, so that a newcomer without labels is described by the same network.
 - **In training a client is described by half of a batch**, and trains on all of it: who describes a
   client of few examples by all of them, always the same, learns it by heart, and newcomers get what
   they should not.
@@ -17,16 +19,18 @@ exchanges, with what other methods of the field do once each:
 Sent: the descriptor network down, the descriptor up; the model down, delta up; the descriptor's
 gradient down, that of the descriptor network up, as in PeFLL. Kept by the client: nothing.
 Evaluated: the model made from all training data; ``serve.finetune_steps`` goes on from it. A novel
-client does the same, which needs its labels.
+client does the same; without labels it can where ``label_dropout`` is above 0.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import ConfigDict, NonNegativeFloat, PositiveFloat
+import torch
+from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from hyperfed.errors import UserError
 from hyperfed.federation import Cohort, Outline, step
 from hyperfed.methods import pefll
 from hyperfed.methods.parts.presets import DEFAULT
@@ -37,20 +41,34 @@ from hyperfed.trees import Model, Tree, model_of, weighted_mean
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class Config(pefll.Config):
-    """Settings of HeadStart: PeFLL's, and one more.
+    """Settings of HeadStart: PeFLL's, and two more.
 
     Attributes:
         lr: learning rate of the server; small targets take twice as much, at which a LeNet dies.
         descriptor_size: as of PeFLL; it does not grow with the number of clients here.
         common_lr: by how much of a cohort's mean delta the common model moves; 1 as in FedAvg, 0
             leaves it to the hypernetwork's own step.
+        label_dropout: probability that the descriptor network is told no label in a visit of
+            training; of classes, and a network that looks at inputs, only.
     """
 
     local_lr: PositiveFloat = 5e-3
     lr: PositiveFloat = 1e-3
     descriptor_size: pefll.DescriptorSize = 16
     common_lr: NonNegativeFloat = 1.0
+    label_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.label_dropout and self.descriptor_net == "linear":
+            raise UserError(
+                "method.label_dropout must be 0 where labels alone describe a client, came "
+                f'{self.label_dropout} with descriptor_net = "linear"; change one of them'
+            )
+
+
+UNTOLD = -1
+"""Stands for a label that the descriptor network is not told."""
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {"default": DEFAULT}
 
@@ -64,8 +82,17 @@ class Client(pefll.Client):
         (batch,) = self.batches
         half = (len(batch.x) + 1) // 2  # of examples drawn in random order
         seen = Batch(batch.x[:half], batch.y[:half])
+        if self.config.label_dropout:
+            hidden = torch.rand((), generator=self.generator) < self.config.label_dropout
+            seen = Batch(seen.x, seen.y.masked_fill(hidden.to(self.device), UNTOLD))
         self.scratch |= {"descriptor_net": descriptor_net, "x": seen.x, "y": seen.y}
         return {"descriptor": self.embed(descriptor_net, seen).mean(dim=0)}
+
+    def labels(self, batch: Batch) -> Tensor:
+        """Returns (B,) the labels, untold where there are none and the network learned without."""
+        if batch.labelled or not self.config.label_dropout:
+            return batch.y
+        return torch.full((len(batch.x),), UNTOLD, device=batch.x.device)
 
 
 class Server(pefll.Server):
@@ -73,6 +100,11 @@ class Server(pefll.Server):
 
     def __init__(self, outline: Outline, config: Config) -> None:
         super().__init__(outline, config)
+        if config.label_dropout and not outline.classes:
+            raise UserError(
+                "method.label_dropout must be 0 where targets are numbers, of which none means "
+                f"untold, came {config.label_dropout}; leave it out"
+            )
         for size in outline.models:
             start = outline.initial(size)
             for name, value in self.hyper_net.common(size).items():

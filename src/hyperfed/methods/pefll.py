@@ -129,9 +129,10 @@ class Client(federation.Client):
         """Returns {"descriptor": (l,)}, a mean over examples; in a round there is one batch."""
         total, count = torch.zeros(()), 0
         for batch in self.batches:
-            total = total + self.embed(descriptor_net, batch).sum(dim=0)
-            count += len(batch.y)
-            self.scratch |= {"descriptor_net": descriptor_net, "x": batch.x, "y": batch.y}
+            seen = Batch(batch.x, self.labels(batch))
+            total = total + self.embed(descriptor_net, seen).sum(dim=0)
+            count += len(seen.y)
+            self.scratch |= {"descriptor_net": descriptor_net, "x": seen.x, "y": seen.y}
         return {"descriptor": total / count}
 
     @step(like="model", bounded="reply")
@@ -149,6 +150,10 @@ class Client(federation.Client):
         whole = {name: value for name, value in sent.items() if not value.is_floating_point()}
         pulled = grad(lambda net: self.embed(whole | net, batch).mean(dim=0) @ by)
         return dict(pulled(trees.partition(sent, whole)[1]))
+
+    def labels(self, batch: Batch) -> Tensor:
+        """Returns (B,) what of the labels the descriptor network is told."""
+        return batch.y
 
     def embed(self, descriptor_net: Model, batch: Batch) -> Tensor:
         """Returns (B, l), one embedding for each example."""

@@ -103,15 +103,16 @@ def label_features(classes: int) -> int:
 def encoded(y: Tensor, classes: int, dtype: torch.dtype) -> Tensor:
     """Returns labels (B,) as (B, classes) one-hot rows; targets of regression as (B, 1).
 
-    Of labels of every token, (B, T), it returns their shares in each example.
+    A class below 0 is a label that is not told: zeros. Of labels of every token, (B, T), it returns
+    their shares in each example.
     """
     if not classes:
         return y[:, None].to(dtype)
-    if y.ndim > 1:
-        rows = torch.eye(classes + 1, dtype=dtype, device=y.device)[y.where(y >= 0, classes)]
-        counts = rows[..., :classes].flatten(1, -2).sum(dim=1)
-        return counts / counts.sum(dim=1, keepdim=True).clamp(min=1)
-    return torch.eye(classes, dtype=dtype, device=y.device)[y]
+    rows = torch.eye(classes + 1, dtype=dtype, device=y.device)[y.where(y >= 0, classes)]
+    if y.ndim == 1:
+        return rows[:, :classes]
+    counts = rows[..., :classes].flatten(1, -2).sum(dim=1)
+    return counts / counts.sum(dim=1, keepdim=True).clamp(min=1)
 
 
 class _SeesLabels:
