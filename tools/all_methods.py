@@ -75,9 +75,13 @@ FEDERATIONS = {
 FINETUNED = "_finetuned"
 """Ends the name of a method whose clients train on for a visit's steps when they are served."""
 
+UNLABELLED = "_unlabelled"
+"""Ends the name of a method whose newcomers have no labels, and which learned to do without."""
+
 NAMES = [
     *METHODS,
     *(method + FINETUNED for method in ("fedavg", "pfedhn", "pefll", "headstart", "itpfl")),
+    "headstart" + UNLABELLED,
 ]
 
 
@@ -101,22 +105,31 @@ def settings_of(method: str, federation: Federation) -> dict[str, Any]:
     return {key: value for key, value in wanted.items() if key in has}
 
 
+def method_of(name: str) -> str:
+    """Returns the method of a name that may have an ending."""
+    return name.removesuffix(FINETUNED).removesuffix(UNLABELLED)
+
+
 def train(
     name: str, federation: Federation, seed: int, rates: Mapping[str, float], out: Path | None
 ) -> hyperfed.Run:
     """Trains a method."""
-    method = name.removesuffix(FINETUNED)
-    finetuning = {"finetune_steps": federation.local_steps} if method != name else {}
+    method = method_of(name)
+    finetuning = {"finetune_steps": federation.local_steps} if name.endswith(FINETUNED) else {}
+    task, own = dict(federation.task), settings_of(method, federation)
+    if name.endswith(UNLABELLED):
+        task |= {"unlabelled": True}
+        own |= {"label_dropout": 0.5}
     return hyperfed.train(
         method,
         out=out,
         seed=seed,
-        task=dict(federation.task),
+        task=task,
         rounds=federation.rounds,
         cohort=federation.cohort,
         evaluate_every=federation.rounds // 10,
         engine="vmap",
-        method=settings_of(method, federation) | dict(rates),
+        method=own | dict(rates),
         serve=finetuning,
     )
 
@@ -146,7 +159,7 @@ def grid(name: str, federation: Federation, file: Path) -> None:
 
 def at(name: str, local: float, factor: float = 1.0) -> dict[str, float]:
     """Returns a point of a method's grid: its local rate, and its server's if that learns."""
-    method = METHODS[name.removesuffix(FINETUNED)]
+    method = METHODS[method_of(name)]
     settings = method.Config(**_defaults(method.PRESETS["default"]))
     server = {} if not hasattr(settings, "lr") else {"lr": float(f"{settings.lr * factor:.2g}")}
     return {"local_lr": local, **server}

@@ -74,16 +74,23 @@ def table_of_records(folder: str, *, best_first: bool = False) -> str:
         if files:
             found[method.name] = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     listed = list(METHODS)
-    order = sorted(found, key=lambda name: listed.index(name.removesuffix(FINETUNED)))
+    order = sorted(found, key=lambda name: listed.index(_method_of(name)[0]))
     if best_first:
         order.sort(key=lambda name: -fmean(s[ACCURACIES[0]] for s in found[name]))
     lines = ["| method | clients that trained | clients that joined afterwards |", "|---|---|---|"]
     for name in order:
         cells = [_mean_and_range([s[key] for s in found[name]]) for key in ACCURACIES]
-        called = name.removesuffix(FINETUNED)
-        tuned = ", fine-tuned" if called != name else ""
-        lines.append(" | ".join([f"| `{called}`{tuned}", *cells]) + " |")
+        called, how = _method_of(name)
+        lines.append(" | ".join([f"| `{called}`{how}", *cells]) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _method_of(folder: str) -> tuple[str, str]:
+    """Returns the method of a folder, and how it was served."""
+    for ending, how in ENDINGS.items():
+        if folder.endswith(ending):
+            return folder.removesuffix(ending), how
+    return folder, ""
 
 
 def _mean_and_range(values: Sequence[float]) -> str:
@@ -91,8 +98,8 @@ def _mean_and_range(values: Sequence[float]) -> str:
     return f"{mean} % ({low} to {high})"
 
 
-FINETUNED = "_finetuned"
-"""Ends the folder of a method whose clients train on when they are served."""
+ENDINGS = {"_finetuned": ", fine-tuned", "_unlabelled": ", newcomers without labels"}
+"""Of the folder of a method that was served otherwise -> what is said of it."""
 
 SECTIONS: Mapping[str, Callable[[], str]] = {
     "first run": partial(table_of_records, "first_run"),
