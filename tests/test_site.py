@@ -1,7 +1,9 @@
 """The site: its pages made of docstrings, its links, its notebooks; ``make docs`` builds it."""
 
 import json
+import tomllib
 from pathlib import Path
+from statistics import fmean
 from types import ModuleType
 
 import pytest
@@ -14,7 +16,8 @@ import site_pages
 from hyperfed.methods import METHODS
 from hyperfed.runs.keys import keys_of
 
-NOTEBOOKS = sorted((Path(__file__).parents[1] / "docs" / "notebooks").glob("*.ipynb"))
+ROOT = Path(__file__).parents[1]
+NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 
 
 @pytest.mark.parametrize("method", sorted(METHODS))
@@ -22,10 +25,36 @@ def test_a_methods_page_says_what_every_setting_means(method: str) -> None:
     page = site_pages.method_page(method)
     own = [key for key in keys_of(method) if key.name.startswith("method.")]
     assert [key.name for key in own if not key.about] == []
-    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    settings = page[page.index("## Settings") :]
+    rows = [line for line in settings.splitlines() if line.startswith("| `")]
     assert len(rows) == len(own) + len(METHODS[method].PRESETS)
     assert "``" not in page.replace("```", "")
     assert "Sent: " in page
+
+
+@pytest.mark.parametrize("method", ["pfedla", "local"])
+def test_a_methods_page_sets_records_beside_what_was_published(method: str) -> None:
+    """The paper's numbers as its table of this repository has them, ours from the summaries."""
+    table = tomllib.loads((ROOT / "experiments" / "pfedla" / "table1.toml").read_text())
+    mean, spread = table["rows"][method]["published"]["test"]["cifar10-10"]
+    records = ROOT / "results" / "pfedla" / f"table1-cifar10-10-{method}"
+    summaries = [json.loads(path.read_text()) for path in records.glob("*/summary.json")]
+    ours = fmean(100 * summary["test_accuracy_client_mean"] for summary in summaries)
+    share = summaries[0]["rounds"] / table["table"]["set"]["rounds"]
+    assert share < 1
+    cell = f"{table['columns']['cifar10-10']['about']}: {table['rows'][method]['about']} |"
+    page = site_pages.method_page(method)
+    (row,) = (line for line in page.splitlines() if "`pfedla/table1`" in line and cell in line)
+    *_, published, measured, seeds, verdict = (each.strip() for each in row.split("|")[:-1])
+    assert published == f"{mean:g} ± {spread:g}"
+    assert (measured, int(seeds)) == (f"{ours:.1f}", len(summaries))
+    assert verdict.startswith(f"scaled: {share:g} of the rounds")
+
+
+def test_a_whole_budget_has_a_verdict_and_a_method_without_records_no_table() -> None:
+    rows = site_pages.method_page("fedavg").splitlines()
+    assert [row for row in rows if row.endswith("| reproduced |") or "| missed by " in row]
+    assert "## Measured beside published" not in site_pages.method_page("moon")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ the documents that lie elsewhere in the repository; and the navigation.
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import cache
 from inspect import cleandoc
 from pathlib import Path, PurePosixPath
 from types import ModuleType
@@ -15,6 +16,7 @@ import mkdocs_gen_files
 
 import readme
 from hyperfed.methods import METHODS
+from hyperfed.runs import beside, experiments
 from hyperfed.runs.keys import keys_of
 from site_links import OUTSIDE, reference, relinked
 
@@ -107,6 +109,7 @@ def method_page(name: str) -> str:
         f"{about} {papers.strip()}.".removesuffix(" ."),
         f"```sh\nhyperfed run {name}\n```",
         literal(body),
+        *measured(name),
         "## Settings",
         "On the command line `method.KEY=VALUE`, in Python `method={...}`. Defaults are those of "
         "the preset `default`.",
@@ -116,6 +119,23 @@ def method_page(name: str) -> str:
         f"The code: [`{method.__name__}`](../{reference(source_of(method))}).",
     ]
     return "\n\n".join(lines) + "\n"
+
+
+@cache
+def records() -> dict[str, str]:
+    """Returns for each method the table of its records beside what was published."""
+    return beside.of_methods(ROOT / "results", experiments.find_all(ROOT / "experiments"))
+
+
+def measured(name: str) -> Iterator[str]:
+    """Yields the section of a method's records, where it has some of a paper's cells."""
+    if name in records():
+        yield "## Measured beside published"
+        yield (
+            "Mean ± deviation over seeds of our records, and what the papers say; "
+            "[what the columns mean, costs, figures](../measured.md)."
+        )
+        yield records()[name]
 
 
 def source_of(method: ModuleType) -> PurePosixPath:

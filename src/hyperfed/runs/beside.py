@@ -102,6 +102,72 @@ def report(
     return Report("\n\n".join(writer.parts) + "\n", writer.figures)
 
 
+def of_methods(folder: Path, experiments: Sequence[Experiment]) -> dict[str, str]:
+    """Returns {method: what was published and measured of its cells that have records}, a table.
+
+    Args:
+        folder: of records.
+        experiments: all tables.
+
+    Raises:
+        UserError: a record is damaged.
+    """
+    found, _ = measured.collect(folder, experiments)
+    rows: dict[str, list[list[str]]] = {}
+    for experiment in experiments:
+        for column, part in experiment.columns.items():
+            for measure, told in experiment.measures.items():
+                what = f"{told.about or told.metric} ({UNITS[told.metric][0]})"
+                for line in _lines(found, experiment, column, measure):
+                    cell = [f"`{experiment.id}`", f"{part.about}: {line.about}", what]
+                    cell += [
+                        line.published,
+                        _spread(line.mean),
+                        str(line.mean.seeds),
+                        _in_words(line),
+                    ]
+                    rows.setdefault(_method(line), []).append(cell)
+    header = ["table", "cell", "", "published", "measured", "seeds", "verdict"]
+    return {method: _table(header, of, left=3) for method, of in rows.items()}
+
+
+def _lines(
+    found: Mapping[Cell, list[Measurement]], experiment: Experiment, column: str, measure: str
+) -> Iterator[_Line]:
+    """Yields the cells of a column that have records, those of several settings several times."""
+    metric = experiment.measures[measure].metric
+    for row, part in experiment.rows.items():
+        cell = f"{column}-{row}"
+        if (experiment.id, cell) not in found:
+            continue
+        published = experiment.published(measure, cell)
+        for group in measured.alike(found[experiment.id, cell]):
+            own = metric if measured.over_seeds(group, metric) else measured.plain(metric)
+            if (mean := measured.over_seeds(group, own)) is None:
+                continue
+            said = "–"
+            if published is not None:
+                said = f"{published.value:g}"
+                said += "" if published.spread is None else f" ± {published.spread:g}"
+            missed = None if published is None else mean.mean - published.value
+            verdict = _verdict(experiment, measure, cell, group)
+            if own != metric:
+                verdict = Verdict(None, f"{own}: these records lack {metric}; {verdict.why}")
+            yield _Line(part.about, group, own, said, mean, verdict, missed)
+
+
+def _in_words(line: _Line) -> str:
+    """Returns the verdict, and which share of the rounds it rests on where that is not all."""
+    if line.verdict.reproduced is not None:
+        return "reproduced" if line.verdict.reproduced else f"missed by {line.missed:+.1f}"
+    first = line.group[0]
+    if first.origin.scale == 1 and "rounds" in first.differing:
+        own, wanted = (int(rounds) for rounds in first.differing["rounds"])
+        if own < wanted:
+            return f"scaled: {own / wanted:g} of the rounds; {line.verdict.why}"
+    return line.verdict.why
+
+
 def _overview(
     found: Mapping[Cell, list[Measurement]], experiments: Sequence[Experiment], paper: str | None
 ) -> str:
@@ -185,7 +251,7 @@ class _Writer:
             )
 
     def _column(self, experiment: Experiment, column: str, measure: str) -> None:
-        lines = list(self._lines(experiment, column, measure))
+        lines = list(_lines(self._found, experiment, column, measure))
         if not lines:
             return
         told = experiment.measures[measure]
@@ -215,27 +281,6 @@ class _Writer:
     def _figure(self, name: str, svg: str) -> None:
         self.figures[name] = svg
         self.say(f"{{figure {name}}}")
-
-    def _lines(self, experiment: Experiment, column: str, measure: str) -> Iterator[_Line]:
-        metric = experiment.measures[measure].metric
-        for row, part in experiment.rows.items():
-            cell = f"{column}-{row}"
-            if (experiment.id, cell) not in self._found:
-                continue
-            published = experiment.published(measure, cell)
-            for group in measured.alike(self._found[experiment.id, cell]):
-                own = metric if measured.over_seeds(group, metric) else measured.plain(metric)
-                if (mean := measured.over_seeds(group, own)) is None:
-                    continue
-                said = "–"
-                if published is not None:
-                    said = f"{published.value:g}"
-                    said += "" if published.spread is None else f" ± {published.spread:g}"
-                missed = None if published is None else mean.mean - published.value
-                verdict = _verdict(experiment, measure, cell, group)
-                if own != metric:
-                    verdict = Verdict(None, f"{own}: these records lack {metric}; {verdict.why}")
-                yield _Line(part.about, group, own, said, mean, verdict, missed)
 
     def _row(self, line: _Line, lines: Sequence[_Line], notes: list[str]) -> list[str]:
         percents = UNITS[line.metric][0] == "%"
