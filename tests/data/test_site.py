@@ -8,17 +8,20 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pandas
 import pytest
 import torch
 
 from hyperfed.apps import cli
-from hyperfed.data import arrays, site
+from hyperfed.data import arrays, site, tasks
 from hyperfed.data.roster import Frame, enrol
+from hyperfed.data.tasks import TaskConfig
 from hyperfed.engines.calls import Call
 from hyperfed.engines.flower.site import Site
 from hyperfed.engines.flower.wire import Request
 from hyperfed.errors import UserError
 from hyperfed.methods import METHODS
+from hyperfed.runs import config
 from hyperfed.training import Steps
 from toys import CLASSES, FEATURES, TwoLayers
 
@@ -154,6 +157,118 @@ def test_a_site_trains_its_own_clients_under_their_numbers(tmp_path: Path) -> No
 def test_wrong_data_are_refused(tmp_path: Path, changes: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         site.read(archive(tmp_path, **changes))
+
+
+WORDS = np.array(["mild", "severe", "none"])
+ORDER = ("none", "mild", "severe")
+
+
+def test_words_are_numbered_by_a_list_that_all_sites_have(tmp_path: Path) -> None:
+    told = WORDS[np.arange(30) % 2]  # this site has nobody without
+    data = site.read(archive(tmp_path, y=told), labels=ORDER)
+    assert data.y.tolist() == [1, 2] * 15
+    assert (data.classes, data.introduce().labels) == (3, ORDER)
+    integers = site.read(archive(tmp_path, y=np.repeat([5, 3], 15)), labels=("3", "5", "9"))
+    assert integers.y.tolist() == [1] * 15 + [0] * 15
+    wrong = told.astype(object)
+    wrong[[7, 9]] = "sever"
+    with pytest.raises(UserError, match=r"none, mild, severe, got 'sever' at index 7 \(2 such\)"):
+        site.read(archive(tmp_path, y=wrong.astype(str)), labels=ORDER)
+    with pytest.raises(UserError, match=r"numbered alike at all sites.*--labels.*task.labels"):
+        site.read(archive(tmp_path, y=told))
+    assert site.read(archive(tmp_path, y=told), check=True).classes == 2
+    with pytest.raises(UserError, match="as many as the labels, 3, got 2"):
+        site.read(archive(tmp_path, y=told, classes=2), labels=ORDER)
+    with pytest.raises(UserError, match="named once each, got 'a' twice"):
+        site.read(archive(tmp_path, y=told), labels=("a", "b", "a"))
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+@pytest.mark.parametrize("named", [False, True])
+def test_the_columns_of_a_table_are_those_of_the_command_line(
+    tmp_path: Path, ending: str, named: bool
+) -> None:
+    frame = pandas.DataFrame(columns()["x"], columns=[f"f{i}" for i in range(FEATURES)])
+    frame["person" if named else "client"] = CLIENT
+    frame["grade" if named else "label"] = WORDS[np.arange(30) % 3]
+    path = tmp_path / f"site.{ending}"
+    frame.to_csv(path, index=False) if ending == "csv" else frame.to_parquet(path)
+    asked = site.columns_named("person", "grade", "f2, f0", "") if named else None
+    data = site.read(path, columns=asked, labels=ORDER)
+    expected = columns()["x"][:, [2, 0] if named else slice(None)]
+    np.testing.assert_allclose(data.x.numpy(), expected.astype(np.float32), rtol=1e-6)
+    assert data.y.tolist() == [1, 2, 0] * 10
+    assert list(data.rows) == ["ann", "bob"]
+
+
+def test_sites_that_number_words_otherwise_are_no_federation(tmp_path: Path) -> None:
+    told, introductions = WORDS[np.arange(30) % 2], []
+    for name, order in (("a", ORDER), ("b", ORDER[::-1]), ("c", ())):
+        y = told if order else np.arange(30) % 3
+        data = site.read(archive(tmp_path, y=y), labels=order).at(site=name)
+        introductions.append(data.introduce())
+    enrol([introductions[0], introductions[2]], run=1)
+    with pytest.raises(UserError, match="name labels, or order them, in different ways"):
+        enrol(introductions, run=1)
+
+
+def test_texts_and_tables_of_nobody_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("f0,y\n1.0,0\n")
+    with pytest.raises(UserError, match="who holds a row; name it by --client"):
+        site.read(tmp_path / "a.csv")
+    (tmp_path / "b.csv").write_text("said,client,y\nyes,ann,0\n")
+    with pytest.raises(UserError, match="got texts"):
+        site.read(tmp_path / "b.csv")
+
+
+def test_the_run_says_the_labels_and_a_site_may_not_say_others(tmp_path: Path) -> None:
+    app = pytest.importorskip("hyperfed.apps.flower.app")
+    path = archive(tmp_path, y=WORDS[np.arange(30) % 2])
+
+    def source(labels: str = "", *keys: str) -> Any:
+        node = app.NodeConfig(state="s", data=str(path), labels=labels)
+        return app.source_of(node, config.load("fedavg", ["engine=flower", *keys]))
+
+    declared = 'task.labels=["none", "mild", "severe"]'
+    assert source("", declared).y.tolist() == [1, 2] * 15
+    assert source("mild, severe").y.tolist() == [0, 1] * 15
+    assert source("none,mild,severe", declared).labels == ORDER
+    with pytest.raises(UserError, match="must be named alike by the run, none, mild, severe, and"):
+        source("mild,severe", declared)
+    roster = enrol([source("", declared).introduce()], run=1)
+    settings = config.load("fedavg", ["engine=flower", declared])
+    assert tasks.remote(settings.task, roster, 0).labels == ORDER
+
+
+def test_the_command_takes_columns_and_words_and_says_them_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    frame = pandas.DataFrame({"age": np.arange(30.0), "ward": CLIENT})
+    frame["grade"] = WORDS[np.arange(30) % 2]
+    path = tmp_path / "site.csv"
+    frame.to_csv(path, index=False)
+    given = ["--client", "ward", "--target", "grade", "--labels", "none,mild,severe"]
+    assert run("node", "--data", str(path), "--state", str(tmp_path / "s"), *given) == 0
+    said = capsys.readouterr().out
+    assert "ann" in said
+    assert " ".join(given) in said
+    assert "labels='none,mild,severe'" in said.replace('"', "'")
+    assert run("node", "--data", str(path), "--check", *given[:4], "--json") == 0
+    assert json.loads(capsys.readouterr().out)["classes"] == 2  # so far as this site knows
+
+
+def test_a_task_of_files_numbers_words_in_the_order_that_is_said(tmp_path: Path) -> None:
+    frame = pandas.DataFrame(
+        {"a": np.arange(30.0), "client": CLIENT, "y": WORDS[np.arange(30) % 2]}
+    )
+    frame.to_csv(tmp_path / "t.csv", index=False)
+    task = tasks.build(TaskConfig(name=str(tmp_path / "t.csv"), labels=ORDER), seed=0)
+    assert (task.classes, tuple(task.labels)) == (3, ORDER)
+    assert task.y.tolist() == [1, 2] * 15
+    with pytest.raises(UserError, match="got 'mild' at index 0"):
+        tasks.build(TaskConfig(name=str(tmp_path / "t.csv"), labels=("none", "severe")), seed=0)
+    with pytest.raises(UserError, match="must be words"):
+        tasks.build(TaskConfig(labels=("a",)), seed=0)
 
 
 def test_a_table_without_clients_and_no_table_are_refused(tmp_path: Path) -> None:

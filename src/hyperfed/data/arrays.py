@@ -139,6 +139,20 @@ def label_numbers(
     return np.array([number.get(word, 0) for word in words], np.int64)
 
 
+def words_in_order(y: Any, labels: Sequence[str], problems: list[str]) -> tuple[Tensor, int]:
+    """Converts labels that are told by their names to (N,) int64 numbers, and their number.
+
+    Args:
+        y: (N,) words; or numbers, which stay as they are unless they are the names themselves.
+        labels: names of the labels 0, 1, ...
+        problems: what must hold and does not is appended here.
+    """
+    if len(set(labels)) < len(labels):
+        twice = next(label for label in labels if list(labels).count(label) > 1)
+        problems.append(f"labels must be named once each, got {twice!r} twice; remove one")
+    return targets(label_numbers(y, labels, problems), len(labels), problems)
+
+
 def parts(split: Any, length: int, problems: list[str]) -> npt.NDArray[np.int64]:
     """Returns for each example the number in :data:`PARTS` of what it is for, (N,).
 

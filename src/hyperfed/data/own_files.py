@@ -5,7 +5,7 @@ tables. Images in ``person/class/*.png``, below a folder for each split or not, 
 whose folder they are in.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hyperfed.data import arrays, readers, tables
-from hyperfed.data.examples import Examples
+from hyperfed.data.examples import Examples, fingerprint_of
 from hyperfed.data.tables import Columns
 from hyperfed.errors import UserError
 
@@ -73,6 +73,25 @@ def of_table(table: Any, name: str, columns: Columns, what: str) -> Examples:
         features=rows.features,
         text=rows.text,
     )
+
+
+def numbered_by(examples: Examples, labels: Sequence[str]) -> Examples:
+    """Returns examples whose labels are numbered in the order of a list of their names.
+
+    Raises:
+        UserError: labels without names, a name twice, or a label that is not in the list.
+    """
+    if not examples.labels:
+        raise UserError(
+            f"labels must be words where they are named in order, but those of {examples.name} are "
+            "not; leave task.labels out"
+        )
+    problems: list[str] = []
+    words = np.array(examples.labels, dtype=object)[examples.y.numpy()]
+    y, classes = arrays.words_in_order(words, labels, problems)
+    arrays.raise_all(problems, f"{examples.name} does not hold usable labels")
+    changed = replace(examples, y=y, classes=classes, labels=tuple(labels))
+    return replace(changed, fingerprint=fingerprint_of(changed.tensors()))
 
 
 def read_rows(rows: readers.Rows, name: str, columns: Columns | None = None) -> Examples:

@@ -77,6 +77,7 @@ class Introduction:
         mean: of each channel of them, on the scale of x / 255; empty if not images.
         std: the same.
         fingerprint: a hash of its data.
+        labels: names of the labels 0, 1, ..., where its data have words.
     """
 
     members: Annotated[tuple[Member, ...], Field(max_length=10**6)]
@@ -87,6 +88,7 @@ class Introduction:
     mean: _Channels = ()
     std: _Channels = ()
     fingerprint: Annotated[str, Field(max_length=64)] = ""
+    labels: Annotated[tuple[_Name, ...], Field(max_length=MOST_CLASSES)] = ()
 
 
 def check_introduction(said: Introduction, problems: list[str]) -> None:
@@ -251,6 +253,11 @@ def enrol(
         problems.append("all sites must say mean and deviation of their images, or none")
     if len({site.classes == 0 for site in introductions}) > 1:
         problems.append("targets of all sites must be labels, or of all sites numbers")
+    if len({site.labels for site in introductions if site.labels}) > 1:
+        problems.append(
+            "words must be numbered alike at all sites, but sites name labels, or order them, in "
+            "different ways; name them for all with task.labels"
+        )
     choices = tuple(sizes)
     wrong = [m for m in everyone if len(choices) > 1 and m.size not in choices]
     if wrong:

@@ -116,6 +116,9 @@ class TaskConfig:
         test: fraction of all examples for testing. None for the data set's own test split, where
             it has one, else 0.15. A number pools all examples first. ``pfllib`` has a quarter of
             each client's examples.
+        labels: names of the labels 0, 1, ... of your own data, where labels are words: their order,
+            and those that no example has. None for the words there are, in their order. Where
+            clients are at sites it is by these that all number them alike.
         normalize: images by the mean and deviation of each channel of the data set, or to [-1, 1],
             by 0.5 and 0.5, as PFLlib does.
         model: target network, a name of :data:`hyperfed.nets.targets.TARGETS`, or your own:
@@ -139,6 +142,7 @@ class TaskConfig:
     target: str | None = None
     features: str | Annotated[tuple[str, ...], Field(min_length=1)] | None = None
     split: str | None = None
+    labels: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
     clients: PositiveInt | None = None
     fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
     partition: PartitionName | None = None

@@ -1,21 +1,26 @@
 """The data of a site: its own clients' examples, read from its own disk and shown to nobody.
 
-Two layouts:
+Three layouts:
 
 - an ``.npz`` archive (``numpy.savez``) of ``x``, ``y`` and ``client``, one row for each example;
   ``x`` and ``y`` as in :func:`hyperfed.data.own.from_arrays`, ``client`` integers or strings.
   Optional: ``split``, one of "train", "val" and "test" for each example, and ``classes``, the
   number of labels in the whole federation where this site may lack some;
+- a table: a parquet or CSV file, or an archive, whose columns are found or named as those of
+  :mod:`hyperfed.data.tables` are, numbers as one row of floats;
 - a parquet file, or a folder that ``datasets.load_dataset`` (Hugging Face) can read, with a column
   ``client`` and either one image and one label column, or columns ``x`` (lists of equal length) and
   ``y``. Optional: a column ``split``; else splits whose names start with "test" or "val" are held
   out.
 
 Where nothing says what is for validation and testing, 15 % of each client's examples are for each.
+
+Labels may be words. Each site sees some of them, so that all number them alike by one list of their
+names, in order: the run's ``task.labels``, or one that the site is told.
 """
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +35,7 @@ from hyperfed.data.arrays import PARTS
 from hyperfed.data.examples import channel_statistics, hash_of
 from hyperfed.data.own import Task
 from hyperfed.data.roster import MOST_CLASSES, Frame, Introduction, Member
+from hyperfed.data.tables import Columns
 from hyperfed.errors import UserError, one_line
 
 LONGEST = 100
@@ -50,6 +56,7 @@ class SiteData:
         size: which target its clients run; empty where the task has one.
         novel: its clients join after training.
         unlabelled: novel clients have no training labels.
+        labels: names of the labels 0, 1, ..., where the data have words.
     """
 
     x: Tensor
@@ -61,6 +68,7 @@ class SiteData:
     size: str = ""
     novel: bool = False
     unlabelled: bool = False
+    labels: tuple[str, ...] = ()
 
     def at(self, **where: Any) -> "SiteData":
         """Returns the same data with other values of the fields from ``models`` on."""
@@ -83,6 +91,7 @@ class SiteData:
             mean=mean,
             std=std,
             fingerprint=hash_of(self.x, self.y, *(part for r in self.rows.values() for part in r)),
+            labels=self.labels,
         )
 
     def task(self, frame: Frame, names: Mapping[int, str]) -> Task:
@@ -127,27 +136,50 @@ class SiteData:
         return f"{self.site}/{client}" if self.site else client
 
 
-def read(path: str | Path, *, val: float = 0.15, test: float = 0.15) -> SiteData:
+def columns_named(client: str, target: str, features: str, split: str) -> Columns:
+    """Returns which column of a site's table is what, as texts say it; empty for the usual one."""
+    return Columns(client or None, target or None, listed(features) or None, split or None)
+
+
+def listed(text: str) -> tuple[str, ...]:
+    """Returns the words of a text with commas between them."""
+    return tuple(word.strip() for word in text.split(",")) if text.strip() else ()
+
+
+def read(
+    path: str | Path,
+    *,
+    val: float = 0.15,
+    test: float = 0.15,
+    columns: Columns | None = None,
+    labels: Sequence[str] = (),
+    check: bool = False,
+) -> SiteData:
     """Reads a site's data.
 
     Args:
-        path: an .npz archive, a parquet file or a folder.
+        path: an .npz archive, a parquet or CSV file, or a folder.
         val: fraction of each client's examples for validation, where the data do not say.
         test: the same for testing.
+        columns: which column is what, where the layout does not say it.
+        labels: names of the labels 0, 1, ..., where they are words.
+        check: words need no list of names, which the run may have.
 
     Raises:
         UserError: lists all that is wrong with the data.
     """
     path = Path(path)
-    columns = _from_npz(path) if path.suffix == ".npz" else _from_rows(path)
+    held = _columns_of(path, columns or Columns())
     problems: list[str] = []
-    x = arrays.features(columns["x"], problems)
-    y, number = arrays.targets(columns["y"], _classes(columns.get("classes"), problems), problems)
+    x = arrays.features(held["x"], problems)
+    if check and not labels and arrays.is_text(np.asarray(held["y"])):
+        labels = tuple(sorted(map(str, np.unique(held["y"]))))
+    y, number, labels = _targets(held, labels, problems)
     if number > MOST_CLASSES:
         problems.append(f"labels must be of {MOST_CLASSES} classes at most, got {number}")
     if x.ndim > 1 and not x.shape[1:].numel():
         problems.append(f"an example must hold a number at least, got shape {tuple(x.shape[1:])}")
-    clients = np.asarray(columns["client"])
+    clients = np.asarray(held["client"])
     if clients.ndim:
         arrays.numbered(clients, problems)  # which tells of names that are missing
     lengths = {"x": x, "y": y, "client": torch.zeros(len(clients)) if clients.ndim else x[:0]}
@@ -159,9 +191,7 @@ def read(path: str | Path, *, val: float = 0.15, test: float = 0.15) -> SiteData
             f"a client's name must have 1 to {LONGEST} printable letters, got {bad[0][:20]!r}"
         )
     part = (
-        None
-        if (split := columns.get("split")) is None
-        else arrays.parts(split, len(names), problems)
+        None if (split := held.get("split")) is None else arrays.parts(split, len(names), problems)
     )
     arrays.raise_all(problems, f"{path} does not hold the data of a site")
     rows = _divided(names, part, val, test)
@@ -172,7 +202,47 @@ def read(path: str | Path, *, val: float = 0.15, test: float = 0.15) -> SiteData
         )
     arrays.raise_all(problems, f"{path} does not hold the data of a site")
     x, y = (values.float() if values.is_floating_point() else values for values in (x, y))
-    return SiteData(x, y, number, rows)
+    return SiteData(x, y, number, rows, labels=tuple(labels))
+
+
+def _targets(
+    held: Mapping[str, Any], labels: Sequence[str], problems: list[str]
+) -> tuple[Tensor, int, Sequence[str]]:
+    """Returns (N,) labels or floats, the number of labels, and the names of words."""
+    y, classes = held["y"], _classes(held.get("classes"), problems)
+    if not labels:
+        if arrays.is_text(np.asarray(y)):
+            problems.append(
+                "labels that are words must be numbered alike at all sites, but nothing says how; "
+                "name them in order with --labels, or the run with task.labels"
+            )
+            return torch.zeros(len(y), dtype=torch.int64), 0, ()
+        return *arrays.targets(y, classes, problems), ()
+    if classes not in (None, len(labels)):
+        problems.append(f"classes must be as many as the labels, {len(labels)}, got {classes}")
+    return *arrays.words_in_order(y, labels, problems), labels
+
+
+def _columns_of(path: Path, columns: Columns) -> dict[str, Any]:
+    """Returns x, y, client and what else there is, of any layout."""
+    if columns != Columns() or path.suffix == ".csv":
+        return _from_table(path, columns)
+    return _from_npz(path) if path.suffix == ".npz" else _from_rows(path)
+
+
+def _from_table(path: Path, columns: Columns) -> dict[str, Any]:
+    rows = tables.rows_of(tables.read(path), columns, str(path))
+    if rows.client is None:
+        raise UserError(f"{path} must have a column that says who holds a row; name it by --client")
+    if rows.text:
+        raise UserError(
+            f"{path} must hold numbers or images, got texts, whose length each site would take for "
+            "itself; make tokens of them, as many in each row"
+        )
+    held = {"x": rows.x, "y": rows.y, "client": rows.client}
+    if rows.split is not None:
+        held["split"] = rows.split
+    return held if rows.classes is None else held | {"classes": np.array(rows.classes)}
 
 
 def _classes(said: Any, problems: list[str]) -> int | None:
@@ -219,7 +289,11 @@ def _from_rows(path: Path) -> dict[str, Any]:
 
 def _columns(splits: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Returns the columns of all splits, of which nothing is decoded but images of the task."""
-    names = list(next(iter(splits.values())).features)
+    features = next(iter(splits.values())).features
+    names = list(features)
+    pictures = any(type(kind).__name__ == "Image" for kind in features.values())
+    if "client" in names and path.is_file() and not pictures and not {"x", "y"} <= set(names):
+        return _from_table(path, Columns())
     if "client" not in names:
         raise UserError(f"{path} must have a column client, got {', '.join(names)}; add it")
     columns: dict[str, Any] = {"client": np.array(_listed(splits, "client"), dtype=object)}

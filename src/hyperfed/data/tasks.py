@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hyperfed import federation
-from hyperfed.data import datasets, features, model_files, partitions
+from hyperfed.data import datasets, features, model_files, own_files, partitions
 from hyperfed.data.arrays import raise_all
 from hyperfed.data.corruptions import CorruptionName, corrupt_novel
 from hyperfed.data.division import divide, fitted, names_of, novel_dealt_anew
@@ -76,6 +76,8 @@ def build(config: TaskConfig, seed: int, *, served: TaskConfig | None = None) ->
             "whose data and model are files: task=FILE task.model=FILE.py:NET"
         )
     examples = datasets.load(config.name, config.data_dir, config.columns)
+    if config.labels is not None:
+        examples = own_files.numbered_by(examples, config.labels)
     config, served = (fitted(settings, examples) for settings in (config, served or config))
     partition = divide(config, examples, seed)
     if served.novel_alpha != config.novel_alpha:
@@ -256,7 +258,10 @@ def remote(config: TaskConfig, roster: Roster, seed: int, link: Any = None) -> R
     """
     task = RemoteTask.of(roster, targets_of(config, roster.frame, seed), config.name, link)
     return replace(
-        task, source=Source(config, seed), names=tuple(member.name for member in roster.members)
+        task,
+        source=Source(config, seed),
+        names=tuple(member.name for member in roster.members),
+        labels=config.labels or (),
     )
 
 

@@ -26,6 +26,7 @@ from hyperfed.apps.flower import policies
 from hyperfed.data import site as sitedata
 from hyperfed.data import tasks
 from hyperfed.data.roster import Introduction, Roster, enrol
+from hyperfed.data.tables import Columns
 from hyperfed.engines.flower.grid import GridLink, bytes_of, hurry, record_of
 from hyperfed.engines.flower.site import Shard, Site, Source
 from hyperfed.engines.flower.sites import HELLO, STEP, Sites
@@ -66,6 +67,13 @@ class NodeConfig:
         data: file or folder of the site's data (:mod:`hyperfed.data.site`).
         clients: instead of ``data``, for a trial: which clients of the run's own task are here,
             such as "0-9,12".
+        client: the column of a table that says who holds a row; as the other columns, where it is
+            not called as it is by default (:mod:`hyperfed.data.tables`). It is the site's to say.
+        target: the column to be learned.
+        features: the columns that it is learned from, with commas between them.
+        split: the column that says what a row is for.
+        labels: names of the labels 0, 1, ..., with commas between them, where they are words; those
+            of the run's ``task.labels`` where empty.
         site: with which the names of its clients begin; needed where two sites use the same names.
         size: which target its clients run, where the task has several.
         novel: its clients join after training.
@@ -79,6 +87,11 @@ class NodeConfig:
     state: Annotated[str, Field(min_length=1)]
     data: str = ""
     clients: str = ""
+    client: str = ""
+    target: str = ""
+    features: str = ""
+    split: str = ""
+    labels: str = ""
     site: str = ""
     size: str = ""
     novel: bool = False
@@ -86,6 +99,16 @@ class NodeConfig:
     cores_per_client: PositiveInt | None = None
     device: str = "cpu"
     policy: str = ""
+
+    @property
+    def columns(self) -> Columns:
+        """Which column of the site's table is what."""
+        return sitedata.columns_named(self.client, self.target, self.features, self.split)
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """The names of the labels, as the site says them."""
+        return sitedata.listed(self.labels)
 
 
 def run_settings(run_config: Mapping[str, Any]) -> RunConfig:
@@ -132,8 +155,16 @@ def source_of(node: NodeConfig, config: RunConfig) -> Source:
         task = tasks.build(config.task, config.seed)
         return Shard(task, _numbers(node.clients, task.clients))
     fractions = {"val": config.task.val, "test": config.task.test}
-    given = {name: fraction for name, fraction in fractions.items() if fraction is not None}
-    data = sitedata.read(Path(node.data), **given)
+    given: dict[str, Any] = {
+        name: fraction for name, fraction in fractions.items() if fraction is not None
+    }
+    declared, own = config.task.labels or (), node.label_names
+    if declared and own and declared != own:
+        raise UserError(
+            f"the labels must be named alike by the run, {', '.join(declared)}, and by the site, "
+            f"got {', '.join(own)}; leave out those of the site, or correct one of them"
+        )
+    data = sitedata.read(Path(node.data), columns=node.columns, labels=declared or own, **given)
     return data.at(
         site=node.site,
         size=node.size,

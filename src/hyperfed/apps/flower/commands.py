@@ -12,6 +12,7 @@ from typer import Argument, Option
 from hyperfed.apps.flower import policies
 from hyperfed.apps.printing import Json, print_json, print_table, say, table
 from hyperfed.data.roster import Roster
+from hyperfed.data.site import columns_named, listed
 from hyperfed.data.site import read as read_site
 from hyperfed.engines.flower.store import check_writable
 from hyperfed.errors import UserError, one_line
@@ -23,10 +24,17 @@ from hyperfed.system.toml import literal
 def node(
     *,
     data: Annotated[
-        Path | None, Option(help="An .npz or parquet file, or a folder: the site's data.")
+        Path | None, Option(help="An .npz, parquet or CSV file, or a folder: the site's data.")
     ] = None,
     clients: Annotated[
         str, Option(help="For a trial, in place of data: clients of the run's task, such as 0-9.")
+    ] = "",
+    client: Annotated[str, Option(help="The column that says who holds a row.")] = "",
+    target: Annotated[str, Option(help="The column to be learned.")] = "",
+    features: Annotated[str, Option(help="The columns it is learned from: A,B,...")] = "",
+    split: Annotated[str, Option(help="The column that says what a row is for.")] = "",
+    labels: Annotated[
+        str, Option(help="Names of the labels in order, A,B,...; default: the run's task.labels.")
     ] = "",
     state: Annotated[
         Path | None, Option(help="Where the site keeps what clients remember.")
@@ -57,11 +65,15 @@ def node(
 
     An .npz file holds x, y and client, one row for each example, and may hold split (train, val or
     test) and classes (in the whole federation). A parquet file or a folder of Hugging Face's
-    datasets has a column client and an image and a label column, or columns x and y.
+    datasets has a column client and an image and a label column, or columns x and y. Of any other
+    table, --client, --target, --features and --split name the columns.
     """
     if data is None and (check or not clients):
         raise UserError("a site must have data to check; give --data")
-    found = None if data is None else read_site(data)
+    found = None
+    if data is not None:
+        columns = columns_named(client, target, features, split)
+        found = read_site(data, columns=columns, labels=listed(labels), check=True)
     allowed = policies.read(policy)
     start: dict[str, str] = {}
     if not check:
@@ -71,6 +83,11 @@ def node(
         given = {
             "data": "" if data is None else str(data.resolve()),
             "clients": clients,
+            "client": client,
+            "target": target,
+            "features": features,
+            "split": split,
+            "labels": labels,
             "state": str(state.resolve()),
             "site": site,
             "size": size,
