@@ -271,6 +271,15 @@ def test_a_cache_that_cannot_be_written_is_done_without(small, tmp_path, monkeyp
     assert load(str(folder)).y.tolist() == labels
 
 
+def test_a_known_data_set_is_cached_without_being_asked(cached, small, monkeypatch, tmp_path):
+    folder, _, _ = small
+    monkeypatch.delenv("HYPERFED_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "shared"))
+    folder.rename(folder.with_name("fashion_mnist"))
+    load("fashion_mnist", data_dir=folder.parent)
+    assert len(list((tmp_path / "shared").rglob("*.safetensors"))) == 1
+
+
 def test_nothing_half_written_stays_in_the_cache(cached, small):
     folder, _, _ = small
     load(str(folder))

@@ -228,9 +228,29 @@ def test_images_of_more_pixels_than_memory_holds_are_not_stacked(
     assert len(load(str(path))) == ROWS
 
 
-def test_an_image_below_pillows_bound_is_not_decoded_either() -> None:
-    with pytest.raises(UserError, match="67108864 pixels at most, got 9000 x 9000"):
-        readers.pixels(flood(9000))
+def test_labels_beyond_those_that_a_folder_names_are_refused(tmp_path: Path) -> None:
+    picture(png(), label=[7] * ROWS)(tmp_path / "a.parquet")
+    with pytest.raises(UserError, match="must be below 2, as many as it names, got 7"):
+        load(str(tmp_path))
+
+
+def test_what_is_no_file_is_not_opened_as_an_image() -> None:
+    with pytest.raises(UserError, match="no file /dev/zero"):
+        readers.pixels("/dev/zero")
+
+
+def test_what_a_table_says_of_its_index_is_not_believed(tmp_path: Path) -> None:
+    said = {"pandas": json.dumps({"index_columns": [3], "columns": 7, "column_indexes": [None]})}
+    table = pyarrow.table(GOOD).replace_schema_metadata(said)
+    parquet.write_table(table, path := tmp_path / "own.parquet")
+    with pytest.raises(UserError, match="must be a readable table"):
+        load(str(path))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_image_of_which_pillow_only_warns_is_not_decoded_either() -> None:
+    with pytest.raises(UserError, match="pixels at most, got 10000 x 10000"):
+        readers.pixels(flood(10_000))
 
 
 # A folder, and what came with it.

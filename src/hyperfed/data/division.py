@@ -96,6 +96,11 @@ def _deal(config: TaskConfig, examples: Examples, seed: int) -> Partition:
             f"{examples.name} numbers its labels within each natural client, so its classes cannot "
             f"be dealt out, got partition={config.partition}; use partition=natural"
         )
+    if config.client_count > len(examples):  # before there is a list with an entry for each
+        raise UserError(
+            f"clients must be {len(examples)} at most, as many as there are examples of "
+            f"{examples.name}, got {config.client_count}; lower task.clients"
+        )
     if config.partition == "pfllib":
         return _divide_as_pfllib(config, examples, seed)
     labels = examples.y.numpy()

@@ -65,7 +65,7 @@ def _check_named_data(folder: Path) -> None:
     if alone.is_file():
         cards.append(DatasetCard(f"---\n{alone.read_text(encoding='utf-8')}\n---\n"))
     for name in (name for card in cards for name in _texts(card.data.get("configs"))):
-        if "://" in name or "::" in name or ".." in PurePath(name).parts or name[:1] in "/~":
+        if "://" in name or ".." in PurePath(name).parts or name[:1] in "/~":
             raise ValueError(f"{folder} must name data within it, but names {name[:100]!r}")
 
 

@@ -35,9 +35,6 @@ STRIDE = 10
 LEAST_WINDOWS = (50, 5)
 """A speaking role with fewer windows for training or for testing is left out."""
 
-MOST_PIXELS = 2**26
-"""Of an image: what it says of its size is believed before it is decoded."""
-
 OMNIGLOT_SIDE = 28
 """Side of an Omniglot image, resized from 105."""
 
@@ -331,7 +328,8 @@ def pixels(image: Any, side: int | None = None) -> Array:
     """Decodes a buffer or a file to (H, W) grey or (H, W, 3) colour uint8.
 
     Raises:
-        UserError: it is no image, or not one of 8 bits per channel and :data:`MOST_PIXELS` pixels.
+        UserError: it is no image, or not one of 8 bits per channel, or larger than Pillow
+            takes for a bomb by what it says of its size, before it is decoded.
     """
     try:
         if isinstance(image, str) and not Path(image).is_file():
@@ -348,10 +346,10 @@ def pixels(image: Any, side: int | None = None) -> Array:
 
 
 def _pixels(file: Image.Image, side: int | None) -> Array:
-    if file.width * file.height > MOST_PIXELS:  # of which none has been decoded yet
+    most = Image.MAX_IMAGE_PIXELS
+    if most and file.width * file.height > most:  # it only warns below twice as many
         raise UserError(
-            f"images must have {MOST_PIXELS} pixels at most, got {file.width} x {file.height}; "
-            "resize them"
+            f"images must have {most} pixels at most, got {file.width} x {file.height}; resize them"
         )
     picture = file
     if picture.mode.startswith(("I", "F")):

@@ -19,10 +19,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 from torch import Tensor
 
-from hyperfed.errors import UserError
+from hyperfed.errors import UserError, one_line
 from hyperfed.metrics import ACCURACY, Metric, named
 from hyperfed.runs.measures import (
     Measure,
@@ -425,11 +425,16 @@ class RunFolder:
             UserError: the metrics are damaged.
         """
         whole = _read(self.metrics).rpartition(b"\n")[0] if self.metrics.exists() else b""
-        found = []
+        found: list[Evaluation] = []
+        first: dict[tuple[int, str], Evaluation] = {}
         for number, line in enumerate(whole.splitlines(), start=1):
             try:
-                found.append(_EVALUATION.validate_json(line))
-            except ValidationError as error:
+                evaluation = _EVALUATION.validate_json(line)
+                _check(evaluation)
+                if first.setdefault((evaluation.round, evaluation.split), evaluation) != evaluation:
+                    raise ValueError("another line is of the same round and split")
+                found.append(evaluation)
+            except ValueError as error:  # pydantic's too
                 raise UserError(
                     f"every line of {self.metrics} must be an evaluation, but line {number} is "
                     f"not: {line[:60]!r}; restore the file or remove that line"
@@ -444,6 +449,19 @@ class RunFolder:
         """
         text = json.dumps(_finite_only(summary), indent=2, ensure_ascii=False, allow_nan=False)
         atomic_write(self.summary, f"{text}\n".encode())
+
+
+def _check(evaluation: Evaluation) -> None:
+    """Raises ``ValueError`` where numbers are not such as :func:`summarise` gives."""
+    told = vars(evaluation)
+    if min(*(told[name] for name in ("round", "bytes_down", "bytes_up")), *evaluation.count, 0) < 0:
+        raise ValueError("a number is below zero")
+    each = ("count", "client_accuracy", "client_loss", "client_masked_accuracy")
+    if {len(told[name]) for name in each} != {len(evaluation.clients)}:
+        raise ValueError("each client must have one number of each kind")
+    of_clients = (value for name in each for value in told[name])
+    if any(isinstance(n, float) and not math.isfinite(n) for n in (*told.values(), *of_clients)):
+        raise ValueError("a number is not finite")
 
 
 def _finite_only(value: Any) -> Any:
@@ -495,7 +513,9 @@ def read_run(path: Path) -> RunRecord:
     numbers = _read(folder.summary) if folder.summary.exists() else b"null"
     try:
         config, summary = tomllib.loads(settings.decode()), json.loads(numbers)
-    except ValueError as error:
+        if not isinstance(summary, dict | None):
+            raise ValueError(f"the summary is {one_line(numbers.decode(), 60)}")
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} must hold a TOML config and JSON summary, but: {error}") from error
     return RunRecord(path, config, tuple(folder.evaluations()), summary)
 

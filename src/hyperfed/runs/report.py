@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
 from rich.table import Table
 
 from hyperfed.errors import UserError
@@ -122,6 +123,9 @@ KEYS = {
 
 TESTED = tuple(KEYS)
 """The numbers of a row that are values of its metric."""
+
+
+_ROW = TypeAdapter(Row)
 
 
 def comparison(runs: Sequence[FinishedRun]) -> list[Row]:
@@ -438,7 +442,17 @@ def _numbers(run: FinishedRun) -> dict[str, Any]:
         for name in METRICS
         if name != metric.name and f"test_{name}" in summary
     }
-    return {name: summary.get(key) for name, key in keys.items()} | {"metric": metric, "more": more}
+    found = {name: summary.get(key) for name, key in keys.items()}
+    found |= {"metric": metric, "more": more}
+    try:
+        _ROW.validate_python({"label": "", **found})
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        raise UserError(
+            f"a run's summary must have numbers where those are told, but in one "
+            f"{keys.get(str(wrong['loc'][0]), wrong['loc'][0])} {wrong['msg'].lower()}; restore the file, or run it again"
+        ) from error
+    return found
 
 
 def _labels(runs: Sequence[FinishedRun]) -> list[str]:
