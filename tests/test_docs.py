@@ -177,6 +177,9 @@ def test_the_readme_lists_every_method_as_its_docstring_says() -> None:
     assert readme.written(text) == text, "run make readme"
     few = readme.FEW_LABELS.read_text(encoding="utf-8")
     assert readme.written(few, readme.OF_FEW_LABELS) == few, "run make readme"
+    deploy = readme.DEPLOY.read_text(encoding="utf-8")
+    assert readme.written(deploy, readme.OF_DEPLOY) == deploy, "run make readme"
+    assert set(re.findall(r"^\| `(\w+)` \|", deploy, re.MULTILINE)) >= set(METHODS)
     section = text.partition("\n## Methods\n")[2].partition("\n## ")[0]
     assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == list(METHODS)
 

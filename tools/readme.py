@@ -1,9 +1,9 @@
-"""Writes the tables of README.md and of docs/howto/few_labels.md.
+"""Writes the tables of README.md, docs/howto/few_labels.md and docs/deploy.md.
 
     make readme
 
-That of methods is of their docstrings; the others are means of records in ``results``, of all their
-seeds.
+Those of methods are of their docstrings; the others are means of records in ``results``, of all
+their seeds.
 
 A docstring begins with ``Name (authors, venue year): what it is in a line.`` Several papers are
 parted by semicolons. Where a paper can be read, the next paragraph begins with ``Paper:`` and gives
@@ -22,6 +22,8 @@ from hyperfed.methods import METHODS
 
 README = Path(__file__).parents[1] / "README.md"
 FEW_LABELS = README.parent / "docs" / "howto" / "few_labels.md"
+DEPLOY = README.parent / "docs" / "deploy.md"
+SENT = re.compile(r"Sent: (.+?)(?= (?:Kept|Aggregated|Averaged|Evaluated|A novel client)\b|\n\n|$)")
 BEGIN, END = "<!-- {}: written by make readme -->\n", "<!-- {}: end -->\n"
 ACCURACIES = ("test_accuracy", "novel_accuracy")
 RESULTS = README.parent / "results"
@@ -59,6 +61,25 @@ def row(method: str) -> str:
 def table() -> str:
     """Returns the table of all methods, in the order in which they are listed."""
     return "\n".join(["| method | paper | in a line |", "|---|---|---|", *map(row, METHODS)]) + "\n"
+
+
+def sent(method: str) -> str:
+    """Returns what travels, as a method's docstring says it.
+
+    Raises:
+        ValueError: it does not.
+    """
+    text = re.sub(r"(?<!\n)\n(?!\n)", " ", METHODS[method].__doc__ or "")
+    said = SENT.search(text)
+    if said is None:
+        raise ValueError(f"the docstring of {method} must say what is sent, after 'Sent:'")
+    return said[1].replace("``", "`").replace("|", "\\|")
+
+
+def table_of_sent() -> str:
+    """Returns what travels with each method, in the order in which they are listed."""
+    rows = [f"| `{method}` | {sent(method)} |" for method in METHODS]
+    return "\n".join(["| method | sent |", "|---|---|", *rows]) + "\n"
 
 
 def table_of_records(folder: str, *, best_first: bool = False) -> str:
@@ -113,6 +134,10 @@ OF_FEW_LABELS: Mapping[str, Callable[[], str]] = {
 }
 
 
+OF_DEPLOY: Mapping[str, Callable[[], str]] = {"sent": table_of_sent}
+"""The same of docs/deploy.md."""
+
+
 def written(text: str, sections: Mapping[str, Callable[[], str]] = SECTIONS) -> str:
     """Returns the text of a document with the tables as they should be.
 
@@ -130,6 +155,10 @@ def written(text: str, sections: Mapping[str, Callable[[], str]] = SECTIONS) -> 
 
 
 if __name__ == "__main__":
-    for document, tables in ((README, SECTIONS), (FEW_LABELS, OF_FEW_LABELS)):
+    for document, tables in (
+        (README, SECTIONS),
+        (FEW_LABELS, OF_FEW_LABELS),
+        (DEPLOY, OF_DEPLOY),
+    ):
         text = written(document.read_text(encoding="utf-8"), tables)
         document.write_text(text, encoding="utf-8")

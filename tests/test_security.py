@@ -1,0 +1,40 @@
+"""The table of numbers in docs/security.md: each is the length of a list that tests go through."""
+
+import re
+from pathlib import Path
+
+from data import test_hostile as tables
+from data import test_site as archives
+from engines.flower import hostile as replies
+from engines.flower import test_hostile as sites
+from engines.flower import test_policy as policy
+from engines.flower import test_private_site as private
+from engines.flower import test_sites as introductions
+from runs import test_edits as edits
+from runs import test_folder as checkpoints
+from runs import test_hostile as lies
+
+PAGE = Path(__file__).parents[1] / "docs" / "security.md"
+
+IN_TRAINING = replies.UNREADABLE | replies.UNUSABLE | replies.LIES
+IN_EVALUATION = replies.UNREADABLE | replies.UNUSABLE | replies.MISCOUNTED
+
+NUMBERS = {
+    "replies of a site in training": (len(IN_TRAINING), 60),
+    "replies of a site in an evaluation": (len(IN_EVALUATION), 30),
+    "poison of a client": (len(lies.ATTACKS), 15),
+    "failures of an honest site": (len(sites.FAILURES), 10),
+    "departures of a server": (len(policy.DEPARTURES) + len(private.RESETS), 10),
+    "introductions of a site": (len(introductions.IMPOSSIBLE) + len(introductions.RAW), 30),
+    "edits of a run's files": (len(edits.CASES) + len(checkpoints.EDITS), 40),
+    "hostile archives, tables and images": (len(archives.HOSTILE) + len(tables.FILES), 40),
+    "folders that name data elsewhere": (len(tables.ELSEWHERE), 5),
+}
+"""What is tried -> cases that there are, and how many there must be."""
+
+
+def test_the_table_counts_what_the_tests_go_through() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    told = re.findall(r"^\| ([^|]+) \| (\d+) \| [^|]+ \| [^|]+ \|$", text, re.MULTILINE)
+    assert {what: int(number) for what, number in told} == {w: n for w, (n, _) in NUMBERS.items()}
+    assert [what for what, (number, least) in NUMBERS.items() if number < least] == []
