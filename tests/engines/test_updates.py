@@ -254,6 +254,18 @@ def test_who_trains_privately_counts_alike_whatever_number_of_examples_it_has() 
     assert engine(None).cohort([0, 1, 2], 0, training=True).weight.tolist() == [12, 7, 20]
 
 
+def test_among_a_trusted_server_s_clients_nobody_is_lost_by_what_others_answer() -> None:
+    cohorts = [
+        engine(private).cohort([0, 1, 2], 0, training=True)
+        for private in (None, replace(FREE, where="central"))
+    ]
+    own = {"w": torch.tensor([1e-9, 1e-9, CLIP], dtype=torch.float64)[:, None]}
+    for cohort in cohorts:
+        cohort.state.reply_bound = 100.0
+        cohort.ask(Client.vector, Each(own))
+    assert [list(cohort.state.lost) for cohort in cohorts] == [[2], []]
+
+
 def test_each_client_has_noise_of_its_own_where_all_are_sent_something_of_their_own() -> None:
     ours, own = engine(FREE), change(0.3)
     cohort = ours.cohort([0, 1], 0, training=True)

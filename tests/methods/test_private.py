@@ -14,7 +14,7 @@ from hyperfed.engines.updates import PrivateUpdates, Where
 from hyperfed.errors import UserError
 from hyperfed.federation import AllLostError, Task
 from hyperfed.methods import METHODS
-from hyperfed.runs.config import PRIVATE
+from hyperfed.runs.config import NO_UPDATES
 from hyperfed.runs.private import AggregateNoise
 from hyperfed.trees import Tree
 from hyperfed.trees.aggregation import MEAN, MeanNoise
@@ -55,7 +55,7 @@ def test_what_a_server_knows_has_come_through_the_noise_or_the_method_is_refused
     monkeypatch.setattr("hyperfed.engines.calls.moved", told)
     settings: dict[str, Any] = {"standardize": False} if where == "central" else {}
     settings |= {"absorb_steps": 1}
-    if method not in PRIVATE:
+    if method in NO_UPDATES:
         with pytest.raises((UserError, AllLostError), match="is none; choose a method"):
             knows(method, TASK, where, **settings)
         return

@@ -65,37 +65,24 @@ class, over those who have the class.
 """
 
 
-PRIVATE = (
-    "apfl",
-    "ditto",
-    "fed_rod",
-    "fedala",
-    "fedavg",
-    "fedbabu",
-    "fedbn",
-    "fedper",
-    "fedphp",
-    "fedprox",
-    "fedrep",
-    "fml",
-    "gpfl",
-    "headstart",
-    "knn_per",
-    "mapper",
-    "mh_pfedhn",
-    "moon",
-    "partialfed",
-    "pefll",
-    "per_fedavg",
-    "pfedhn",
-    "pfedhn_pc",
-    "pfedkt",
-    "pfedme",
+NO_UPDATES = (
+    "fedas",
+    "feddbe",
+    "fedfomo",
+    "fedpac",
+    "fedproto",
+    "heurpfedla",
+    "hypcluster",
+    "itpfl",
+    "lg_fedavg",
+    "local",
+    "pfedla",
 )
-"""Methods that can be trained privately: whose clients answer with updates alone.
+"""Methods that cannot be trained privately: clients answer with more than updates, or nothing.
 
-Their servers use these for nothing but means, of which each can have noise, for gradients that are
-bounded before their mean is taken, and for what goes back to the client that they are from.
+Of all others the servers use updates for nothing but means, of which each can have noise, for
+gradients that are bounded before their mean is taken, and for what goes back to the client that
+they are from.
 """
 
 
@@ -475,11 +462,11 @@ def _not_private(
     if privacy.epsilon is None:
         return []
     found = []
-    if method not in PRIVATE:
+    if method in NO_UPDATES:
+        others = sorted(set(METHODS) - set(NO_UPDATES))
         found.append(
             f"privacy.epsilon: must be none for {method}, whose clients answer with more than "
-            f"updates, or with nothing; came {privacy.epsilon:g}; choose one of "
-            f"{', '.join(PRIVATE)}"
+            f"updates, or with nothing; came {privacy.epsilon:g}; choose one of {', '.join(others)}"
         )
     if privacy.where == "central" and robust.aggregation != "mean":
         found.append(
