@@ -231,7 +231,8 @@ def test_no_folder_is_written_over(tmp_path: Path) -> None:
 
 
 def test_a_method_that_needs_a_head_says_that_there_is_none(tmp_path: Path) -> None:
-    for method in ("fedper", "pfedhn_pc", "pefll", "itpfl"):
+    of_heads = ("fedper", "pfedhn_pc", "lg_fedavg", "moon", "knn_per", "pefll", "itpfl")
+    for method in of_heads:
         settings = {"phase_one_rounds": 1} if method == "itpfl" else {}
         with pytest.raises(UserError, match="modules_to_save"):
             trained_on(lora(head=False), method, out=tmp_path, method=settings)

@@ -37,6 +37,7 @@ from hyperfed import federation
 from hyperfed.errors import UserError
 from hyperfed.federation import EVALUATION_BATCH, Cohort, Outline, Split, average, step
 from hyperfed.methods.parts.presets import DEFAULT, PEFLL
+from hyperfed.nets.targets import head_names
 from hyperfed.training import LocalConfig, outputs_and_features, sgd
 from hyperfed.trees import Model, Tree
 
@@ -151,6 +152,8 @@ class Server(federation.Server):
                 "kNN-Per mixes probabilities of classes, but the task has none (classes is 0); "
                 "choose a task of classification, or another method"
             )
+        for module in outline.models.values():
+            head_names(module)  # what goes into it are the features
         self.model: Tree = {size: outline.initial(size) for size in outline.models}
 
     def round(self, clients: Cohort) -> None:

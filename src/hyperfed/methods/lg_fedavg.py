@@ -109,6 +109,8 @@ class Server(federation.Server):
 
     def __init__(self, outline: Outline, config: Config) -> None:
         super().__init__(outline, config)
+        for module in outline.models.values():
+            head_names(module, config.head_layers)  # there are as many
         self.model: Tree = {size: outline.initial(size) for size in outline.models}
         self.has_body: Tensor = torch.zeros(outline.clients, dtype=torch.bool)
 

@@ -164,6 +164,8 @@ class Server(federation.Server):
 
     def __init__(self, outline: Outline, config: Config) -> None:
         super().__init__(outline, config)
+        for module in outline.models.values():
+            head_names(module)  # what goes into it are the features
         initial: Tree = {size: outline.initial(size) for size in outline.models}
         projecting = Client.networks(outline, config)
         self.model = initial | {size: model_of(network) for size, network in projecting.items()}
