@@ -64,6 +64,34 @@ def test_the_example_trains_compares_serves_a_newcomer_and_says_where_everything
     assert re.search(r"by pefll in +\d+ ms +\d+\.\d%", said)
 
 
+ADAPTERS = """
+import runpy
+import sys
+
+runpy.run_path(sys.argv[1])["main"](rounds=1, epochs=1)
+"""
+
+
+@pytest.mark.slow
+def test_the_adapters_are_trained_by_every_method_and_one_is_handed_out(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="pip install 'hyperfed[peft]'")
+    said = run(tmp_path, "-c", ADAPTERS, str(ROOT / "examples" / "adapters.py"))
+    whole, own = map(int, re.findall(r"Of (\d+) numbers of the network (\d+)", said)[0])
+    assert own < whole / 5
+    for method in EXAMPLE_METHODS:
+        (file,) = tmp_path.glob(f"runs/adapters/{method}/*/summary.json")
+        summary = json.loads(file.read_text())
+        row = next(line for line in said.splitlines() if line.startswith(f"{method} "))
+        assert f"{100 * summary['test_accuracy']:.1f}" in row
+        if method == "fedavg":
+            assert summary["bytes_down"] == summary["bytes_up"] == 10 * 4 * own
+    folder = tmp_path / said.split()[-1]
+    assert "adapter of client 0 " in said
+    assert peft.LoraConfig.from_pretrained(str(folder)).r == 4
+    written = safetensors.torch.load_file(folder / "adapter_model.safetensors")
+    assert sum(tensor.numel() for tensor in written.values()) == own
+
+
 @pytest.mark.slow
 def test_the_benchmarks_run_and_record_what_they_measured(tmp_path: Path) -> None:
     record = tmp_path / "record.json"

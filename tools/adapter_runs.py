@@ -3,6 +3,7 @@
     python tools/adapter_runs.py pretrain    # on CIFAR-100, into .cache/adapters.safetensors
     python tools/adapter_runs.py grid        # every method's rates, on one grid
     python tools/adapter_runs.py record      # three divisions of CIFAR-10 into results/adapters
+    python tools/adapter_runs.py example     # the rates of examples/adapters.py
 
 What is done already is skipped, so a stopped command goes on where it was; ``--methods`` and
 ``--partitions`` take some only.
@@ -19,6 +20,7 @@ trains does so for as many steps as each of the others on average.
 
 import argparse
 import json
+import sys
 import tempfile
 from collections.abc import Mapping
 from itertools import product
@@ -55,6 +57,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "fedper": {"novel_steps": STEPS},
     "pefll": {"start": "target"},
 }
+EXAMPLE_RATES = (0.03, 0.1, 0.3)
 LOCAL_RATES = (0.01, 0.03, 0.1, 0.3)
 SERVER_RATES = {"pefll": (2e-3, 6e-4, 6e-3)}
 KEPT = ("config.toml", "metrics.jsonl", "summary.json")
@@ -219,16 +222,31 @@ def record(method: str, partition: str, seed: int) -> None:
     print(f"{partition} {method} seed {seed}  known {known:.3f}  novel {novel:.3f}", flush=True)
 
 
+def example(methods: list[str]) -> None:
+    """Tries the local rates of the example on a division that it does not train on; prints them."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    import adapters
+
+    images = adapters.turned_digits(OTHER_SEED)
+    net = adapters.with_adapters(adapters.pretrained(images, epochs=15), classes=10)
+    task = adapters.task_of(images, net, "turned digits")
+    for method, rate in product(methods, EXAMPLE_RATES):
+        run = adapters.train(method, task, settings={"local_lr": rate})
+        print(f"{method} {rate}  validation {run.summary['val_accuracy']:.3f}", flush=True)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", choices=["pretrain", "grid", "record"])
-    parser.add_argument("--methods", nargs="+", default=list(METHODS))
+    parser.add_argument("what", choices=["pretrain", "grid", "record", "example"])
+    parser.add_argument("--methods", nargs="+", default=None)
     parser.add_argument("--partitions", nargs="+", default=list(PARTITIONS))
     asked = parser.parse_args()
     torch.set_num_threads(1)
     if asked.what == "pretrain":
         pretrain(EPOCHS)
-    for wanted, division in product(asked.methods, asked.partitions):
+    if asked.what == "example":
+        example(asked.methods or [*METHODS, "pfedhn"])
+    for wanted, division in product(asked.methods or METHODS, asked.partitions):
         if asked.what == "grid":
             grid(wanted, division)
         for seed in SEEDS if asked.what == "record" else ():
