@@ -3,9 +3,9 @@
     python tools/privacy_curves.py                           # prints a table
     python tools/privacy_curves.py --out results/privacy     # keeps the records, and draws
 
-60 clients, a linear model, everybody in every round, the same settings for every epsilon: the clip is
-the default, and none was searched but the length of pFedHN's run, which in that of the others learns
-nothing, without noise either. Records that are there already are not made again.
+60 clients, a linear model, everybody in every round, the same settings for every epsilon: the clip
+is the default, and none was searched but the length of pFedHN's run, which in that of the others
+learns nothing, without noise either. Records that are there already are not made again.
 """
 
 import argparse

@@ -450,8 +450,8 @@ def _numbers(run: FinishedRun) -> dict[str, Any]:
         wrong = error.errors()[0]
         raise UserError(
             f"a run's summary must have numbers where those are told, but in one "
-            f"{keys.get(str(wrong['loc'][0]), 'place')} {wrong['msg'].lower()}; restore the file, or "
-            "run it again"
+            f"{keys.get(str(wrong['loc'][0]), 'place')} {wrong['msg'].lower()}; restore the file, "
+            "or run it again"
         ) from error
     return found
 
