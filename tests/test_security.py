@@ -10,9 +10,11 @@ from engines.flower import test_hostile as sites
 from engines.flower import test_policy as policy
 from engines.flower import test_private_site as private
 from engines.flower import test_sites as introductions
+from hyperfed.methods import METHODS
 from runs import test_edits as edits
 from runs import test_folder as checkpoints
 from runs import test_hostile as lies
+from runs import test_kill as kills
 
 PAGE = Path(__file__).parents[1] / "docs" / "security.md"
 
@@ -31,6 +33,12 @@ NUMBERS = {
     "folders that name data elsewhere": (len(tables.ELSEWHERE), 5),
 }
 """What is tried -> cases that there are, and how many there must be."""
+
+
+def test_as_many_runs_are_killed_as_the_table_says() -> None:
+    more = len(kills.KILLED) - len(METHODS)
+    assert f"| one of each method and {more} more |" in PAGE.read_text(encoding="utf-8")
+    assert len(kills.KILLED) >= 40
 
 
 def test_the_table_counts_what_the_tests_go_through() -> None:

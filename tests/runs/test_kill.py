@@ -70,11 +70,22 @@ def kill_after(process: BaseProcess, parent: Path, evaluations: int) -> Path:
     raise AssertionError("the run ended before it could be killed")
 
 
-@pytest.mark.parametrize("method", sorted(METHODS))
-def test_kill_9_and_resume_changes_no_number(method: str, tmp_path: Path) -> None:
+KILLED: dict[str, list[str]] = {method: [method] for method in sorted(METHODS)} | {
+    "compute together": ["pfedhn", "engine=vmap"],
+    "gradients that come late": ["pefll", "method.delayed_gradient=true"],
+    "newcomers with noise": ["itpfl", "method.epsilon=0.3", "task.novel=2"],
+    "private training": ["fedavg", "privacy.epsilon=50"],
+    "private training, central": ["fedper", "privacy.epsilon=50", "privacy.where=central"],
+}
+"""What is killed -> the method, and settings of its own."""
+
+
+@pytest.mark.parametrize("what", KILLED)
+def test_kill_9_and_resume_changes_no_number(what: str, tmp_path: Path) -> None:
+    method, *own = KILLED[what]
     short = [f"method.{key}={length}" for key, length in lengths(method).items()]
-    keys = [*KEYS, *FAULTS, *short]
-    moment = random.Random(method).randrange(1, 7)  # of 8 evaluations
+    keys = [*KEYS, *FAULTS, *short, *own]
+    moment = random.Random(what).randrange(1, 7)  # of 8 evaluations
     process = start("run", method, *keys, "--quiet", "--out", str(tmp_path / "killed"))
     killed = kill_after(process, tmp_path / "killed", moment)
     assert not (killed / "summary.json").exists()
