@@ -230,7 +230,7 @@ class TestRun:
             (["pfedhn", "rounds=0", "seed=-1"], "2 errors"),
             (["pfedhn", "task=digitz"], "did you mean 'digits'?"),
             (["pfedhn", "task.classes_per_client=11"], "11"),
-            (["pfedhn", "task.clients=5000"], "fewer clients"),
+            (["pfedhn", "task.clients=5000"], "lower task.clients"),
             (["missing.toml"], "missing.toml"),
         ],
         ids=str,

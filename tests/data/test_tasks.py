@@ -527,7 +527,8 @@ def test_settings_that_contradict_themselves_are_refused(settings, message):
     ("settings", "message"),
     [
         ({"classes_per_client": 11}, r"classes per client must lie in 1..10, got 11"),
-        ({"clients": 2000, "partition": "iid"}, "got 2000 clients and 1150 training examples"),
+        ({"clients": 1200, "partition": "iid"}, "got 1200 clients and 1150 training examples"),
+        ({"clients": 2000, "partition": "iid"}, "clients must be 1797 at most, .* got 2000"),
         ({"partition": "natural"}, "digits has none; choose another partition"),
         ({"partition": "coarse"}, "needs coarse labels, and digits has none; choose another"),
         ({"novel_corruption": "saturation"}, "saturation needs colour images, .* got 1"),

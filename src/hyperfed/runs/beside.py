@@ -119,15 +119,11 @@ def of_methods(folder: Path, experiments: Sequence[Experiment]) -> dict[str, str
             for measure, told in experiment.measures.items():
                 what = f"{told.about or told.metric} ({UNITS[told.metric][0]})"
                 for line in _lines(found, experiment, column, measure):
-                    cell = [f"`{experiment.id}`", f"{part.about}: {line.about}", what]
-                    cell += [
-                        line.published,
-                        _spread(line.mean),
-                        str(line.mean.seeds),
-                        _in_words(line),
-                    ]
+                    cell = [f"`{experiment.id}`", f"{part.about}: {line.about}; {what}"]
+                    cell += [_in_words(line), line.published]
+                    cell += [_spread(line.mean), str(line.mean.seeds)]
                     rows.setdefault(_method(line), []).append(cell)
-    header = ["table", "cell", "", "published", "measured", "seeds", "verdict"]
+    header = ["table", "cell", "verdict", "published", "measured", "seeds"]
     return {method: _table(header, of, left=3) for method, of in rows.items()}
 
 
