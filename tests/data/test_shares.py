@@ -232,3 +232,12 @@ def test_shards_are_those_of_the_sorted_labels():
 def test_what_cannot_be_drawn_is_said(draw, message):
     with pytest.raises(UserError, match=message):
         draw()
+
+
+def test_chosen_classes_give_each_client_its_own_in_equal_amounts():
+    sizes = np.array([100, 120, 90, 110])
+    amounts = shares.chosen_classes([[0, 1], [1], [1, 3]], 4, sizes) * sizes
+    np.testing.assert_allclose(amounts, [[40, 40, 0, 0], [0, 40, 0, 0], [0, 40, 0, 40]])
+    for sets in ([[0, 1], []], [[0], [4]]):
+        with pytest.raises(UserError, match=r"class_sets must give each client classes of 0\.\.3"):
+            shares.chosen_classes(sets, 4)

@@ -589,3 +589,14 @@ def test_cifar10_validates_on_10000_images(hyperfed_data):
     task = build(TaskConfig(name="cifar10", data_dir=str(hyperfed_data), clients=50), seed=0)
     sizes = [sum(map(len, split)) for split in (task.train, task.val, task.test)]
     assert sizes == [40_000, 10_000, 10_000]
+
+
+def test_clients_of_classes_that_are_named():
+    sets = [[0, 1, 2], [0, 1, 2], [7]]
+    given = {"clients": 3, "partition": "equal_classes", "novel": 0.0}
+    partition = divide(TaskConfig(**given, class_sets=sets), made(2000), seed=0)
+    for split in (partition.train, partition.test):
+        assert [made(2000).y[own].unique().tolist() for own in split] == sets
+    for wrong in ({"partition": "iid"}, {"clients": 4}):
+        with pytest.raises(ValidationError, match="one set for each client, got partition="):
+            TaskConfig(**given | wrong, class_sets=sets)

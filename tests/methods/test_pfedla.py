@@ -47,14 +47,20 @@ def trained_federation(retain: int = 0, **settings: Any) -> Federation:
     return federation
 
 
+def layers_in(federation: Federation) -> dict[str, list[str]]:
+    """What has a weight of each client: a layer, or the whole model."""
+    whole = federation.config.weigh == "models"
+    return {"model": [name for names in LAYERS.values() for name in names]} if whole else LAYERS
+
+
 def mixture_of(federation: Federation, client: int, retain: int = 0) -> dict[str, Tensor]:
     """sum_j alpha[l, j] theta_j entry by entry, but for the retained layers: the client's own."""
     server = federation.server
     alpha = server.hyper_nets(torch.tensor([client]))[0]  # (layers, n)
     model, own = server.trained["base"], alpha[:, client].tolist()
-    retained = sorted(range(len(LAYERS)), key=lambda at: -own[at])[:retain]
+    retained = sorted(range(len(own)), key=lambda at: -own[at])[:retain]
     mixture = {}
-    for at, names in enumerate(LAYERS.values()):
+    for at, names in enumerate(layers_in(federation).values()):
         for name in names:
             weighed = [a * theta for a, theta in zip(alpha[at], model[name].double(), strict=True)]
             mixed = model[name][client].double() if at in retained else torch.stack(weighed).sum(0)
@@ -71,15 +77,15 @@ def loss_of(federation: Federation, client: int, mixture: dict[str, Tensor]) -> 
 PARAMETERS = dict(Normed().named_parameters()).keys()
 
 
-def check_one_round(clients: list[int], retain: int = 0) -> None:
+def check_one_round(clients: list[int], retain: int = 0, **settings: Any) -> None:
     """One round against gradient descent on the one-piece objective, and what is kept and used.
 
     With one plain local step of rate eta, delta = eta times the gradient in the mixture, so
     descending the pull-back is gradient descent with rate lr * eta on sum_i L_i(mixture_i).
     """
-    federation = trained_federation(retain)
+    federation = trained_federation(retain, **settings)
     server = federation.server
-    assert list(server.weights(torch.tensor(clients))) == list(LAYERS)
+    assert list(server.weights(torch.tensor(clients))) == list(layers_in(federation))
     rate = ONE_STEP["local_lr"]
     stored = trees.clone(server.trained["base"])
     objective = torch.zeros((), dtype=torch.float64)
@@ -115,6 +121,12 @@ def test_the_update_is_the_gradient_of_the_one_piece_objective(
     clients: list[int], retain: int
 ) -> None:
     check_one_round(clients, retain)
+
+
+def test_whole_models_have_one_weight_for_all_layers() -> None:
+    check_one_round([0, 1, 3], weigh="models")
+    with pytest.raises(UserError, match="weigh must be layers where layers are retained"):
+        Federation("pfedla", make_task(), weigh="models", retain=1)
 
 
 def test_the_update_moves_the_participants_hypernetworks_and_no_other() -> None:

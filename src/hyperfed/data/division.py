@@ -171,6 +171,8 @@ def _draw_shares(
             return shares.dirichlet_equal(clients, classes, _alphas(config), rng, sizes)
         case "dirichlet_per_class":
             return shares.dirichlet_per_class(clients, classes, config.alpha, rng)
+        case "equal_classes" if config.class_sets is not None:
+            return shares.chosen_classes(config.class_sets, classes, sizes)
         case "equal_classes":
             return shares.equal_classes(clients, classes, per_client, rng, sizes)
         case "majority":

@@ -7,6 +7,7 @@ from pydantic import (
     AfterValidator,
     ConfigDict,
     Field,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     model_validator,
@@ -91,6 +92,8 @@ class TaskConfig:
             ``dirichlet`` with ``alpha``.
         classes_per_client: for ``class_shares``, ``equal_classes`` and ``pfllib``; shards per
             client for ``shards``; majority classes per client for ``majority``.
+        class_sets: for ``equal_classes``, the classes of each client, ``[[0, 1], [1, 2]]`` for two;
+            None for random ones.
         shares: ``class_shares`` as pFedHN's paper or as its official code draws them.
         share_low: a client's part of each of its classes is drawn, in proportion, between this and
             ``share_high``, by ``class_shares``. Equal ones give equal parts, as PeFLL's authors do.
@@ -149,6 +152,7 @@ class TaskConfig:
     partition_file: Annotated[Path, AfterValidator(Path.absolute)] | None = None
     pfllib: Dealing = "dirichlet"
     classes_per_client: PositiveInt = 2
+    class_sets: tuple[tuple[NonNegativeInt, ...], ...] | None = None
     shares: Literal["paper", "official"] = "paper"
     share_low: PositiveFloat = 0.4
     share_high: PositiveFloat = 0.6
@@ -228,6 +232,14 @@ class TaskConfig:
                 "partition=file and partition_file go together, got "
                 f"partition={self.partition or 'none'} and partition_file={self.partition_file}; "
                 "give both or neither"
+            )
+        if self.class_sets is not None and (
+            self.partition != "equal_classes" or len(self.class_sets) != self.client_count
+        ):
+            raise ValueError(
+                "class_sets needs partition=equal_classes and one set for each client, got "
+                f"partition={self.partition or 'none'} and {len(self.class_sets)} sets of "
+                f"{self.client_count} clients; correct them or remove class_sets"
             )
         if self.partition_file is not None:
             check_suffix(self.partition_file)

@@ -5,6 +5,7 @@ the shares of all clients at once, as a float64 array (clients, classes) whose c
 most one; what is left of a class is not used. :mod:`hyperfed.data.partitions` applies them.
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -188,6 +189,33 @@ def equal_classes(
     """
     _check_per_client(per_client, classes)
     held = _random_classes(clients, classes, per_client, rng)
+    return _largest_fit(held.astype(np.float64), sizes)
+
+
+def chosen_classes(
+    sets: Sequence[Sequence[int]], classes: int, sizes: npt.ArrayLike | None = None
+) -> Shares:
+    """Gives each client the classes that are named, and the same amount of each.
+
+    So are the clients of pFedLA, section 4.3: two with the same four classes and one with three of
+    these, or a chain in which neighbours share three of four. The most contended class sets the
+    amount for all, as in :func:`equal_classes`.
+
+    Args:
+        sets: the classes of each client.
+        classes: number of classes.
+        sizes: (classes,) training examples of each class; equal where None.
+
+    Raises:
+        UserError: a client without a class, or a class that there is not.
+    """
+    named = {label for own in sets for label in own}
+    if not all(sets) or not named <= set(range(classes)):
+        raise UserError(
+            f"class_sets must give each client classes of 0..{classes - 1}, got "
+            f"{[list(own) for own in sets]}; correct them"
+        )
+    held = np.array([[label in own for label in range(classes)] for own in sets])
     return _largest_fit(held.astype(np.float64), sizes)
 
 

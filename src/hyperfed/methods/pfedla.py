@@ -52,6 +52,8 @@ class Config(PersonalConfig):
         embedding_size: length of a client's embedding.
         hidden: width of the hypernetworks' hidden layers.
         hidden_layers: number of hidden layers after the first.
+        weigh: a weight of each client for every layer; or, for comparison (figure 1), one for its
+            whole model.
         retain: k, layers that a client keeps instead of receiving them, those on which its own
             weight is largest (HeurpFedLA).
         retained_layers: names of the layers that every client keeps, in the place of those k.
@@ -67,6 +69,7 @@ class Config(PersonalConfig):
     embedding_size: PositiveInt = 100
     hidden: PositiveInt = 100
     hidden_layers: NonNegativeInt = 1
+    weigh: Literal["layers", "models"] = "layers"
     retain: NonNegativeInt = 0
     retained_layers: tuple[str, ...] = ()
     evaluated: Literal["mixture", "trained"] = "mixture"
@@ -118,6 +121,16 @@ class Server(federation.Server):
     def __init__(self, outline: Outline, config: Config) -> None:
         super().__init__(outline, config)
         self.layers = {size: layers_of(net) for size, net in outline.models.items()}
+        if config.weigh == "models":
+            if config.retain or config.retained_layers:
+                raise UserError(
+                    "weigh must be layers where layers are retained, got models; leave it out, or "
+                    "choose pfedla without retained_layers"
+                )
+            self.layers = {
+                size: {"model": tuple(name for names in layers.values() for name in names)}
+                for size, layers in self.layers.items()
+            }
         counts = {size: len(layers) for size, layers in self.layers.items()}
         if config.retain > min(counts.values()):
             raise UserError(
