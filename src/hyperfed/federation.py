@@ -769,6 +769,14 @@ class Server:
     the models that known clients use may have stopped to change.
     """
 
+    def descriptors_of(self, clients: Cohort) -> Tensor | None:
+        """Returns (C, l), what the server makes models of clients of one size from.
+
+        Such as learned embeddings, or what clients say of their data; None where a method has no
+        such thing. It serves known and novel clients as :meth:`personalize` does.
+        """
+        return None
+
     def privacy(self) -> dict[str, Any] | None:
         """Returns what the settings promise of a client's privacy, plain data with its "delta".
 

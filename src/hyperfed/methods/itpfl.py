@@ -358,9 +358,14 @@ class Server(federation.Server):
         """Sends what phase 1 made for known clients, and what phase 2 makes for novel ones."""
         if clients.novel:
             return self.rehearse(clients)
-        vector = self.describe(clients) if self.end_to_end else self.embed(clients)
+        vector = self.descriptors_of(clients)
         with torch.no_grad():
             return Each(self.hyper_net(vector, clients.size))
+
+    def descriptors_of(self, clients: Cohort) -> Tensor:
+        """Returns (C, l): what the encoder says of novel clients, embeddings of known ones."""
+        known = not (clients.novel or self.end_to_end)
+        return self.embed(clients) if known else self.describe(clients)
 
     def rehearse(self, clients: Cohort) -> Each:
         """Serves clients as novel ones; on known clients it tells which round is the best."""

@@ -249,10 +249,13 @@ class Server(federation.Server):
 
     def personalize(self, clients: Cohort) -> Each:
         """Algorithm 1, for known and novel clients alike."""
-        if self.config.prediction == "batch":
-            descriptor = self.describe_batch(clients)  # (C, l)
-        else:
-            descriptor = self.describe(clients, Epochs(1, EVALUATION_BATCH))
+        descriptor = self.descriptors_of(clients)
         with torch.no_grad():
             model = self.hyper_net(self.standard.fitted(descriptor)(descriptor), clients.size)
         return Each(model | trees.repeat(self.buffers[clients.size], len(clients.ids)))
+
+    def descriptors_of(self, clients: Cohort) -> Tensor:
+        """Returns (C, l) descriptors that predict: of one batch, or of all training examples."""
+        if self.config.prediction == "batch":
+            return self.describe_batch(clients)
+        return self.describe(clients, Epochs(1, EVALUATION_BATCH))

@@ -207,14 +207,19 @@ class Server(federation.Server):
         config = self.config
         if clients.novel and config.pooled:
             return {POOL: detach(self.hyper_net(self.embeddings.weight, clients.size))}
-        if clients.novel and config.novel_models == "nearest":
-            descriptor = self.embeddings(pools.nearest(clients, config.distance_steps))
-        elif clients.novel and config.descriptor == "embedding":
-            descriptor = self.fit_embeddings(clients)
-        else:
-            descriptor = self.descriptors(clients, self.class_totals(clients))
+        descriptor = self.descriptors_of(clients)
         with torch.no_grad():
             return Each(self.hyper_net(descriptor, clients.size))
+
+    def descriptors_of(self, clients: Cohort) -> Tensor:
+        """Returns (C, l): learned, fixed, fitted or borrowed."""
+        config = self.config
+        if clients.novel and config.novel_models == "nearest":
+            rows: Tensor = self.embeddings(pools.nearest(clients, config.distance_steps))
+            return rows
+        if clients.novel and config.descriptor == "embedding":
+            return self.fit_embeddings(clients)
+        return self.descriptors(clients, self.class_totals(clients))
 
     def class_totals(self, clients: Cohort) -> Tree:
         """Returns {"count": (classes,)}, the examples that known clients have together."""

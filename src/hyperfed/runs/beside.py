@@ -9,16 +9,19 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hyperfed.metrics import ACCURACY, Metric, named
-from hyperfed.runs import measured, statistics
+from hyperfed.runs import learned, measured, statistics
 from hyperfed.runs.experiments import Experiment, Measure
 from hyperfed.runs.measured import UNITS, Cell, Measurement, Verdict
 from hyperfed.runs.records import RunRecord
 from hyperfed.runs.report import difference, percent
 from hyperfed.runs.statistics import Difference, Spread
-from hyperfed.runs.svg import Curve, Dot, Series, draw_cells, draw_series
+from hyperfed.runs.svg import Curve, Dot, Series, draw_cells, draw_series, to_svg
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 ABOUT = "about.md"
 """Beside records: what a person has to say of all below that folder."""
@@ -239,6 +242,8 @@ class _Writer:
             for measure in experiment.measures:
                 self._column(experiment, column, measure)
         self._served(experiment)
+        if self._draw:
+            self._learned(experiment)
         missing = [cell for cell in experiment.cells if (experiment.id, cell) not in self._found]
         if missing:
             self.say(
@@ -314,6 +319,39 @@ class _Writer:
                     curves.setdefault(noise, []).append((float(match[1]), accuracy))
                 if curves:
                     self._noise(f"{experiment.id}-{cell}", one, curves)
+
+    def _learned(self, experiment: Experiment) -> None:
+        """Adds the figures that a table names, of a record of each cell that has what they show."""
+        records = {
+            cell: measured.alike(self._found[experiment.id, cell])[0][0].record
+            for cell in experiment.cells
+            if (experiment.id, cell) in self._found
+        }
+        for name in experiment.table.figures:
+            several: dict[str, dict[str, list[RunRecord]]] = {}
+            for cell, record in records.items():
+                if not learned.can_draw(name, record):
+                    continue
+                column, row = experiment.cells[cell]
+                task, method = experiment.columns[column].about, experiment.rows[row].about
+                if name in learned.OF_A_RUN:
+                    figure = learned.OF_A_RUN[name](record)
+                    self._of_learned(f"{experiment.id}-{cell}", f"{task}: {method}", name, figure)
+                    continue
+                of_column = name == "rounds"
+                called = f"{task}: {method}" if name == "correlation" else method
+                runs = several.setdefault(column if of_column else "", {})
+                runs.setdefault(called, []).append(record)
+            for column, runs in several.items():
+                where = experiment.columns[column].about if column else experiment.table.title
+                figure = learned.OF_RUNS[name](runs)
+                self._of_learned(
+                    "-".join(filter(None, (experiment.id, column))), where, name, figure
+                )
+
+    def _of_learned(self, place: str, where: str, name: str, figure: "Figure") -> None:
+        self.say(f"#### {where}: {learned.CAPTIONS[name]}, one seed")
+        self._figure(f"{place}-{name}", to_svg(figure))
 
     def _noise(
         self, name: str, one: Measurement, curves: Mapping[str, list[tuple[float, float]]]

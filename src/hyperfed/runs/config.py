@@ -54,6 +54,9 @@ _SHORT = {"method": "method.name", "task": "task.name", "engine": "engine.name"}
 MetricName = Literal["balanced_accuracy", "f1", "calibration", "r2"]
 """What clients count for on request (:data:`hyperfed.metrics.ON_REQUEST`)."""
 
+Examined = Literal["descriptors", "crossed"]
+"""What can be looked into beside how good models are (:mod:`hyperfed.runs.examined`)."""
+
 TrackerName = Literal["auto", "tensorboard", "mlflow", "wandb"]
 """Where numbers go besides the records (:mod:`hyperfed.runs.trackers`)."""
 
@@ -193,6 +196,10 @@ class RunConfig:
             which tell how many examples a client has of each, and ``r2`` of numbers, which tells
             mean and spread of its targets and is always there unless clients are at sites
             (:mod:`hyperfed.metrics`).
+        examine: what is looked into beside how good models are, which changes no number.
+            ``descriptors``: at each evaluation, how the distances between clients' descriptors rank
+            beside those between their labels, and at the end the descriptors; ``crossed``: at the
+            end, each known client's metric with what the server makes for every other one.
         checkpoint_every: rounds between checkpoints.
         seed: of every draw.
         device: where clients compute, and the server beside them: ``cpu``, ``cuda`` or ``cuda:N``.
@@ -218,6 +225,7 @@ class RunConfig:
     evaluate_every: PositiveInt = 20
     best: Literal["accuracy", "masked_accuracy", "zeroed_accuracy"] = "accuracy"
     metrics: Annotated[tuple[MetricName, ...], BeforeValidator(_several)] = ()
+    examine: Annotated[tuple[Examined, ...], BeforeValidator(_several)] = ()
     checkpoint_every: PositiveInt = 100
     seed: NonNegativeInt = 0
     device: str = "cpu"

@@ -205,8 +205,12 @@ class NotOfOneClientError(Exception):
     """What a client is sent is not a model of its own: the same for all, or only a part of it."""
 
 
-def exchanged(serve: Serve) -> Serve:
-    """Returns what serves each client with the model of the client before it, of its size.
+def exchanged(serve: Serve, places: int = 1) -> Serve:
+    """Returns what serves each client with the model of one before it, of its size.
+
+    Args:
+        serve: what makes the models.
+        places: how far before it.
 
     It raises ``NotOfOneClientError`` where what clients are sent is not a model of each.
     """
@@ -215,7 +219,7 @@ def exchanged(serve: Serve) -> Serve:
         sent = serve(clients)
         if not isinstance(sent, Each) or sent.entries is not None:
             raise NotOfOneClientError
-        return Each(trees.tree_map(lambda leaf: leaf.roll(1, dims=0), sent.tree))
+        return Each(trees.tree_map(lambda leaf: leaf.roll(places, dims=0), sent.tree))
 
     return others
 

@@ -30,7 +30,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ConfigDict, PositiveInt, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
@@ -39,6 +39,11 @@ from hyperfed.errors import UserError
 
 Settings = dict[str, Any]
 """Keys of a run as TOML nests them."""
+
+FigureName = Literal[
+    "weights", "heatmap", "layers", "embedding", "crossed", "shift", "correlation", "rounds"
+]
+"""What a report can draw of a table's records (:mod:`hyperfed.runs.learned`)."""
 
 _STRICT = ConfigDict(extra="forbid")
 
@@ -66,6 +71,7 @@ class About:
         seeds: how many it is measured with.
         spread: of what the published spreads are, such as "standard deviation over three seeds".
         remarks: in what these settings differ from the paper's, or what it leaves open.
+        figures: that the report draws of its records, beside those of every table.
         set: settings of every cell.
     """
 
@@ -74,6 +80,7 @@ class About:
     seeds: PositiveInt = 3
     spread: str = ""
     remarks: tuple[str, ...] = ()
+    figures: tuple[FigureName, ...] = ()
     set: Settings = field(default_factory=dict)
 
 

@@ -3,7 +3,7 @@
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -24,6 +24,9 @@ SPREADS = 2
 """By how many published spreads it may."""
 
 MEBIBYTE = 2**20
+
+OF_SIZE = "test_accuracy_"
+"""How the mean over the clients of a target size, S, M or L, is called."""
 
 
 def _percent(key: str) -> tuple[str, Callable[[Mapping[str, Any]], Number]]:
@@ -50,6 +53,7 @@ UNITS: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], Number]]] = Mapping
             )
         },
         "test_accuracy_client_mean": _percent("test_accuracy_client_mean"),
+        **{f"{OF_SIZE}{size}": _percent(f"{OF_SIZE}{size}") for size in "SML"},
         "eighth_mebibytes": ("MiB", _eighth),
     }
 )
@@ -88,7 +92,14 @@ class Measurement:
     def scores(self, metric: str) -> Scores:
         """Returns the accuracy of each client that the metric is about."""
         split = "novel" if metric.startswith("novel") else "test"
-        return statistics.scores(self.record, split)
+        found = statistics.scores(self.record, split)
+        size, of_client = metric.removeprefix(OF_SIZE), self.summary.get("sizes", ())
+        if size not in of_client:
+            return found
+        own = {
+            client: value for client, value in found.clients.items() if of_client[client] == size
+        }
+        return replace(found, clients=own)
 
 
 Cell = tuple[str, str]

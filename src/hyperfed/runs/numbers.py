@@ -1,5 +1,7 @@
 """The numbers of a run's end by name, as a summary has them."""
 
+from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
 
 from hyperfed.metrics import ACCURACY
@@ -27,6 +29,21 @@ def numbers(test: Evaluation, novel: Evaluation | None, others: Number) -> dict[
     found |= {f"others_{main}": others, "evaluated": test.evaluated}
     found |= {f"novel_{name}": novel and novel.value(name) for name in (main, *beside)}
     return found | {"novel_evaluated": novel and novel.evaluated}
+
+
+def numbers_of_sizes(test: Evaluation, sizes: Sequence[str]) -> dict[str, Number]:
+    """Returns the metric of known clients of each target size, the mean over those with examples.
+
+    Args:
+        test: of known clients at the best round.
+        sizes: (C,) of each.
+    """
+    main = test.main.client
+    found: dict[str, Number] = {}
+    for size in dict.fromkeys(sizes):
+        own = [v for v, of in zip(main, sizes, strict=True) if of == size and v is not None]
+        found[f"test_{test.metric}_{size}"] = fmean(own) if own else None
+    return found
 
 
 def _over_clients(name: str, of: Measure) -> dict[str, Number]:

@@ -32,6 +32,7 @@ MOST_NAMED = 3
 
 CHANGE_NO_NUMBER = (
     *("engine.", "device", "checkpoint_every", "preset", "task.data_dir", "track", "metrics"),
+    "examine",
 )
 """How the keys begin that a run is not told from others by."""
 

@@ -13,6 +13,8 @@ from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from hyperfed import trees
 from hyperfed.data import tasks
 from hyperfed.data.own import Task
@@ -21,11 +23,11 @@ from hyperfed.engines import EngineCohort, Exchange
 from hyperfed.engines.replies import UNUSABLE
 from hyperfed.errors import LostEverybodyError, UserError, one_line
 from hyperfed.federation import AllLostError
-from hyperfed.runs import clients, private, records, trackers
+from hyperfed.runs import clients, examined, learned, private, records, trackers
 from hyperfed.runs import config as configuration
 from hyperfed.runs.config import RunConfig
 from hyperfed.runs.evaluation import Counts, chosen_by, evaluate, is_better
-from hyperfed.runs.numbers import numbers
+from hyperfed.runs.numbers import numbers, numbers_of_sizes
 from hyperfed.runs.records import Evaluation, Lost, RunFolder, Void
 from hyperfed.runs.rollback import Snapshot, is_finite
 from hyperfed.runs.serving import Best, Served
@@ -204,18 +206,25 @@ class Run(Served):
         found = clients.at_best(self.evaluations, self.best.round)
         return pandas.DataFrame(list(clients.rows(found, self.task.names)))
 
-    def plot(self, path: str | Path | None = None) -> "Figure":
+    def plot(self, path: str | Path | None = None, of: str = "metric") -> "Figure":
         """Draws the metric over rounds and that of each client, by name, at the best round.
 
         Args:
             path: where to write the figure; its ending says the format (.png, .pdf, .svg).
+            of: another figure in its place: ``weights``, ``heatmap`` or ``layers`` of what
+                ``pfedla`` and ``heurpfedla`` learned, the ``shift`` of novel clients, or with
+                ``examine`` the ``embedding`` of clients, ``correlation`` and ``crossed`` models
+                (:mod:`hyperfed.runs.learned`).
 
         Raises:
-            UserError: the run has not come to its first evaluation, or the figure cannot be
-                written.
+            UserError: the run has not come to its first evaluation, has not what the figure is of,
+                or the figure cannot be written.
         """
         title = f"{self.config.method} on {self.task.name}"
-        figure = clients.draw(self.evaluations, self.best.round, self.task.names, title)
+        if of == "metric":
+            figure = clients.draw(self.evaluations, self.best.round, self.task.names, title)
+        else:
+            figure = learned.draw(of, self, self.config.method)
         if path is not None:
             clients.write(figure, Path(path))
         return figure
@@ -395,8 +404,10 @@ class Run(Served):
             split: self._summarise(split, ids, counts[split], self.round, lost=lost, void=void)
             for split in counts
         }
-        told = records.plain(trees.to(self.server.diagnostics(), CPU))
-        found["val"] = replace(found["val"], diagnostics=told)
+        told = trees.to(self.server.diagnostics(), CPU)
+        if "descriptors" in self.config.examine:
+            told = told | {"descriptors": self._rank_correlations()}
+        found["val"] = replace(found["val"], diagnostics=records.plain(told))
         for evaluation in found.values():
             self._record(evaluation)
         # Without validation data there is nothing to choose by: the latest round is taken.
@@ -406,6 +417,17 @@ class Run(Served):
             val = evaluate(self.server, self.engine, ids, self.round, serve=serve)["val"]
         self._choose(val, ids)
         return found
+
+    def _rank_correlations(self) -> Tree:
+        """Returns by how much descriptors tell clients apart as their labels do."""
+        descriptors = self._descriptors(self.server, self.round)
+        whose = {"rank_correlation": self.task.known, "novel_rank_correlation": self.task.novel_ids}
+        shares = examined.proportions(self.task)
+        return {
+            name: torch.tensor(examined.rank_correlation(descriptors, shares, ids))
+            for name, ids in whose.items()
+            if ids
+        }
 
     def _choose(self, val: Counts, ids: list[int]) -> None:
         """Takes this round for the best if it is, or the first."""
@@ -462,6 +484,11 @@ class Run(Served):
             "labels": list(self.task.labels) or None,
             "privacy": self.privacy(),
         }
+        if len(self.task.models) > 1:
+            sizes = [self.task.size_of(client) for client in self.task.known]
+            self.summary |= {"sizes": sizes, **numbers_of_sizes(test, sizes)}
+        if self.config.examine:
+            self.summary["examined"] = records.plain(self.examined())
         if self.engine.released and self.folder is not None:
             self._checkpoint()  # what was let out since the last one is not to be forgotten
         if self.folder is not None:

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +10,8 @@ from time import monotonic
 from types import ModuleType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from hyperfed import engines, metrics, privacy, trees
 from hyperfed.data import tasks
@@ -25,7 +26,7 @@ from hyperfed.federation import Server
 from hyperfed.methods import METHODS
 from hyperfed.nets.pretrained import save_adapter
 from hyperfed.runs import config as configuration
-from hyperfed.runs import private, records
+from hyperfed.runs import examined, private, records
 from hyperfed.runs.config import RunConfig
 from hyperfed.runs.evaluation import (
     Counts,
@@ -94,6 +95,7 @@ class Served:
         self.method: ModuleType = METHODS[config.method]
         self.private = private.plan(config, self.task, self.method)
         self.server = self._new_server()
+        examined.check(config, self.task, self.server)
         self.engine = engines.build(
             config.engine,
             self.task,
@@ -186,6 +188,51 @@ class Served:
         """
         with self._at_best() as server:
             return trees.clone(trees.to(server.diagnostics(), CPU))
+
+    def examined(self) -> Tree:
+        """Returns what the settings ask to look into at the best round (``examine``).
+
+        Returns:
+            With ``descriptors`` these, (clients, l), known clients first, and the clients'
+            ``proportions`` of classes in their training examples, (clients, classes); with
+            ``crossed`` the metric of each known client on its test examples, (n, n), with what it
+            keeps itself and what the server makes for the client of the column, nan where it has
+            no examples; without where what clients are sent is not a model of each.
+
+        Raises:
+            UserError: the run has not come to its first evaluation.
+        """
+        found: Tree = {}
+        with self._at_best() as server:
+            if "descriptors" in self.config.examine:
+                found["descriptors"] = self._descriptors(server, self.best.round)
+                found["proportions"] = examined.proportions(self.task)
+            if "crossed" in self.config.examine:
+                with suppress(NotOfOneClientError):
+                    found["crossed"] = self._crossed(server)
+        return found
+
+    def _descriptors(self, server: Server, round: int) -> Tensor:
+        """Returns (clients, l), those of known clients first."""
+        engine, known, novel = self.engine, list(self.task.known), list(self.task.novel_ids)
+        found = examined.descriptors(server, engine, known, round)
+        if not novel:
+            return found
+        new = examined.descriptors(server, engine, novel, round, novel=True)
+        return torch.cat([found, new])
+
+    def _crossed(self, server: Server) -> Tensor:
+        """Returns (n, n): the metric of the row's client with the model made for the column's."""
+        ids = list(self.task.known)
+        found = torch.full((len(ids), len(ids)), torch.nan, dtype=torch.float64)
+        for places in range(len(ids)):
+            serve = exchanged(server.personalize, places)
+            counts = evaluate(server, self.engine, ids, self.best.round, serve=serve)["test"]
+            values = measure(self.task.metric, counts.by_name).client
+            for row, value in enumerate(values):
+                if value is not None:
+                    found[row, (row - places) % len(ids)] = value
+        return found
 
     def personalize(self, x: Any, y: Any = None, *, size: str | None = None) -> nn.Module:
         """Returns the model of a client that was never seen, by the method's own protocol.

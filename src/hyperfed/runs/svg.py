@@ -83,7 +83,7 @@ def draw_cells(curves: Sequence[Curve], dots: Sequence[Dot], label: str) -> str:
     right.legend(frameon=False, fontsize="x-small")
     _plain(left, "y")
     _plain(right, "x")
-    return _svg(figure)
+    return to_svg(figure)
 
 
 def draw_series(series: Sequence[Series], across: str, up: str) -> str:
@@ -107,7 +107,7 @@ def draw_series(series: Sequence[Series], across: str, up: str) -> str:
     axes.set_ylabel(up)
     axes.legend(frameon=False, fontsize="small")
     _plain(axes, "y")
-    return _svg(figure)
+    return to_svg(figure)
 
 
 def _first(dots: Sequence[Dot]) -> int:
@@ -127,7 +127,7 @@ def _new(width: float, height: float) -> "Figure":
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _svg(figure: "Figure") -> str:
+def to_svg(figure: "Figure") -> str:
     """Returns a figure as SVG whose text is text, the same for the same numbers."""
     file = StringIO()
     import matplotlib as mpl

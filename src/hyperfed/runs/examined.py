@@ -1,0 +1,108 @@
+"""What a run is looked into for beside how good its models are (``examine``).
+
+How the server tells clients apart: their descriptors, and whether their distances rank as those of
+the clients' label distributions do (PeFLL, section 4.2 and figure 3). And whose model suits whom:
+every known client's metric with every other's model (pFedHN, section 5.4 and figure 3).
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hyperfed.data.own import Task
+from hyperfed.data.roster import RemoteTask
+from hyperfed.engines import Engine
+from hyperfed.errors import UserError
+from hyperfed.federation import Server
+from hyperfed.runs.config import RunConfig
+from hyperfed.runs.evaluation import CHUNK
+from hyperfed.system.devices import CPU
+from hyperfed.training import count_classes
+
+
+def check(config: RunConfig, task: Task, server: Server) -> None:
+    """Finds out whether a run has what it is to be looked into for.
+
+    Raises:
+        UserError: it has not.
+    """
+    if not config.examine:
+        return
+    if isinstance(task, RemoteTask):
+        raise UserError(
+            f"examine must be left out where clients are at sites, got {', '.join(config.examine)}:"
+            " descriptors and others' models are nobody else's business; remove it"
+        )
+    if "descriptors" in config.examine:
+        if type(server).descriptors_of is Server.descriptors_of:
+            raise UserError(
+                f"examine=descriptors needs a method that has some, but {config.method} has none; "
+                "choose pfedhn, pefll or itpfl, or remove it"
+            )
+        private = server.privacy() is not None or config.privacy.epsilon is not None
+        if not task.classes or task.y.ndim > 1 or private:
+            raise UserError(
+                "examine=descriptors needs clients with one label for each example and answers "
+                "that are not private, each of which would cost; remove it"
+            )
+    if "crossed" in config.examine and (len(task.known) > CHUNK or len(task.models) > 1):
+        raise UserError(
+            f"examine=crossed needs at most {CHUNK} known clients with one target, got "
+            f"{len(task.known)} with {len(task.models)}; lower task.clients or remove it"
+        )
+
+
+def descriptors(
+    server: Server, engine: Engine, ids: Sequence[int], round: int, *, novel: bool = False
+) -> Tensor:
+    """Returns (C, l) descriptors in the order of ``ids``, as an evaluation of that round has them.
+
+    Args:
+        server: its state does not change.
+        engine: runs the clients; what they remember does not change.
+        ids: of clients that are all known or all novel.
+        round: on which the draws of a description depend.
+        novel: the clients have never been asked before.
+    """
+    found: dict[int, Tensor] = {}
+    for start in range(0, len(ids), CHUNK):
+        cohort = engine.cohort(ids[start : start + CHUNK], round, training=False, fresh=novel)
+        for group in cohort.sizes.values():
+            rows = server.descriptors_of(group)
+            assert rows is not None  # as was checked
+            found |= dict(zip(group.ids.tolist(), rows.detach().to(CPU), strict=True))
+    return torch.stack([found[client] for client in ids])
+
+
+def proportions(task: Task) -> Tensor:
+    """Returns (clients, classes) float64, the share of each class in the training examples."""
+    held = [count_classes(task.y[rows], task.classes).double() for rows in task.train]
+    return torch.stack([count / count.sum().clamp(min=1) for count in held])
+
+
+def rank_correlation(descriptors: Tensor, proportions: Tensor, of: Sequence[int]) -> float:
+    """Returns Spearman's correlation of distances between descriptors and label distributions.
+
+    For a client i of ``of`` these are ||v_i - v_j|| and ||p_i - p_j|| over all n clients j, itself
+    included; the correlations of these clients are averaged. Ties have their mean rank. A client
+    whose distances are all the same, of which there is no correlation, is left out; nan where all
+    are.
+
+    Args:
+        descriptors: (n, l).
+        proportions: (n, classes).
+        of: numbers of the clients that it is averaged over.
+    """
+    from scipy.stats import rankdata  # takes long to import
+
+    found = []
+    for client in of:
+        ranks = [
+            rankdata((rows - rows[client]).double().norm(dim=1).numpy())
+            for rows in (descriptors, proportions)
+        ]
+        if all(np.ptp(rank) > 0 for rank in ranks):
+            found.append(np.corrcoef(*ranks)[0, 1])
+    return float(np.mean(found)) if found else float("nan")

@@ -1,0 +1,393 @@
+"""Figures of what methods have learned of clients, and of what new ones are served with.
+
+They are drawn from records: of pFedLA's weights (figures 5, 6 and 7 of its paper), of the shift of
+novel clients (IT-PFL-HN, figure 3), and of what ``examine`` has looked into: t-SNE of descriptors
+and others' models (pFedHN, figures 4 and 3), rank correlation (PeFLL, figure 3). A table of
+experiments names those that its report shows.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from hyperfed.errors import UserError
+from hyperfed.runs.records import Evaluation
+from hyperfed.runs.report import COLOURS, DASHES, MARKERS, FinishedRun, new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Floats = npt.NDArray[np.float64]
+
+TARGET = 0
+"""The client whose weights figures 5 and 7 of pFedLA are about: the first one."""
+
+
+class NothingToDrawError(UserError):
+    """A record lacks what a figure is of."""
+
+
+def weights_over_rounds(
+    evaluations: Sequence[Evaluation],
+) -> tuple[list[int], dict[str, Floats]]:
+    """Returns how much of each layer a client took from whom, at each evaluation.
+
+    Args:
+        evaluations: of a run of ``pfedla`` or ``heurpfedla``.
+
+    Returns:
+        The (R,) rounds, and layer -> (R, n, n), whose rows are who takes. Of several target sizes
+        the layers' names begin with the size.
+
+    Raises:
+        NothingToDrawError: no evaluation has weights.
+    """
+    told = [(e.round, e.diagnostics["weights"]) for e in evaluations if "weights" in e.diagnostics]
+    if not told:
+        raise NothingToDrawError(
+            "weights must be in the diagnostics of a run to draw them, but are in none; train "
+            "with pfedla or heurpfedla"
+        )
+    sizes = told[0][1]
+    names = {
+        layer if len(sizes) == 1 else f"{size} {layer}": (size, layer)
+        for size, layers in sizes.items()
+        for layer in layers
+    }
+    found = {
+        name: np.array([weights[size][layer] for _, weights in told], dtype=np.float64)
+        for name, (size, layer) in names.items()
+    }
+    return [number for number, _ in told], found
+
+
+def shifted(evaluations: Sequence[Evaluation]) -> list[tuple[float, float]]:
+    """Returns (KL to the nearest known client in nats, accuracy in %) of each novel client.
+
+    Those for which one of both is not there, or infinite, are left out.
+
+    Raises:
+        NothingToDrawError: there is no such client.
+    """
+    found = [
+        (float(divergence), 100 * float(accuracy))
+        for e in evaluations
+        if e.split == "novel"
+        for divergence, accuracy in zip(e.client_kl_divergence, e.client_accuracy, strict=True)
+        if divergence is not None and accuracy is not None
+    ]
+    if not found:
+        raise NothingToDrawError(
+            "novel clients must have an accuracy and a finite KL divergence to be drawn, but none "
+            "has; train with task.novel above 0, or a larger task.novel_alpha"
+        )
+    return found
+
+
+def correlations(evaluations: Sequence[Evaluation]) -> list[tuple[float, float]]:
+    """Returns (round, rank correlation) at each evaluation, of novel clients where there are any.
+
+    Raises:
+        NothingToDrawError: no evaluation has one.
+    """
+    told = [(e.round, e.diagnostics.get("descriptors", {})) for e in evaluations]
+    found = [
+        (float(number), float(value))
+        for number, of in told
+        if (value := of.get("novel_rank_correlation", of.get("rank_correlation"))) is not None
+    ]
+    if not found:
+        raise NothingToDrawError(
+            "a rank correlation must be in the diagnostics of a run to draw it, but is in none; "
+            "train with examine=descriptors"
+        )
+    return found
+
+
+def accuracies(evaluations: Sequence[Evaluation]) -> list[tuple[float, float]]:
+    """Returns (round, test accuracy in %) at each evaluation of known clients.
+
+    Raises:
+        NothingToDrawError: none has test examples and classes.
+    """
+    found = [
+        (float(e.round), 100 * e.accuracy)
+        for e in evaluations
+        if e.split == "test" and e.accuracy is not None
+    ]
+    if not found:
+        raise NothingToDrawError("a run must have been tested for its accuracy to draw it")
+    return found
+
+
+def described(run: FinishedRun) -> tuple[Floats, list[int]]:
+    """Returns the clients' descriptors at the best round, (n, l), and their groups, (n,).
+
+    Clients of a group have the same classes; where hardly two have, most examples of the same one.
+
+    Raises:
+        NothingToDrawError: there are no descriptors, or fewer than four.
+    """
+    told = (run.summary or {}).get("examined", {})
+    if len(told.get("descriptors", ())) < 4:
+        raise NothingToDrawError(
+            "there must be the descriptors of four clients to draw them; train with "
+            "examine=descriptors"
+        )
+    rows = np.array(told["descriptors"], dtype=np.float64)
+    shares = np.array(told["proportions"], dtype=np.float64)
+    supports, group = np.unique(shares > 0, axis=0, return_inverse=True)
+    if 2 * len(supports) > len(rows):
+        group = shares.argmax(axis=1)
+    return rows, group.ravel().tolist()
+
+
+def crossed(run: FinishedRun) -> Floats:
+    """Returns what each client's accuracy is with others' models, (n, n), from 0 to 1 in a row.
+
+    norm-acc_ij = (acc_ij - min_l acc_il) / (max_l acc_il - min_l acc_il), as pFedHN's figure 3; 1
+    where all of a row are the same.
+
+    Raises:
+        NothingToDrawError: it was not measured.
+    """
+    told = (run.summary or {}).get("examined", {}).get("crossed")
+    if told is None:
+        raise NothingToDrawError(
+            "accuracies with others' models must have been measured to draw them; train with "
+            "examine=crossed"
+        )
+    found = np.array(told, dtype=np.float64)
+    low, high = found.min(axis=1, keepdims=True), found.max(axis=1, keepdims=True)
+    return np.where(high > low, (found - low) / np.where(high > low, high - low, 1.0), 1.0)
+
+
+def draw_weights(run: FinishedRun) -> "Figure":
+    """Draws from whom the first client takes how much over rounds, for each layer (figure 5)."""
+    rounds, layers = weights_over_rounds(run.evaluations)
+    figure = new_figure(3.2 * len(layers) + 1, 3.2)
+    panels = figure.subplots(1, len(layers), sharey=True, squeeze=False)[0]
+    for axes, (layer, weights) in zip(panels, layers.items(), strict=True):
+        for client in range(weights.shape[2]):
+            axes.plot(
+                rounds,
+                weights[:, TARGET, client],
+                color=COLOURS[client % len(COLOURS)],
+                linestyle=DASHES[client % len(DASHES)],
+                linewidth=2.5 if client == TARGET else 1.2,
+                label=f"{client}, itself" if client == TARGET else str(client),
+            )
+        axes.set_title(layer, fontsize="medium")
+        _name(axes, "round", "")
+    panels[0].set_ylabel(f"weight in client {TARGET}'s model")
+    panels[-1].legend(title="client", frameon=False, fontsize="x-small")
+    return figure
+
+
+def draw_heatmap(run: FinishedRun) -> "Figure":
+    """Draws who takes how much from whom at the best round, for each layer (figure 6)."""
+    layers = _at_best(run)
+    figure = new_figure(2.6 * len(layers) + 1, 3)
+    panels = figure.subplots(1, len(layers), squeeze=False)[0]
+    top = max(float(weights.max()) for weights in layers.values())
+    for axes, (layer, weights) in zip(panels, layers.items(), strict=True):
+        shown = axes.imshow(weights, vmin=0, vmax=top, cmap="viridis")
+        axes.set_title(layer, fontsize="medium")
+        axes.set_xlabel("takes from client")
+    panels[0].set_ylabel("client")
+    figure.colorbar(shown, ax=list(panels), label="weight")
+    return figure
+
+
+def draw_layers(run: FinishedRun) -> "Figure":
+    """Draws from whom the first client takes how much of each layer, at the end (figure 7)."""
+    layers = _at_best(run)
+    rows = np.stack([weights[TARGET] for weights in layers.values()])
+    figure = new_figure(6, 0.35 * len(layers) + 1.6)
+    axes = figure.subplots()
+    shown = axes.imshow(rows, vmin=0, cmap="viridis", aspect="auto")
+    axes.set_yticks(range(len(layers)), list(layers))
+    axes.set_xlabel(f"client {TARGET} takes from client")
+    figure.colorbar(shown, ax=axes, label="weight")
+    return figure
+
+
+def draw_shift(runs: Mapping[str, Sequence[FinishedRun]]) -> "Figure":
+    """Draws the accuracy of novel clients over their KL divergence to the nearest known one.
+
+    Args:
+        runs: of each method, by its name.
+
+    Raises:
+        NothingToDrawError: no run has novel clients with both.
+    """
+    figure = new_figure(6, 4)
+    axes = figure.subplots()
+    for index, (name, own) in enumerate(runs.items()):
+        points = [point for run in own for point in shifted(run.evaluations)]
+        across, up = zip(*points, strict=True)
+        axes.scatter(
+            across,
+            up,
+            s=16,
+            alpha=0.7,
+            color=COLOURS[index % len(COLOURS)],
+            marker=MARKERS[index % len(MARKERS)],
+            label=name,
+        )
+    _name(axes, "KL to the nearest known client (nats)", "accuracy of a novel client (%)")
+    axes.legend(frameon=False)
+    return figure
+
+
+def draw_correlation(runs: Mapping[str, Sequence[FinishedRun]]) -> "Figure":
+    """Draws the rank correlation over rounds, a line for each run (PeFLL, figure 3)."""
+    return _over_rounds(runs, correlations, "mean rank correlation")
+
+
+def draw_rounds(runs: Mapping[str, Sequence[FinishedRun]]) -> "Figure":
+    """Draws the test accuracy over rounds, a line for each run (pFedKT, figures 8 and 9)."""
+    return _over_rounds(runs, accuracies, "test accuracy (%)")
+
+
+def draw_embedding(run: FinishedRun) -> "Figure":
+    """Draws t-SNE of descriptors, clients with the same classes in one colour (figure 4)."""
+    from matplotlib import colormaps
+    from sklearn.manifold import TSNE  # takes seconds to import
+
+    rows, group = described(run)
+    perplexity = min(30.0, (len(rows) - 1) / 3)  # below the number of clients; 30 is the usual one
+    placed = TSNE(perplexity=perplexity, random_state=0).fit_transform(rows)  # (n, 2)
+    figure = new_figure(4.6, 4.4)
+    axes = figure.subplots()
+    colours = colormaps["tab20"]([number % 20 for number in group])
+    axes.scatter(placed[:, 0], placed[:, 1], s=26, c=colours)
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.set_title("one colour: the same classes", fontsize="medium")
+    return figure
+
+
+def draw_crossed(run: FinishedRun) -> "Figure":
+    """Draws how a client's classifier gets on with others' feature extractors (figure 3)."""
+    figure = new_figure(4.6, 3.8)
+    axes = figure.subplots()
+    shown = axes.imshow(crossed(run), vmin=0, vmax=1, cmap="viridis")
+    axes.set_xlabel("with the server's part of client")
+    axes.set_ylabel("client, with its own part")
+    figure.colorbar(shown, ax=axes, label="accuracy, from 0 to 1 in each row")
+    return figure
+
+
+def _over_rounds(
+    runs: Mapping[str, Sequence[FinishedRun]],
+    of: Callable[[Sequence[Evaluation]], list[tuple[float, float]]],
+    up: str,
+) -> "Figure":
+    figure = new_figure(6, 4)
+    axes = figure.subplots()
+    for index, (name, own) in enumerate(runs.items()):
+        for at, run in enumerate(own):
+            rounds, values = zip(*of(run.evaluations), strict=True)
+            axes.plot(
+                rounds,
+                values,
+                color=COLOURS[index % len(COLOURS)],
+                linestyle=DASHES[index % len(DASHES)],
+                label="_" if at else name,  # of which a legend says nothing
+            )
+    _name(axes, "round", up)
+    axes.legend(frameon=False, fontsize="small")
+    return figure
+
+
+OF_A_RUN: Mapping[str, Callable[[FinishedRun], "Figure"]] = MappingProxyType(
+    {
+        "weights": draw_weights,
+        "heatmap": draw_heatmap,
+        "layers": draw_layers,
+        "embedding": draw_embedding,
+        "crossed": draw_crossed,
+    }
+)
+"""Figures of a single run, by name."""
+
+OF_RUNS: Mapping[str, Callable[[Mapping[str, Sequence[FinishedRun]]], "Figure"]] = MappingProxyType(
+    {"shift": draw_shift, "correlation": draw_correlation, "rounds": draw_rounds}
+)
+"""Figures of several runs by name: of the methods of a table, of its cells, or of a column's."""
+
+
+def draw(name: str, run: FinishedRun, called: str) -> "Figure":
+    """Draws a figure of one run.
+
+    Args:
+        name: a key of ``CAPTIONS``.
+        run: its evaluations have what the figure is of.
+        called: the run's name, for figures of several.
+
+    Raises:
+        UserError: no such figure, or a run that has not what it is of.
+    """
+    if name not in CAPTIONS:
+        raise UserError(f"the figure must be of metric, {', '.join(CAPTIONS)}, came {name!r}")
+    _NEEDS[name](run)
+    return OF_A_RUN[name](run) if name in OF_A_RUN else OF_RUNS[name]({called: [run]})
+
+
+def can_draw(name: str, run: FinishedRun) -> bool:
+    """Whether a run has what a figure of ``OF_A_RUN`` or ``OF_RUNS`` is of."""
+    try:
+        _NEEDS[name](run)
+    except NothingToDrawError:
+        return False
+    return True
+
+
+CAPTIONS: Mapping[str, str] = MappingProxyType(
+    {
+        "weights": "from whom the first client takes how much, over rounds",
+        "heatmap": "who takes how much from whom, at the best round",
+        "layers": "from whom the first client takes how much of each layer, at the best round",
+        "embedding": "t-SNE of the clients' descriptors at the best round",
+        "crossed": "accuracy of each client with what the server makes for every other one",
+        "correlation": "whether descriptors are as far apart as labels, over rounds",
+        "rounds": "test accuracy over rounds",
+        "shift": "accuracy of novel clients over their distance to the nearest known one",
+    }
+)
+"""Name of a figure -> what it shows."""
+
+
+def _at_best(run: FinishedRun) -> dict[str, Floats]:
+    """Returns layer -> (n, n) at the best round of a run that is done, else at the latest."""
+    rounds, layers = weights_over_rounds(run.evaluations)
+    best = (run.summary or {}).get("best_round", rounds[-1])
+    return {layer: weights[rounds.index(best)] for layer, weights in layers.items()}
+
+
+def _name(axes: "Axes", across: str, up: str) -> None:
+    axes.set_xlabel(across)
+    axes.set_ylabel(up)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color="0.92")
+    axes.set_axisbelow(True)
+
+
+_NEEDS: Mapping[str, Callable[[FinishedRun], object]] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            ("weights", "heatmap", "layers"), lambda run: weights_over_rounds(run.evaluations)
+        ),
+        "embedding": described,
+        "crossed": crossed,
+        "correlation": lambda run: correlations(run.evaluations),
+        "rounds": lambda run: accuracies(run.evaluations),
+        "shift": lambda run: shifted(run.evaluations),
+    }
+)
+"""Name of a figure -> what raises ``NothingToDrawError`` where a run lacks what it is of."""
