@@ -63,7 +63,8 @@ lint: $(READY)
 
 # In their order: the few tests that mostly wait, for a real federation, start early. Since they
 # wait, there are two workers more than cores. Those that share what is dear to make are one group.
-test: lint docs
+test: $(READY)
+	$(MAKE) -j2 lint docs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-fast: $(READY)

@@ -27,6 +27,8 @@ pytestmark = [
 
 KEYS = ["rounds=5", "evaluate_every=1", "task.clients=4", "cohort=3", "method.local_steps=2"]
 ACTORS = ["engine=ray", "engine.workers=2", "engine.cores_per_client=1"]
+LOOK = 0.2
+"""Seconds between two looks at all processes, each of which takes a hundredth of one."""
 
 
 @contextmanager
@@ -46,12 +48,12 @@ def started(*arguments: str, out: Path, **options: Any) -> Iterator[subprocess.P
 def watch(process: subprocess.Popen[str], until: str = "") -> set[int]:
     """Returns the processes that were seen below one until it ended, or until one had a name."""
     seen: set[int] = set()
-    for _ in range(int(SECONDS / 0.05)):
+    for _ in range(int(SECONDS / LOOK)):
         seen |= (now := descendants(process.pid))
         if until and any(until in name_of(pid) for pid in now):
             return seen
         try:
-            process.wait(timeout=0.05)
+            process.wait(timeout=LOOK)
         except subprocess.TimeoutExpired:
             continue
         return seen
@@ -98,7 +100,8 @@ def test_a_lost_cluster_leaves_a_run_to_resume_and_no_process(
     with started(*arguments, out=tmp_path, stderr=subprocess.PIPE) as process:
         seen = watch(process, until="ray::Worker.answer")
         while not list(tmp_path.glob("*/*/checkpoint/state.safetensors")):
-            assert process.poll() is None
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(timeout=LOOK)
         (hit,) = (pid for pid in seen if name_of(pid).split(" ")[0].endswith(f"/{victim}"))
         os.kill(hit, signal.SIGKILL)
         seen |= watch(process)
