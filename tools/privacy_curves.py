@@ -56,7 +56,7 @@ def cells() -> list[Cell]:
 def name_of(cell: Cell, seed: int) -> str:
     """Returns the folder of a record."""
     method, where, epsilon = cell
-    return f"{method}-{where}{'' if epsilon is None else f'-{epsilon:g}'}-seed{seed}"
+    return f"{method}-{where}{'' if epsilon is None else f'-{epsilon:g}'}/seed{seed}"
 
 
 def measure(cell: Cell, seed: int, out: Path | None) -> float:
