@@ -127,13 +127,48 @@ def test_a_single_colour_image_makes_all_colour(cached, tmp_path):
     assert torch.equal(x[1], torch.from_numpy(colour).permute(2, 0, 1))
 
 
-def test_writers_are_the_clients_of_femnist(cached, tmp_path):
-    pixels = np.zeros((3, 2, 2), dtype=np.uint8)
-    writers = {"train": ["f1", "f0", "f1"]}
-    write_images(tmp_path / "femnist", {"train": (pixels, [0, 1, 2])}, writer_id=writers)
+def test_femnist_is_read_by_writer_in_the_columns_of_the_hub(cached, tmp_path):
+    """flwrlabs/femnist: one split; image, writer_id, hsf_id and character, one of 62."""
+    import datasets as huggingface
+
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 28, 28), dtype=np.uint8)
+    names = [*map(str, range(10)), *map(chr, range(65, 91)), *map(chr, range(97, 123))]
+    features = huggingface.Features(
+        image=huggingface.Image(),
+        writer_id=huggingface.Value("string"),
+        hsf_id=huggingface.Value("int64"),
+        character=huggingface.ClassLabel(names=names),
+    )
+    columns = {
+        "image": [png(p) for p in pixels],
+        "writer_id": ["f0001_41", "f0000_14", "f0001_41"],
+        "hsf_id": [0, 0, 4],
+        "character": [0, 61, 28],
+    }
+    write_split(tmp_path / "femnist", "train", features, **columns)
     examples = load("femnist", data_dir=tmp_path)
+    assert torch.equal(examples.x, torch.from_numpy(pixels)[:, None])
+    assert examples.y.tolist() == [0, 61, 28]
+    assert examples.classes == 62
     assert examples.client is not None
     assert examples.client.tolist() == [1, 0, 1]
+    assert not examples.held_out.any()
+
+
+def test_emnist_letters_are_26_classes_of_grey_images(cached, tmp_path):
+    """tanganke/emnist_letters: image and label, splits train and test."""
+    import datasets as huggingface
+
+    letters = huggingface.ClassLabel(names=list("ABCDEFGHIJKLMNOPQRSTUVWXYZ"))
+    features = huggingface.Features(image=huggingface.Image(), label=letters)
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 28, 28), dtype=np.uint8)
+    for split, few, label in (("train", pixels[:2], [25, 0]), ("test", pixels[2:], [7])):
+        write_split(tmp_path / "emnist", split, features, image=[*map(png, few)], label=label)
+    examples = load("emnist", data_dir=tmp_path)
+    assert torch.equal(examples.x, torch.from_numpy(pixels)[:, None])
+    assert examples.y.tolist() == [25, 0, 7]
+    assert examples.held_out.tolist() == [False, False, True]
+    assert (examples.classes, examples.client) == (26, None)
 
 
 def test_mnist_without_writers_has_no_clients(cached, tmp_path):
@@ -179,6 +214,47 @@ def test_shakespeare_as_ready_windows():
     assert examples.y.tolist() == [2, 1, 1, 2]  # "x" is 1 and "y" is 2; B has one window only
     assert (examples.x == 1).sum(dim=1).tolist() == [0, 10 % 7, 30 % 7, 40 % 7]
     assert not examples.held_out.any()
+
+
+def test_stack_overflow_is_words_by_author():
+    long = " ".join(f"w{number}" for number in range(26))
+    train = {
+        "client_id": ["77", "5", "77", "9"],
+        "tokens": ["b a c a b a", long, "a b a b b zz a", "too short a post"],
+        "title": [""] * 4,
+    }
+    test = {"client_id": ["5"], "tokens": ["a new b here a b"], "title": [""]}
+    examples = readers.stackoverflow(opened(train=train, test=test), "so", vocabulary=27)
+    once = sorted(
+        ["c", "post", "short", "too", "zz", *long.split()]
+    )  # after a and b, which are more
+    token = {word: 2 + place for place, word in enumerate(["a", "b", *once[:25]])}
+    assert "zz" not in token  # as other words that are last, or in no training post
+
+    def row(words):
+        known = [token.get(word, 1) for word in words.split()]
+        return [0] * (20 - len(known)) + known
+
+    words = long.split()
+    expected = [("b a c a b", "a", 1)]
+    expected += [
+        (" ".join(words[max(0, end - 20) : end]), words[end], 0) for end in (5, 10, 15, 20, 25)
+    ]
+    expected += [("a new b here a", "b", 0)]
+    expected = [(before, word, who) for before, word, who in expected if word in token]
+    assert len(expected) == 6  # w5 is unknown, one of the last in the alphabet, and so is zz
+    assert examples.x.tolist() == [row(before) for before, _, _ in expected]
+    assert examples.y.tolist() == [token[word] for _, word, _ in expected]
+    assert examples.client.tolist() == [who for _, _, who in expected]
+    assert examples.held_out.tolist() == [False] * (len(expected) - 1) + [True]
+    assert examples.classes == 29
+
+
+def test_stack_overflow_without_its_columns_or_long_posts_is_said():
+    with pytest.raises(UserError, match=r"but lacks tokens \(columns: client_id, text\)"):
+        readers.stackoverflow(opened(train={"client_id": ["1"], "text": ["a"]}), "so")
+    with pytest.raises(UserError, match="posts of so must be longer than 5 words"):
+        readers.stackoverflow(opened(train={"client_id": ["1"], "tokens": ["a b c d e"]}), "so")
 
 
 def test_the_second_load_is_the_cache(cached, small, monkeypatch):

@@ -48,6 +48,7 @@ KNOWN: Mapping[str, Known] = MappingProxyType(
         "femnist": Known("flwrlabs/femnist", readers.femnist),
         "omniglot": Known(None, readers.omniglot),
         "shakespeare": Known("flwrlabs/shakespeare", readers.shakespeare),
+        "stackoverflow": Known(None, readers.stackoverflow),
     }
 )
 """Data sets by name, besides the bundled ``digits`` and ``cifar100_coarse`` (20 superclasses)."""

@@ -6,6 +6,7 @@ Splits whose name starts with "test" are held out.
 """
 
 import io
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,15 @@ STRIDE = 10
 
 LEAST_WINDOWS = (50, 5)
 """A speaking role with fewer windows for training or for testing is left out."""
+
+WORDS = 20
+"""Words of Stack Overflow before the one to predict, at most, as in Reddi et al. (2021)."""
+
+WORD_STRIDE = 5
+"""Of the words of a post each such one is predicted."""
+
+VOCABULARY = 10_000
+"""Words of Stack Overflow that are told apart, the most frequent ones (Reddi et al. 2021)."""
 
 OMNIGLOT_SIDE = 28
 """Side of an Omniglot image, resized from 105."""
@@ -179,6 +189,63 @@ def shakespeare(rows: Rows, name: str, *, least: tuple[int, int] = LEAST_WINDOWS
         held_out=torch.from_numpy(held_out[rows_kept]),
         classes=len(vocabulary) + 1,
         client=torch.from_numpy(owner),
+    )
+
+
+def stackoverflow(rows: Rows, name: str, *, vocabulary: int = VOCABULARY) -> Examples:
+    """Reads Stack Overflow by author: up to ``WORDS`` words of a post -> the next one.
+
+    Of TensorFlow Federated's columns it takes ``client_id`` and ``tokens``, a post's words with
+    spaces between them. Every ``WORD_STRIDE``-th word of a post is predicted, if it is known.
+    Token 0 is no word, before the first; 1 a word that is not among the most frequent ones of the
+    training posts, which are 2 and so on, by frequency and then by the alphabet. ``classes`` counts
+    all of them.
+
+    Args:
+        rows: opens the data set.
+        name: of the result.
+        vocabulary: how many words are known.
+
+    Raises:
+        UserError: no such columns, or no post from which a known word can be predicted.
+    """
+    splits = rows(None)
+    features = next(iter(splits.values())).features
+    if missing := {"client_id", "tokens"} - set(features):
+        raise UserError(
+            f"{name} must have the columns client_id and tokens, as of TensorFlow Federated, but "
+            f"lacks {', '.join(sorted(missing))} (columns: {', '.join(features)}); rename them"
+        )
+    posts = [post.split() for post in column_of(splits, "tokens")]
+    tested = _held_out(splits).tolist()
+    seen = Counter(
+        word for post, out in zip(posts, tested, strict=True) if not out for word in post
+    )
+    frequent = sorted(seen, key=lambda word: (-seen[word], word))[:vocabulary]
+    number = {word: 2 + rank for rank, word in enumerate(frequent)}
+    authors = ids_of(splits, "client_id", name)[1]
+    contexts, following, author, held_out = [], [], [], []
+    for post, out, whose in zip(posts, tested, authors, strict=True):
+        tokens = [number.get(word, 1) for word in post]
+        for place in range(WORD_STRIDE, len(tokens), WORD_STRIDE):
+            if tokens[place] > 1:
+                before = tokens[max(0, place - WORDS) : place]
+                contexts.append([0] * (WORDS - len(before)) + before)
+                following.append(tokens[place])
+                author.append(whose)
+                held_out.append(out)
+    if not contexts:
+        raise UserError(
+            f"posts of {name} must be longer than {WORD_STRIDE} words, of which some follow, but "
+            "none is; use other data"
+        )
+    return Examples(
+        name=name,
+        x=torch.tensor(contexts),
+        y=torch.tensor(following),
+        held_out=torch.tensor(held_out),
+        classes=len(frequent) + 2,
+        client=torch.from_numpy(np.unique(author, return_inverse=True)[1]),
     )
 
 
