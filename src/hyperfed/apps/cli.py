@@ -2,7 +2,7 @@
 
 Results go to standard output, everything else to standard error. Exit codes: 0 done, 2 the input is
 wrong, 3 stopped and resumable, also where what computed was lost, 1 our fault, or all clients were
-lost all the time.
+lost all the time; of ``hyperfed status``, what the run comes to.
 """
 
 import os
@@ -30,6 +30,7 @@ from hyperfed.apps.flower import submit
 from hyperfed.apps.flower.commands import move, node, superexec
 from hyperfed.apps.guard import STOPPED, Tell, divide
 from hyperfed.apps.printing import Json, print_json, print_table, say, table
+from hyperfed.apps.status import show_status
 from hyperfed.data import datasets, partition_files, tables, tasks
 from hyperfed.data.own import rows_like
 from hyperfed.errors import EngineLostError, LostEverybodyError, UserError, one_line
@@ -335,6 +336,7 @@ app.command()(describe)
 app.command()(export)
 app.command()(node)
 app.command()(move)
+app.command("status")(show_status)
 app.command()(superexec)
 app.command()(papers.reproduce)
 app.command("report")(papers.report)

@@ -1,8 +1,9 @@
 """What a run leaves on disk, and reading it back.
 
 ``runs/<experiment>/<timestamp>-seed<k>/`` holds ``config.toml``, ``metrics.jsonl`` (one
-:class:`Evaluation` per line), ``summary.json``, ``log.txt`` and ``checkpoint/``. Files are replaced
-whole or not at all, lines are appended, and JSON says ``null`` where a number is not finite.
+:class:`Evaluation` per line), ``summary.json``, ``log.txt``, ``status.json`` and ``checkpoint/``.
+Files are replaced whole or not at all, lines are appended, and JSON says ``null`` where a number is
+not finite.
 """
 
 import contextlib
@@ -350,6 +351,11 @@ class RunFolder:
     def summary(self) -> Path:
         """The final numbers; there is none before a run ends."""
         return self.path / "summary.json"
+
+    @property
+    def status(self) -> Path:
+        """What it does now (:mod:`hyperfed.runs.status`)."""
+        return self.path / "status.json"
 
     @property
     def log(self) -> Path:

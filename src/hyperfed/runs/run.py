@@ -31,6 +31,7 @@ from hyperfed.runs.numbers import numbers, numbers_of_sizes
 from hyperfed.runs.records import Evaluation, Lost, RunFolder, Void
 from hyperfed.runs.rollback import Snapshot, is_finite
 from hyperfed.runs.serving import Best, Served
+from hyperfed.runs.status import Reporter
 from hyperfed.system.devices import CPU
 from hyperfed.system.locks import Lock
 from hyperfed.trees import Tree
@@ -100,6 +101,7 @@ class Run(Served):
         self._nobody = ""  # why the last round without had none
         self._stop = False
         self._lock: Lock | None = None
+        self._reporter = Reporter(self)
         self._commit = records.commit()  # of the code that runs, whatever is checked out later
 
     @classmethod
@@ -238,11 +240,6 @@ class Run(Served):
         """Whether all rounds are done."""
         return self.round >= self.config.rounds
 
-    @property
-    def bytes(self) -> Mapping[str, int]:
-        """What training has sent to clients, ``down``, and had from them, ``up``, so far."""
-        return dict(self._bytes)
-
     def train(self) -> Iterator[Progress]:
         """Runs the remaining rounds and yields after each; ends early after :meth:`stop`.
 
@@ -253,8 +250,17 @@ class Run(Served):
         """
         if self.folder is not None and self._lock is None:
             self._lock = Lock(self.folder.path)
+        self._reporter.begin(self.folder)
         try:
             yield from self._train()
+        except (GeneratorExit, KeyboardInterrupt, SystemExit):
+            self._reporter.tell("stopped")
+            raise
+        except BaseException as error:
+            self._reporter.tell("failed", f"{type(error).__name__}: {error}")
+            raise
+        else:
+            self._reporter.tell("done" if self.done else "stopped")
         finally:
             self._unlock()
 
@@ -270,6 +276,7 @@ class Run(Served):
 
     def _train(self) -> Iterator[Progress]:
         while not self._over():
+            self._reporter.tell("training")
             self._one_round()
             if (
                 self.private
@@ -278,12 +285,15 @@ class Run(Served):
             ):
                 self._checkpoint()  # what was spent is on the disk before anybody sees what for
             now = self.done or self.round % self.config.evaluate_every == 0
+            if now:
+                self._reporter.tell("evaluating")
             evaluation = self._evaluate() if now else {}
             if self.done or self.round % self.config.checkpoint_every == 0:
                 self._checkpoint()
             lost, self._news = tuple(self._news), []
             yield Progress(self.round, self.config.rounds, lost, evaluation)
         if self.done:
+            self._reporter.tell("evaluating")
             self._finish()
         elif self._stop:
             self._checkpoint()
@@ -322,7 +332,7 @@ class Run(Served):
             what = one_line(f"{type(error).__name__}: {error}")
             self._take_back(cohort, f"the server could not use its replies ({what})")
         self._count()
-        self._note(cohort.state.lost.items())
+        self._reporter.lost(self._note(cohort.state.lost.items()))
         self.round += 1
 
     @contextmanager
@@ -379,10 +389,11 @@ class Run(Served):
         self._exchanges.clear()
         self._late.clear()
 
-    def _note(self, lost: Iterable[tuple[int, str]]) -> None:
+    def _note(self, lost: Iterable[tuple[int, str]]) -> list[Lost]:
         found = [Lost(client, reason) for client, reason in lost]
         self._lost += found
         self._news += found
+        return found
 
     def _sample(self) -> list[int]:
         """Draws the round's cohort uniformly, without replacement; a number above all means all."""
@@ -476,7 +487,7 @@ class Run(Served):
             "bytes_down": self._bytes["down"],
             "bytes_up": self._bytes["up"],
             "void_rounds": self._voided,
-            "seconds": self._seconds(),
+            "seconds": self.seconds,
             "versions": records.versions(),
             "commit": self._commit,
             "data_fingerprint": self.task.fingerprint,
@@ -508,7 +519,7 @@ class Run(Served):
             "data_fingerprint": self.task.fingerprint,
             "round": self.round,
             "bytes": self._bytes,
-            "seconds": self._seconds(),
+            "seconds": self.seconds,
             "failures": self._failures,
             "answered": self._answered,
             "nobody": self._nobody,

@@ -1,7 +1,7 @@
 """Serving: what was trained makes the model of a client, known or new, and is evaluated so."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -119,6 +119,16 @@ class Served:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles what serves clients: settings, data and the best round; it trains no more."""
         return _from_pickle, (self.config, self.task, self._best, self.round, self._bytes)
+
+    @property
+    def bytes(self) -> Mapping[str, int]:
+        """What training has sent to clients, ``down``, and had from them, ``up``, so far."""
+        return dict(self._bytes)
+
+    @property
+    def seconds(self) -> float:
+        """Since the start, time before a resume included."""
+        return self._earlier + monotonic() - self._start
 
     def close(self) -> None:
         """Gives back the engine's threads, actors and connections.
@@ -497,7 +507,7 @@ class Served:
             zeroed_correct=counts.zeroed_correct.tolist(),
             bytes_down=self._bytes["down"],
             bytes_up=self._bytes["up"],
-            seconds=self._seconds(),
+            seconds=self.seconds,
             lost=lost,
             void=void,
             missed=[
@@ -507,9 +517,6 @@ class Served:
             others=others,
             counts=counts.by_name,
         )
-
-    def _seconds(self) -> float:
-        return self._earlier + monotonic() - self._start
 
 
 def _measured(config: RunConfig, task: Task) -> tuple[str, ...]:

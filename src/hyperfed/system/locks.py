@@ -40,3 +40,22 @@ class Lock:
             ) from error
         except (ImportError, OSError):
             self.release()
+
+
+def is_held(folder: Path) -> bool | None:
+    """Returns whether a process has the lock of a folder; None where nobody can tell."""
+    try:
+        import fcntl
+
+        file = os.open(folder / ".lock", os.O_RDONLY)
+    except (ImportError, OSError):
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    finally:
+        os.close(file)
+    return False

@@ -2,11 +2,14 @@
 
 import json
 import time
+from collections import Counter
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from hyperfed.engines.flower.policy import Policy, RefusedError
+from hyperfed.errors import UserError, one_line
 from hyperfed.system.files import append, atomic_write
 
 
@@ -51,3 +54,58 @@ class Diary:
             path.rename(self._state / f"audit-{time.time_ns()}.jsonl")
         when = datetime.now(UTC).isoformat(timespec="seconds")
         append(path, json.dumps({"time": when} | entry).encode() + b"\n")
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the audit log of a site says.
+
+    Attributes:
+        last: when the last call was noted, ISO 8601 in UTC; empty where none was.
+        calls: calls of clients today (UTC).
+        refused: those of them that the policy refused.
+        reasons: (decision, times) of what was not answered today, the most frequent first.
+    """
+
+    last: str
+    calls: int
+    refused: int
+    reasons: tuple[tuple[str, int], ...]
+
+
+SHOWN = 5
+"""Decisions that are told."""
+
+
+def told_by(state: Path) -> Told:
+    """Reads the audit log of a site.
+
+    Raises:
+        UserError: it cannot be read, or is damaged.
+    """
+    today, last = datetime.now(UTC).date().isoformat(), ""
+    decisions: Counter[str] = Counter()
+    # A log that is full was renamed when the next one began; its last line may be of today.
+    path = state
+    try:
+        for path in sorted(state.glob("audit*.jsonl")):
+            changed = datetime.fromtimestamp(path.stat().st_mtime, UTC).date().isoformat()
+            if path.name != "audit.jsonl" and changed < today:
+                continue
+            for line in path.read_bytes().splitlines():
+                note = json.loads(line)
+                when, decision = str(note["time"]), str(note["decision"])
+                datetime.fromisoformat(when)
+                last = max(last, when)
+                if when.startswith(today):
+                    decisions[one_line(decision, 200)] += 1
+    except OSError as error:
+        raise UserError(f"{path} must be a file that can be read, but: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise UserError(
+            f"every line of {path} must be a note of the audit log, but one is not "
+            f"({one_line(f'{type(error).__name__}: {error}', 100)}); put the file elsewhere"
+        ) from error
+    failed = [(it, times) for it, times in decisions.most_common() if it != "answered"]
+    refused = sum(times for it, times in failed if it.startswith("refused"))
+    return Told(last, decisions.total(), refused, tuple(failed[:SHOWN]))

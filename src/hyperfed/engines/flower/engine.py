@@ -80,6 +80,7 @@ class FlowerEngine:
         self._sites = None if task.link is None else Sites(task.link, timeout, keys)
         self._honest = HonestClient(task, client, config, seed=seed, precision=precision)
         self._frozen = fingerprint_of_frozen(task.models)
+        self._answered: dict[int, bool] = {}  # whether, to what a node was sent last
         self._given: set[int] = set()  # nodes that have what is frozen
         self._session, self._serials, self._cohorts = time.time_ns(), count(1), count()
         self._open: set[int] = set()
@@ -154,12 +155,23 @@ class FlowerEngine:
         for node, part in by_node.items():
             wanted = [promised[position] for position in part]
             read = self._read(node, serial, list(part.values()), wanted, replies.get(node))
-            if all(isinstance(answer, Exception) for answer in read):
-                self._given.discard(node)
-            else:
+            self._answered[node] = not all(isinstance(answer, Exception) for answer in read)
+            if self._answered[node]:
                 self._given.add(node)
+            else:
+                self._given.discard(node)
             answers |= zip(part, read, strict=True)
         return [answers[position] for position in range(len(calls))]
+
+    @property
+    def answering(self) -> tuple[int, int]:
+        """How many sites are there and gave a usable answer to what they were sent last, of all.
+
+        All are those that have been sent anything.
+        """
+        there = frozenset() if self._sites is None else self._sites.connected
+        usable = [node in there and fine for node, fine in self._answered.items()]
+        return sum(usable), len(usable)
 
     def resources(self, clients: int) -> dict[str, Any]:
         """Returns the number of sites and the bytes of all messages, with their framing."""

@@ -68,6 +68,7 @@ class Sites:
     Attributes:
         keys: the same, with what was introduced since. Empty keys own nothing.
         refused: {name: why what a node said of it does not count}.
+        connected: the nodes that were there when somebody looked last.
     """
 
     def __init__(self, link: Link, timeout: float, keys: Mapping[str, str] | None = None) -> None:
@@ -76,10 +77,12 @@ class Sites:
         self._later: dict[int, tuple[float, float]] = {}  # not to be asked again before, and after
         self.keys: dict[str, str] = dict(keys or {})
         self.refused: dict[str, str] = {}
+        self.connected: frozenset[int] = frozenset()
 
     def known(self) -> dict[int, Introduction]:
         """Returns what the connected nodes have said of themselves, {node: introduction}."""
         there = self._link.nodes()
+        self.connected = frozenset(there)
         self._known = {node: said for node, said in self._known.items() if node in there}
         return self._known
 
