@@ -80,6 +80,9 @@ for cell in cells:
 """
 """All in one process, since importing takes longer than a cell of one round."""
 
+PFLLIB = "pfllib/fashion_mnist"
+"""Has all methods, of which the last takes as long as six other tables."""
+
 
 @pytest.mark.slow
 def test_every_table_is_reproduced_end_to_end_with_a_round_of_made_data(tmp_path: Path) -> None:
@@ -90,7 +93,8 @@ def test_every_table_is_reproduced_end_to_end_with_a_round_of_made_data(tmp_path
         column = next(iter(experiment.columns))
         rows = [cell for cell, (of, _) in experiment.cells.items() if of == column]
         judged = [cell for cell in rows if experiment.judged(cell)]
-        chosen.append(f"{experiment.id}:{judged[-1] if judged else rows[0]}")
+        one = judged[-1] if judged and experiment.id != PFLLIB else rows[0]
+        chosen.append(f"{experiment.id}:{one}")
     places = {"HYPERFED_DATA": tmp_path / "data", "HYPERFED_CACHE": tmp_path / "cache"}
     done = subprocess.run(
         [sys.executable, "-c", REPRODUCE, str(ROOT), str(tmp_path / "out"), *chosen],
