@@ -50,7 +50,7 @@ from hyperfed.runs import (
 )
 from hyperfed.runs.catalogue import Kind
 from hyperfed.runs.export import export_model
-from hyperfed.runs.progress import watch
+from hyperfed.runs.progress import following, watch
 from hyperfed.runs.run import Run
 from hyperfed.runs.serving import Served
 from hyperfed.system.signals import handled
@@ -471,7 +471,8 @@ def _submit(loaded: config.RunConfig, folder: Path, *, as_json: bool, quiet: boo
     """Has a SuperLink train, prints the result and the folder; 3 where the run can be resumed."""
     how = ""
     try:
-        submit.train(loaded, folder)
+        with following(loaded.method, loaded.rounds, not quiet) as tell:
+            submit.train(loaded, folder, tell)
     except KeyboardInterrupt:
         how = "stopped"
     except submit.RunFailedError as error:

@@ -1,13 +1,20 @@
-"""Running a run to its end and telling of it: a bar on a terminal, ``log.txt``, a tracker."""
+"""Running a run to its end and telling of it: a bar on a terminal, ``log.txt``, a tracker.
 
+Where a run trains on another host, it says each round in a line (:func:`spoken`), and who waits for
+it shows the same bar from these (:func:`following`).
+"""
+
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -61,11 +68,14 @@ def watch(run: "Run", show: bool = True, told: Callable[["Progress"], None] | No
 
 def _train(run: "Run", log: "_Log", show: bool, told: Callable[["Progress"], None] | None) -> None:
     with ExitStack() as stack:
-        bar = stack.enter_context(_bar(run)) if show and sys.stderr.isatty() else None
+        bar = None
+        if show and sys.stderr.isatty():
+            shown = _bar(run.config.method, run.round, run.config.rounds)
+            bar = stack.enter_context(shown)
         record = stack.enter_context(tracking(run))
         for progress in run.train():
             if bar is not None:
-                bar.advance(progress)
+                bar.advance(_said(progress))
             if progress.evaluation:
                 log.write(_line(progress, run.task.name_of))
                 record(progress.evaluation)
@@ -135,14 +145,12 @@ class _Bar:
         self._lost = 0
         self._found = ""
 
-    def advance(self, progress: "Progress") -> None:
+    def advance(self, said: "_Said") -> None:
         """Shows a round more."""
-        self._lost += len(progress.lost)
-        val = progress.evaluation.get("val")
-        if val is not None:
-            self._found = f"val {_measured(val)}"
+        self._lost += said.lost
+        self._found = said.found or self._found
         lost = f", lost {self._lost}" if self._lost else ""
-        self._bar.update(self._task, completed=progress.round, status=self._found + lost)
+        self._bar.update(self._task, completed=said.round, status=escape(self._found + lost))
 
 
 def _measured(e: Evaluation) -> str:
@@ -150,8 +158,73 @@ def _measured(e: Evaluation) -> str:
     return f"loss {_number(e.loss)}, {metric.label} {metric.told(e.main.value)}"
 
 
+@dataclass(frozen=True)
+class _Said:
+    """What is said of a round: its number, of how many, clients lost, and what was found."""
+
+    round: int
+    rounds: int
+    lost: int
+    found: str
+
+
+def _said(progress: "Progress") -> _Said:
+    val = progress.evaluation.get("val")
+    found = "" if val is None else f"val {_measured(val)}"
+    return _Said(progress.round, progress.rounds, len(progress.lost), found)
+
+
+def spoken(progress: "Progress") -> str:
+    """Returns the line that says a round to those who wait for a run on another host."""
+    said = _said(progress)
+    found = f"; {said.found}" if said.found else ""
+    return f"round {said.round} of {said.rounds}: lost {said.lost} clients{found}"
+
+
+_SPOKEN = re.compile(r"round (\d{1,9}) of (\d{1,9}): lost (\d{1,9}) clients(?:; (.*))?", re.ASCII)
+
+
+def _heard(line: str) -> _Said | None:
+    """Returns what a line of a log says of a round; None of any other line."""
+    match = _SPOKEN.fullmatch(line.strip())
+    if match is None:
+        return None
+    number, rounds, lost, found = match.groups(default="")
+    return _Said(int(number), int(rounds), int(lost), one_line(found, 100))
+
+
 @contextmanager
-def _bar(run: "Run") -> Iterator[_Bar]:
+def following(method: str, rounds: int, show: bool) -> Iterator[Callable[[str], None] | None]:
+    """Shows the progress of a run on another host from the lines of its log.
+
+    A line that comes again, as all do where a log is read anew, shows nothing.
+
+    Args:
+        method: what trains there.
+        rounds: how many there are to be.
+        show: whether to, where standard error is a terminal.
+
+    Yields:
+        What is to be told each line; None where nothing is shown.
+    """
+    if not (show and sys.stderr.isatty()):
+        yield None
+        return
+    latest = 0
+    with _bar(method, 0, rounds, "waiting for the sites") as bar:
+
+        def tell(line: str) -> None:
+            nonlocal latest
+            said = _heard(line)
+            if said is not None and said.rounds == rounds and latest < said.round <= rounds:
+                latest = said.round
+                bar.advance(said)
+
+        yield tell
+
+
+@contextmanager
+def _bar(method: str, done: int, rounds: int, status: str = "") -> Iterator[_Bar]:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=None),
@@ -162,9 +235,7 @@ def _bar(run: "Run") -> Iterator[_Bar]:
     )
     # On standard error, so that standard output holds nothing but results.
     with RichProgress(*columns, console=Console(stderr=True), expand=True) as bar:
-        task = bar.add_task(
-            run.config.method, total=run.config.rounds, completed=run.round, status=""
-        )
+        task = bar.add_task(method, total=rounds, completed=done, status=status)
         yield _Bar(bar, task)
 
 

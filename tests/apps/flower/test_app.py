@@ -1,6 +1,9 @@
 """The Flower app: what its configurations mean, and what is told where they are wrong."""
 
+import io
+import os
 import sys
+import threading
 import tomllib
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -8,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from finished_runs import evaluation
 from hyperfed.apps import cli
 from hyperfed.apps.flower import submit
 from hyperfed.data.roster import enrol
@@ -15,7 +19,10 @@ from hyperfed.engines.flower.site import Shard
 from hyperfed.engines.replies import NoAnswerError
 from hyperfed.errors import UserError
 from hyperfed.runs import config
-from hyperfed.runs.run import Run
+from hyperfed.runs import progress as telling
+from hyperfed.runs.progress import spoken
+from hyperfed.runs.records import Lost
+from hyperfed.runs.run import Progress, Run
 from hyperfed.system import toml
 
 pytest.importorskip("flwr")
@@ -238,3 +245,95 @@ def test_a_run_that_no_superlink_takes_leaves_no_folder(
     (folder / "log.txt").touch()
     submit.discard(folder)
     assert {path.name for path in folder.iterdir()} == {"config.toml", "checkpoint", "log.txt"}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_who_waits_for_a_run_sees_each_round_that_its_log_tells(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    val = evaluation(2, "val", [5, 10])
+    first = Progress(1, 3, (Lost(0, "gone"), Lost(2, "gone")), {})
+    second = Progress(2, 3, (Lost(0, "gone"),), {"val": val})
+    said = [spoken(first), spoken(second)]
+    assert said == [
+        "round 1 of 3: lost 2 clients",
+        "round 2 of 3: lost 1 clients; val loss 0.100, accuracy 75.0 %",
+    ]
+    shown: list[tuple[int, str]] = []
+    monkeypatch.setattr(telling._Bar, "advance", lambda bar, it: shown.append((it.round, it.found)))
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with telling.following("pefll", 3, show=True) as tell:
+        assert tell is not None
+        for line in (
+            "INFO :      Start",
+            said[0] + "\n",
+            said[0],
+            said[1],
+            said[0],
+            "round 9 of 9: lost 0 clients",
+            "round 4 of 3: lost 0 clients",
+            f"round {'9' * 5000} of 3: lost 0 clients",
+            "round \u0663 of 3: lost 0 clients",
+            "round 3 of 3: lost 0 clients; \x1b[31m" + "x" * 10**6,
+        ):
+            tell(line)
+    assert shown[:2] == [(1, ""), (2, "val loss 0.100, accuracy 75.0 %")]
+    (last,) = shown[2:]
+    assert (last[0], last[1][:8], len(last[1])) == (3, "\\x1b[31m", 100)
+    assert "waiting for the sites" in terminal.getvalue()
+    with telling.following("pefll", 3, show=False) as tell:
+        assert tell is None
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with telling.following("pefll", 3, show=True) as tell:
+        assert tell is None
+
+
+def test_a_bar_takes_no_markup_from_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("COLUMNS", "200")
+    with telling.following("pefll", 2, show=True) as tell:
+        assert tell is not None
+        tell("round 1 of 2: lost 3 clients; [/bold][link=http://a]val[/]")
+    assert "[/bold][link=http://a]val[/], lost 3" in terminal.getvalue()
+
+
+def test_a_log_is_read_anew_where_it_was_cut_and_let_go_of_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    asked: list[tuple[str, ...]] = []
+    scripts = ["echo one; exit 1", "printf 'one\\ntwo'; exit 0"]
+
+    def program(*arguments: str) -> list[str]:
+        asked.append(arguments)
+        return ["sh", "-c", scripts.pop(0)]
+
+    monkeypatch.setattr(submit, "_program", program)
+    monkeypatch.setattr(submit, "POLL", 0)
+    with submit._log_of(tmp_path, "12", told.append) as over:
+        assert over.wait(timeout=60)
+    assert told == ["one\n", "one\n", "two"]
+    assert asked == [("log", "12", "run", "--stream")] * 2
+
+    # Who leaves before its end ends its reader.
+    begun = threading.Event()
+    scripts.append("echo $$; exec sleep 1000")
+
+    def tell(line: str) -> None:
+        told.append(line)
+        begun.set()
+
+    with submit._log_of(tmp_path, "12", tell) as over:
+        assert begun.wait(timeout=60)
+    assert not over.is_set()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(told[-1]), 0)
+    with submit._log_of(tmp_path, "12", None) as over:
+        assert not over.is_set()
+    assert scripts == []

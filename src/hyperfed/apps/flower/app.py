@@ -240,7 +240,8 @@ def _answered(message: Message, context: Context) -> Message:
 @server.main()
 def serve(grid: Grid, context: Context) -> None:
     """Trains: the run's loop, with its clients at sites."""
-    from hyperfed.runs.progress import watch  # with all that a server needs, and a site does not
+    # With all that a server needs, and a site does not.
+    from hyperfed.runs.progress import spoken, watch
 
     config = run_settings(context.run_config)
     hurry()
@@ -250,7 +251,8 @@ def serve(grid: Grid, context: Context) -> None:
     run = begin(config, link, str(context.run_config.get("folder", "")))
     assert run.folder is not None, "a run of the app has a folder"
     print(f"the records are in {run.folder.path.resolve()}", flush=True)
-    watch(run, show=False)
+    # Its standard output is the log of the run, which who waits for it reads.
+    watch(run, show=False, told=lambda progress: print(spoken(progress), flush=True))
 
 
 def begin(config: RunConfig, link: GridLink, folder: str) -> "Run":

@@ -10,16 +10,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import hyperfed
-from hyperfed.errors import UserError
+from hyperfed.errors import LONGEST, UserError
 from hyperfed.runs import config as configuration
 from hyperfed.runs.config import RunConfig
 from hyperfed.runs.records import RunFolder
@@ -133,7 +134,7 @@ def resumable(folder: Path) -> RunConfig | None:
     return configuration.load(str(place.config))
 
 
-def train(config: RunConfig, folder: Path) -> None:
+def train(config: RunConfig, folder: Path, tell: Callable[[str], None] | None = None) -> None:
     """Has a SuperLink train, and returns when the run is done.
 
     The ServerApp writes the records into ``folder`` on the SuperLink's host. Where they lie there
@@ -142,6 +143,8 @@ def train(config: RunConfig, folder: Path) -> None:
     Args:
         config: all settings.
         folder: of the records.
+        tell: is told each line of the run's log, from another thread; where there is none, the log
+            is not asked for.
 
     Raises:
         UserError: the SuperLink cannot be reached or takes no run.
@@ -168,7 +171,8 @@ def train(config: RunConfig, folder: Path) -> None:
             )
         run = str(started["run-id"])
         try:
-            status = _wait(home, run, folder)
+            with _log_of(home, run, tell) as over:
+                status = _wait(home, run, folder, over)
         except KeyboardInterrupt:
             _flwr(home, "stop", run, "run")
             raise
@@ -179,13 +183,68 @@ def train(config: RunConfig, folder: Path) -> None:
         )
 
 
-def _wait(home: Path, run: str, folder: Path) -> str:
-    """Returns the status with which a run has ended."""
+@contextmanager
+def _log_of(home: Path, run: str, tell: Callable[[str], None] | None) -> Iterator[Event]:
+    """Has somebody told each line of a run's log, also again where the way to it was cut.
+
+    Yields:
+        What is set when the log is at its end, as the run is then.
+    """
+    over, left = Event(), Event()
+    if tell is None:
+        yield over
+        return
+    reading: list[subprocess.Popen[str]] = []
+
+    def read() -> None:
+        while not left.is_set():
+            process = subprocess.Popen(
+                _program("log", run, "run", "--stream"),
+                env=_environment(home),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                errors="replace",
+                start_new_session=True,  # Ctrl-C is for us
+            )
+            reading[:] = [process]
+            if left.is_set():
+                process.kill()
+            assert process.stdout is not None
+            with process.stdout as lines:
+                while line := lines.readline(LONGEST):
+                    tell(line)
+            if process.wait() == 0:
+                over.set()
+                return
+            left.wait(POLL)
+
+    thread = Thread(target=read, daemon=True)
+    thread.start()
+    try:
+        yield over
+    finally:
+        left.set()
+        for process in reading:
+            process.kill()
+        thread.join()
+
+
+def _wait(home: Path, run: str, folder: Path, over: Event) -> str:
+    """Returns the status with which a run has ended.
+
+    Args:
+        home: of Flower's programs.
+        run: its number.
+        folder: of its records.
+        over: set when its log has ended.
+    """
     silent, done = 0, RunFolder(folder).summary
     while silent < PATIENCE:
         for _ in range(POLL):
             time.sleep(1)
-            if done.exists():  # where the SuperLink is on this host, its end is seen at once
+            if done.exists() or over.is_set():  # here, or in the log, its end is seen at once
                 break
         found = _flwr(home, "ls", "run", "--run-id", run)
         runs = found.get("runs") or [{}]
@@ -198,15 +257,9 @@ def _wait(home: Path, run: str, folder: Path) -> str:
 
 def _flwr(home: Path, *arguments: str) -> Mapping[str, Any]:
     """Runs a command of Flower's and returns its JSON, or {"output": ...} where that is none."""
-    environment = os.environ | {
-        "FLWR_HOME": str(home),
-        "FLWR_TELEMETRY_ENABLED": "0",
-        "FLWR_DISABLE_UPDATE_CHECK": "1",
-    }
-    program = Path(sys.executable).with_name("flwr")
     done = subprocess.run(
-        [str(program), *arguments, "--format", "json"],
-        env=environment,
+        _program(*arguments, "--format", "json"),
+        env=_environment(home),
         capture_output=True,
         text=True,
         check=False,
@@ -217,3 +270,16 @@ def _flwr(home: Path, *arguments: str) -> Mapping[str, Any]:
     except ValueError:
         return {"output": (done.stdout + done.stderr).strip()[-500:]}
     return found
+
+
+def _program(*arguments: str) -> list[str]:
+    return [str(Path(sys.executable).with_name("flwr")), *arguments]
+
+
+def _environment(home: Path) -> dict[str, str]:
+    return os.environ | {
+        "FLWR_HOME": str(home),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
