@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 import hyperfed
 from hyperfed.data import tasks
+from hyperfed.data.examples import Normalize
+from hyperfed.data.features import Prefix
 from hyperfed.data.own import Task
 from hyperfed.data.roster import Frame
 from hyperfed.errors import UserError
@@ -155,11 +157,40 @@ def test_the_part_of_a_model_of_peft_has_the_name_it_had_before():
 
 def test_a_network_may_stand_before_models_of_several_sizes_which_it_tells_apart():
     models = {"small": nn.Linear(8, 3).double(), "large": nn.Sequential(nn.Linear(8, 3)).double()}
-    one, same, other = (a_task(models, made(seed=seed).body) for seed in (0, 0, 1))
+    bodies = [made(seed=seed).body.requires_grad_(True) for seed in (0, 0, 1)]
+    one, same, other = (a_task(models, body) for body in bodies)
     assert one.fingerprint == same.fingerprint != other.fingerprint
+    assert all(body.training and body[0].weight.requires_grad for body in bodies)  # left alone
     torch.testing.assert_close(one.features, by_hand(made(), X))
     functions = [a_task(nn.Linear(6, 3).double(), lambda x, by=by: by * x) for by in (1, 2)]
     assert functions[0].fingerprint != functions[1].fingerprint
+
+
+@torch.no_grad()
+def test_the_fingerprint_follows_all_that_features_follow_however_little_it_changes():
+    def fingerprint(mean=0.5, activation=None, weight=0.0, running=0.0, fixed=0.0):
+        body = made().body.requires_grad_(True)
+        body[0].weight += weight
+        body[1].running_mean += running
+        body[2] = activation or body[2]
+        body.register_buffer("fixed", torch.tensor(fixed), persistent=False)
+        return Prefix(Normalize((mean,), (1.0,)), body).fingerprint()
+
+    assert fingerprint() == fingerprint()
+    others = [
+        {"mean": 0.5 + 1e-6},
+        {"activation": nn.ReLU()},
+        {"weight": 1e-6},
+        {"running": 1e-6},
+        {"fixed": 1e-6},
+    ]
+    assert len({fingerprint(), *(fingerprint(**other) for other in others)}) == 6
+
+
+def test_no_gradient_reaches_what_a_function_trains():
+    layer = nn.Linear(6, 4).double()
+    task = a_task(nn.Linear(4, 3).double(), lambda x: layer(x).tanh())
+    assert not task.features.requires_grad
 
 
 def counted(net, seen):
@@ -212,6 +243,13 @@ def test_features_of_other_code_with_the_same_weights_are_not_used():
 def test_a_function_leaves_nothing_on_disk(cache):
     a_task(nn.Linear(6, 3).double(), lambda x: x)
     assert not cache.exists()
+
+
+def test_what_a_newcomer_brings_leaves_nothing_on_disk(cache):
+    run = hyperfed.train("fedper", a_task(made(), "body"), method=STEPS, **SHORT)
+    before = list(cache.iterdir())
+    run.personalize(X[:7] + 1, Y[:7])
+    assert list(cache.iterdir()) == before
 
 
 def test_a_disk_that_refuses_costs_nothing_but_time(tmp_path, monkeypatch):
@@ -272,6 +310,51 @@ def test_a_table_and_a_file_of_a_network_take_a_prefix_too(tmp_path):
         tasks.build(replace(runs[1].config.task, prefix="1"), seed=0)
 
 
+NETS = """
+import torch
+from torch import Tensor, nn
+
+
+class Net(nn.Sequential):
+    def __init__(self, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        body = nn.Sequential(nn.Flatten(), nn.Linear(64, 4), nn.Dropout(0.9))
+        super().__init__(body.requires_grad_(False), nn.Linear(4, 10))
+
+
+class Other(Net):
+    def __init__(self) -> None:
+        super().__init__(seed=1)
+
+
+class Beside(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x.flatten(1).mean(dim=1, keepdim=True)
+"""
+
+
+def test_images_of_a_data_set_are_normalised_before_a_network_of_a_file(tmp_path):
+    """What is trained says nothing of the frozen beginning; the fingerprint does."""
+    (tmp_path / "nets.py").write_text(NETS)
+    built = {}
+    for name in ("Net", "Other"):
+        settings = {"name": "digits", "clients": 4, "model": f"{tmp_path}/nets.py:{name}"}
+        plain, once = (
+            tasks.build(tasks.TaskConfig(**settings, **more), seed=0)
+            for more in ({}, {"prefix": "0"})
+        )
+        body = plain.models["base"][0].eval()
+        assert not torch.equal(plain.transform(plain.x), plain.x.float())
+        expected = body(plain.transform(plain.x))
+        torch.testing.assert_close(once.features, expected)
+        torch.testing.assert_close(once.transform(plain.x[:9]), expected[:9])
+        built[name] = once.fingerprint, plain.fingerprint
+    assert len({*built["Net"], *built["Other"]}) == 3  # that of the data alone is the same
+    beside = tasks.TaskConfig(**settings | {"model": f"{tmp_path}/nets.py:Beside"}, prefix="0")
+    with pytest.raises(UserError, match="nothing else of the model may take them"):
+        tasks.build(beside, seed=0)
+
+
 def test_sites_hold_features_themselves():
     config = tasks.TaskConfig(model="mlp", prefix="features")
     frame = Frame(known=2, novel=0, shape=(6,), dtype="torch.float32", classes=3)
@@ -293,3 +376,13 @@ def test_what_is_exported_takes_raw_examples(tmp_path, ending):
     weights = safetensors.torch.load_file(path)
     assert torch.equal(weights["normalize.1.0.weight"], made().body[0].weight)
     assert path.stat().st_size < 10_000
+
+
+def test_what_is_exported_normalises_pixels_before_the_beginning(tmp_path):
+    pixels = RNG.integers(0, 256, (60, 1, 2, 3), dtype=np.uint8)
+    net = nn.Sequential(nn.Sequential(nn.Flatten(), nn.Linear(6, 4)), nn.Linear(4, 3))
+    net[0].requires_grad_(False)
+    task = Task.from_arrays(pixels, Y, client=CLIENT, model=net, prefix="0")
+    hyperfed.export_model(task.models["base"], task, tmp_path / "model.pt2")
+    program = torch.export.load(tmp_path / "model.pt2").module()
+    torch.testing.assert_close(program(task.x[:4]), task.models["base"](task.features[:4]))
