@@ -57,7 +57,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "fedper": {"novel_steps": STEPS},
     "pefll": {"start": "target"},
 }
-EXAMPLE_RATES = (0.03, 0.1, 0.3)
+EXAMPLE_RATES = (0.03, 0.1, 0.3, 1.0)
 LOCAL_RATES = (0.01, 0.03, 0.1, 0.3)
 SERVER_RATES = {"pefll": (2e-3, 6e-4, 6e-3)}
 KEPT = ("config.toml", "metrics.jsonl", "summary.json")
