@@ -268,7 +268,7 @@ def draw_embedding(run: FinishedRun) -> "Figure":
     axes.scatter(placed[:, 0], placed[:, 1], s=26, c=colours)
     axes.set_xticks([])
     axes.set_yticks([])
-    axes.set_title("one colour: the same classes", fontsize="medium")
+    axes.set_title("one colour: the same classes, or the same largest", fontsize="medium")
     return figure
 
 
