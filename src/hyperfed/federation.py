@@ -37,7 +37,7 @@ def _as_it_is(x: Tensor) -> Tensor:
     return x
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Task:
     """Data split over clients + target model(s) + loss + metric.
 
@@ -91,6 +91,21 @@ class Task:
     labels: Sequence[str] = ()
     source: Any = None
     metrics: Sequence[str] = ()
+
+    def __repr__(self) -> str:
+        """Returns in three lines what is to be learned, who has how much of it, and what learns."""
+        kind = f"{self.classes} classes" if self.classes else "numbers"
+        shape = " x ".join(map(str, self.x.shape[1:])) or "one number"
+        held = [len(rows) for rows in self.train] or [0]
+        nets = [
+            f"{size}: {type(net).__name__}, {sum(p.numel() for p in net.parameters()):,} parameters"
+            for size, net in self.models.items()
+        ]
+        return (
+            f"{type(self).__name__} {self.name}: {len(self.x):,} examples of {shape} for {kind}\n"
+            f"{self.clients} clients, {self.novel} of them novel, with {min(held)} to {max(held)} "
+            f"training examples\n{'; '.join(nets)}"
+        )
 
     @property
     def metric(self) -> Metric:

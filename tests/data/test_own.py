@@ -433,3 +433,13 @@ def test_tokens_that_count_for_nothing_are_no_class_that_a_client_has():
     counts = cohort.ask(ours.method.Client.evaluate, ours.server.personalize(cohort))["test"]
     assert counts["correct"] == 0
     assert counts["masked_correct"] == (task.y[task.test[0]][:, 0] == 1).sum()
+
+
+def test_a_task_is_shown_in_three_lines():
+    task = from_arrays(X, Y, client=CLIENT, model=linear(), novel=1, name="readings")
+    held = [len(rows) for rows in task.train]
+    assert repr(task).splitlines() == [
+        "Task readings: 100 examples of 4 for 3 classes",
+        f"{len(held)} clients, 1 of them novel, with {min(held)} to {max(held)} training examples",
+        "base: Linear, 15 parameters",
+    ]

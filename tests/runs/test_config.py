@@ -330,3 +330,8 @@ def test_a_run_comes_to_the_last_phase_of_its_method() -> None:
         config.load("itpfl", ["rounds=10", "chort=2", *phases])
     assert "2 errors" in str(both.value)
     assert not isinstance(both.value, config.TooShortError)
+
+
+def test_names_have_commas_between_them_on_the_command_line() -> None:
+    for features in ("task.features=age, height", 'task.features=["age", "height"]'):
+        assert load("fedavg", [features]).task.features == ("age", "height")

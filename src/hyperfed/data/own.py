@@ -208,7 +208,7 @@ def from_frame(
     return replace(task, columns=replace(columns, features=rows.features))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Task(federation.Task):
     """A task that data make; ``hyperfed.Task`` is this one.
 

@@ -308,7 +308,7 @@ def _pooled(sites: Sequence[Introduction]) -> tuple[tuple[float, ...], tuple[flo
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RemoteTask(Task):
     """A task whose examples are at sites: it knows how many each client has, and none of them.
 

@@ -5,6 +5,7 @@ from typing import Annotated, Literal, Self, get_args
 
 from pydantic import (
     AfterValidator,
+    BeforeValidator,
     ConfigDict,
     Field,
     NonNegativeInt,
@@ -21,6 +22,17 @@ from hyperfed.data.pfllib import Dealing
 from hyperfed.data.tables import SUFFIXES, Columns
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+def several(value: object) -> object:
+    """Returns a list, or words with commas between them, as the tuple that strict mode asks for."""
+    if isinstance(value, str):
+        return tuple(word.strip() for word in value.split(","))
+    return tuple(value) if isinstance(value, list) else value
+
+
+Names = Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(several)]
+"""A list of names; on the command line with commas between them."""
 
 PartitionName = Literal[
     "class_shares",
@@ -70,7 +82,8 @@ class TaskConfig:
         client: of your own data, the column that says who holds a row (:mod:`hyperfed.data.tables`
             has all four); ``client`` where None.
         target: the column to be learned; ``y``, ``target`` or ``label`` where None.
-        features: the column or columns it is learned from; ``x`` where None, or else all others.
+        features: the columns it is learned from, with commas between them; ``x`` where None, or
+            else all others.
         split: the column that says what a row is for, "train", "val" or "test"; ``split`` where
             None. Where there is one, ``val`` is a fraction of the training rows, and may be given
             where the column names none for validation.
@@ -143,9 +156,9 @@ class TaskConfig:
     data_dir: str | None = None
     client: str | None = None
     target: str | None = None
-    features: str | Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+    features: Names | None = None
     split: str | None = None
-    labels: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+    labels: Names | None = None
     clients: PositiveInt | None = None
     fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
     partition: PartitionName | None = None
@@ -177,8 +190,7 @@ class TaskConfig:
     @property
     def columns(self) -> Columns:
         """Which column of your own data is what."""
-        features = (self.features,) if isinstance(self.features, str) else self.features
-        return Columns(self.client, self.target, features, self.split)
+        return Columns(self.client, self.target, self.features, self.split)
 
     @property
     def client_count(self) -> int:

@@ -34,6 +34,7 @@ from pydantic import (
 from pydantic.dataclasses import dataclass
 from pydantic_core import ErrorDetails
 
+from hyperfed.data.settings import several
 from hyperfed.data.tasks import TaskConfig
 from hyperfed.engines import EngineConfig, Faults
 from hyperfed.engines.updates import PrivateUpdates, Where
@@ -143,13 +144,6 @@ class RobustConfig:
     hostile: Annotated[float, Field(ge=0, lt=0.5)] = 0.25
 
 
-def _several(value: Any) -> Any:
-    """Returns the list of a file, or one word, as the tuple that strict mode asks for."""
-    return (
-        (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
-    )
-
-
 @dataclass(frozen=True, config=_STRICT)
 class TrainingPrivacy:
     """Private training: what clients answer has a largest length and noise.
@@ -224,8 +218,8 @@ class RunConfig:
     cohort: Annotated[int | float, AfterValidator(_number_or_fraction)] = 0.25
     evaluate_every: PositiveInt = 20
     best: Literal["accuracy", "masked_accuracy", "zeroed_accuracy"] = "accuracy"
-    metrics: Annotated[tuple[MetricName, ...], BeforeValidator(_several)] = ()
-    examine: Annotated[tuple[Examined, ...], BeforeValidator(_several)] = ()
+    metrics: Annotated[tuple[MetricName, ...], BeforeValidator(several)] = ()
+    examine: Annotated[tuple[Examined, ...], BeforeValidator(several)] = ()
     checkpoint_every: PositiveInt = 100
     seed: NonNegativeInt = 0
     device: str = "cpu"
