@@ -269,6 +269,20 @@ def test_batch_norms_statistics_are_the_clients_and_those_of_the_global_model_th
     assert set(ours.server.buffers) == set(buffers)
 
 
+def test_a_global_model_teaches_with_its_own_buffers_those_whose_are_of_another_shape() -> None:
+    class Wide(Normed):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.norm = nn.Linear(FEATURES, 7), nn.BatchNorm1d(7)
+            self.head = nn.Linear(7, CLASSES)
+
+    models: dict[str, nn.Module] = {"narrow": Normed().double(), "wide": Wide().double()}
+    task = make_task(models=models, sizes=("narrow", "wide", "wide", "narrow"))
+    ours = Federation("mh_pfedhn", task, **ONE_STEP, **SERVER, global_model=True)
+    for number in range(2):  # in the second the clients remember buffers
+        assert ours.round(range(4), number).weight.gt(0).all()
+
+
 def test_nothing_but_weights_of_its_own_size_travels() -> None:
     """A client is sent its model, and with a global model that one too, as large as it is."""
     for light in (False, True):
