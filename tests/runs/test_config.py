@@ -334,4 +334,4 @@ def test_a_run_comes_to_the_last_phase_of_its_method() -> None:
 
 def test_names_have_commas_between_them_on_the_command_line() -> None:
     for features in ("task.features=age, height", 'task.features=["age", "height"]'):
-        assert load("fedavg", [features]).task.features == ("age", "height")
+        assert config.load("fedavg", [features]).task.features == ("age", "height")
