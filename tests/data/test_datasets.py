@@ -1,6 +1,8 @@
 """Data sets: what is read, what the cache does, and what is said when there is nothing to read."""
 
 import io
+import os
+import time
 
 import numpy as np
 import pytest
@@ -363,6 +365,20 @@ def test_nothing_half_written_stays_in_the_cache(cached, small):
     assert path.suffix == ".safetensors"
     with safe_open(path, framework="pt") as file:
         assert set(file.keys()) == {"x", "y", "held_out"}
+
+
+def test_what_a_killed_process_left_in_the_cache_is_removed_and_what_one_writes_stays(
+    cached, small
+):
+    folder, _, _ = small
+    cached.mkdir(parents=True)
+    for name, age in (("left", 3601), ("begun", 3500)):
+        path = cached / f"{name}.partial"
+        path.write_bytes(b"half")
+        os.utime(path, (time.time() - age,) * 2)
+    load(str(folder))
+    assert sorted(path.suffix for path in cached.iterdir()) == [".partial", ".safetensors"]
+    assert (cached / "begun.partial").exists()
 
 
 def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):

@@ -209,6 +209,20 @@ def test_a_value_of_another_type_is_not_bent_into_shape():
     assert len(errors("hyper", "rounds='5'", "seed=true", "engine.workers=2.0")) == 3
 
 
+@pytest.mark.parametrize("number", ["inf", "-inf", "nan"])
+def test_a_number_that_none_can_compute_with_is_refused_whatever_the_key(number):
+    found = 0
+    for method, module in METHODS.items():
+        known = config._known(module.Config)
+        floats = [key for key, kind in known.items() if "float" in str(kind)]
+        with pytest.raises(UserError) as caught:
+            config.load(method, [f"{key}={number}" for key in floats])
+        told = {line.partition(": ")[0] for line in str(caught.value).split("\n  - ")}
+        assert [key for key in floats if config.shown(key) not in told] == []
+        found += len(floats)
+    assert found > 5 * len(METHODS)
+
+
 def test_what_only_holds_of_several_keys_is_reported_for_their_section():
     assert errors("hyper", "method.local_steps=13") == ["method: local_steps must not be unlucky"]
 

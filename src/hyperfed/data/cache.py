@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from hyperfed.data.examples import Examples, channels_moved_first, fingerprint_o
 
 FORMAT = 1
 """Part of every key: raise it when the code that decodes comes to something else."""
+
+ABANDONED = 3600.0
+"""Seconds after which a file that was begun, and not written to since, is nobody's."""
 
 
 def folder() -> Path:
@@ -117,6 +121,7 @@ def _read(path: Path) -> Examples | None:
 
 def _write(path: Path, tensors: dict[str, Tensor], plain: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
+    _remove_unfinished(path.parent)
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".partial")
     os.close(handle)
     try:
@@ -126,3 +131,15 @@ def _write(path: Path, tensors: dict[str, Tensor], plain: dict[str, Any]) -> Non
         raise OSError(f"could not write {temporary}") from error
     finally:
         Path(temporary).unlink(missing_ok=True)
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Removes what killed processes were writing: nobody has written to it for an hour.
+
+    Raises:
+        OSError: the system refuses.
+    """
+    for path in folder.glob("*.partial"):
+        with contextlib.suppress(FileNotFoundError):  # another process was faster
+            if path.stat().st_mtime < time.time() - ABANDONED:
+                path.unlink()

@@ -512,10 +512,27 @@ def _section(
     """Returns ``kind`` made of ``table``, or None and the reasons in ``problems``."""
     try:
         # JSON's strict mode is that of a text file: no "5" for 5, but a list for a tuple.
-        return TypeAdapter(kind).validate_json(json.dumps(table, default=str), strict=True)
+        found = TypeAdapter(kind).validate_json(json.dumps(table, default=str), strict=True)
+        lines: list[str] = []
     except ValidationError as error:
-        problems += _explain(error, section, known)
-        return None
+        found, lines = None, _explain(error, section, known)
+    told = {line.partition(":")[0] for line in lines}
+    # Most kinds of number allow infinity, which none can compute with.
+    problems += lines + [
+        f"{key}: must be finite; came {toml.literal(value)}"
+        for key, value in ((shown(f"{section}.{name}"), value) for name, value in table.items())
+        if key not in told
+        and any(isinstance(it, float) and not math.isfinite(it) for it in _leaves(value))
+    ]
+    return found
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, list | tuple):
+        for inner in value:
+            yield from _leaves(inner)
+    else:
+        yield value
 
 
 def _explain(error: ValidationError, section: str, known: Iterable[str]) -> list[str]:

@@ -163,6 +163,13 @@ def test_a_message_that_fails_is_answered_by_why_and_the_next_one_served(
     assert any(str(outcome) in line for line in said)
 
 
+def test_a_log_of_a_node_takes_one_short_line_of_what_a_server_sent() -> None:
+    evil = FailedError("\x1b[2J\n" + "x" * 10**7)
+    for line in serve(Connection(b"a"), Calls(evil)):
+        assert len(line) <= 500
+        assert line.isprintable()
+
+
 def test_a_bundle_that_cannot_be_read_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(fab: bytes, run: Run) -> Any:
         raise ValueError("not a bundle")

@@ -17,6 +17,7 @@ from hyperfed.engines.flower.site import Site
 from hyperfed.engines.replies import NoAnswerError
 from hyperfed.errors import UserError
 from hyperfed.methods import METHODS
+from hyperfed.runs import progress as telling
 from hyperfed.runs.config import from_keys
 from hyperfed.runs.run import Run
 from toys import make_task
@@ -264,3 +265,47 @@ def test_attacks_are_many() -> None:
     assert len(UNREADABLE | UNUSABLE | LIES) >= 60
     assert len(UNREADABLE | UNUSABLE | MISCOUNTED) >= 30
     assert len(FAILURES) >= 10
+
+
+EVIL = "\x1b[2J\x07\r\n2026-01-01 00:00:00  done after round 9\n\u202e\ud800" + "x" * 10**7
+
+
+@pytest.mark.parametrize("where", ["train", "evaluate", "everywhere"])
+def test_what_a_site_says_of_its_errors_fills_no_log(
+    where: str, tmp_path: Path, caplog: Any, capsys: Any
+) -> None:
+    """10 MB of a terminal's commands, as the text and as the kind of an error."""
+
+    def lie(site: Site, content: bytes) -> Any:
+        request = wire.unpack_request(content)
+        asked = "evaluate" if request.calls[0].step == "evaluate" else "train"
+        if where not in (asked, "everywhere"):
+            return honest(site, content)
+        errors = {str(place): [EVIL[:1000], EVIL[:1000]] for place in range(len(request.calls))}
+        errors["0"] = [EVIL[: 10**6], EVIL]
+        meta = {"session": request.session, "serial": request.serial, "errors": errors}
+        return wire.dumps({}, meta | {"remembers": [], "spent": {}})
+
+    task, module = make_task(examples=EXAMPLES), METHODS["fedavg"]
+    config = from_keys("fedavg", KEYS | {"rounds": 1, "evaluate_every": 1, "track": "none"})
+    shares = {HOSTILE: (0, 1), 11: (2, 3, 4)}
+    sites = sites_of(task, module, config.settings, tmp_path / "state", shares)
+    link = DirectLink(sites)
+    link.broken[HOSTILE] = lie
+    if where == "everywhere":
+        link.broken[11] = lie
+    made = Run.start(config, tmp_path / "runs", remote(task, link, sites))
+    told: list[str] = []
+    try:
+        telling.watch(made, told=lambda it: told.append(telling.spoken(it)))
+    except UserError as error:
+        told.append(str(error))
+        assert where == "everywhere"
+    assert made.folder is not None
+    written = made.folder.log.read_text()
+    assert "lost client" in written or "without client" in written
+    texts = [written, made.folder.status.read_text(), caplog.text, "\n".join(told)]
+    for text in (*texts, capsys.readouterr().err, made.folder.metrics.read_text()):
+        assert len(text) < 50_000
+        assert all(letter.isprintable() for letter in text.replace("\n", ""))
+        assert not any(line.startswith("2026-01-01") for line in text.splitlines())

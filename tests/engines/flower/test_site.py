@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from hyperfed import federation
+from hyperfed.apps import cli
 from hyperfed.data.roster import Frame, Introduction, Member, Roster, enrol
 from hyperfed.engines.calls import Call
+from hyperfed.engines.flower.releases import KeptReleases
 from hyperfed.engines.flower.site import Shard, Site
 from hyperfed.engines.flower.store import (
     LostMemoryError,
@@ -223,6 +225,22 @@ def test_what_killed_writers_left_is_removed_and_nobody_else_may_look(tmp_path: 
     assert [path.exists() for path in left] == [True, False, False]
     check_writable(state)  # where no message is being answered
     assert sorted(state.iterdir()) == [state / "released", state / "run-1"]
+
+
+def test_a_node_that_starts_removes_what_killed_ones_left_of_any_run(
+    tmp_path: Path, capsys: Any
+) -> None:
+    state = tmp_path / "state"
+    site_in(state).answer(request(1, 0))
+    KeptReleases(state)
+    folders = [state, state / "run-1", state / "run-1" / "_000000", state / "released"]
+    kept = set(state.rglob("*"))
+    for folder in folders:
+        (folder / ".10-0.safetensors.aa.tmp").write_bytes(b"half")
+    with pytest.raises(SystemExit) as end:
+        cli.main(["node", "--clients", "0-3", "--state", str(state)])
+    assert end.value.code in (0, None)
+    assert set(state.rglob("*")) == kept
 
 
 def test_client_names_cannot_leave_the_folder(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from hyperfed.apps.printing import Json, print_json, print_table, say, table
 from hyperfed.data.roster import Roster
 from hyperfed.data.site import columns_named, listed
 from hyperfed.data.site import read as read_site
-from hyperfed.engines.flower.store import check_writable
+from hyperfed.engines.flower.store import check_writable, clean
 from hyperfed.errors import UserError, one_line
 from hyperfed.runs.records import RunFolder
 from hyperfed.system.locks import Lock
@@ -80,6 +80,7 @@ def node(
         if state is None:
             raise UserError("a site must have a folder for what clients remember; give --state")
         check_writable(state)
+        clean(state)
         given = {
             "data": "" if data is None else str(data.resolve()),
             "clients": clients,

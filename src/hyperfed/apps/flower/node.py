@@ -41,7 +41,7 @@ from hyperfed.apps.flower.executor import CrashedError, Executor, FailedError, w
 from hyperfed.engines.flower.grid import PAUSE, bytes_of, record_of
 from hyperfed.engines.flower.sites import pause
 from hyperfed.engines.flower.wire import WireError
-from hyperfed.errors import LONGEST, UserError
+from hyperfed.errors import LONGEST, UserError, one_line
 from hyperfed.system.signals import handled
 
 RUNS = 8
@@ -207,7 +207,7 @@ class Node:
     ) -> None:
         number, self._receive, self._send, get_run, get_fab, *objects = connection
         self._pull, self._push, self._confirm = objects
-        self._executor, self._say = executor, say
+        self._executor, self._log = executor, say
         self._config = {name: value for name, value in asdict(node).items() if value is not None}
 
         def settings(run_id: int) -> Mapping[str, Any]:
@@ -216,6 +216,10 @@ class Node:
 
         self._settings = lru_cache(RUNS)(settings)
         say(f"connected as node {number}")
+
+    def _say(self, text: str) -> None:
+        """Tells what may repeat words of a server."""
+        self._log(one_line(text))
 
     def run(self) -> None:
         """Answers messages for good, and asks for the next one the later the longer none came."""

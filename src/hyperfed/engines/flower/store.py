@@ -149,6 +149,24 @@ def make_private(folder: Path) -> None:
         folder.chmod(PRIVATE)
 
 
+def clean(folder: Path) -> None:
+    """Removes what killed processes were about to put in place, in all of a site's state.
+
+    Args:
+        folder: the state, which no process works with.
+
+    Raises:
+        UserError: the system refuses.
+    """
+    for place in (
+        folder,
+        *folder.glob("released"),
+        *folder.glob("run-*"),
+        *folder.glob("run-*/_*"),
+    ):
+        remove_unfinished(place)
+
+
 def check_writable(folder: Path) -> None:
     """Finds out whether a site's state can be kept in a folder, which is made.
 
