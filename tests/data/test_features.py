@@ -185,6 +185,10 @@ def test_the_fingerprint_follows_all_that_features_follow_however_little_it_chan
         {"fixed": 1e-6},
     ]
     assert len({fingerprint(), *(fingerprint(**other) for other in others)}) == 6
+    constants = [nn.BatchNorm1d(6, affine=False) for _ in range(2)]  # without any parameter
+    constants[1].running_mean += 1e-6
+    whole = Normalize((0.5,), (1.0,))
+    assert len({Prefix(whole, net).fingerprint() for net in constants}) == 2
 
 
 def test_no_gradient_reaches_what_a_function_trains():
