@@ -125,7 +125,7 @@ def test_the_update_is_the_gradient_of_the_one_piece_objective(
 
 def test_whole_models_have_one_weight_for_all_layers() -> None:
     check_one_round([0, 1, 3], weigh="models")
-    with pytest.raises(UserError, match="weigh must be layers where layers are retained"):
+    with pytest.raises(ValueError, match="weigh must be layers where layers are retained"):
         Federation("pfedla", make_task(), weigh="models", retain=1)
 
 

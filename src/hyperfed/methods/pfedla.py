@@ -75,6 +75,13 @@ class Config(PersonalConfig):
     evaluated: Literal["mixture", "trained"] = "mixture"
     novel_steps: NonNegativeInt = 0
 
+    def __post_init__(self) -> None:
+        if self.weigh == "models" and (self.retain or self.retained_layers):
+            raise UserError(
+                "weigh must be layers where layers are retained, got models; leave it out, or "
+                "choose pfedla without retained_layers"
+            )
+
 
 _PAPER = {
     "task.partition": "equal_classes",
@@ -122,11 +129,6 @@ class Server(federation.Server):
         super().__init__(outline, config)
         self.layers = {size: layers_of(net) for size, net in outline.models.items()}
         if config.weigh == "models":
-            if config.retain or config.retained_layers:
-                raise UserError(
-                    "weigh must be layers where layers are retained, got models; leave it out, or "
-                    "choose pfedla without retained_layers"
-                )
             self.layers = {
                 size: {"model": tuple(name for names in layers.values() for name in names)}
                 for size, layers in self.layers.items()
