@@ -265,7 +265,7 @@ def compare(out: Path, device: torch.device) -> None:
     folders = [step[key]["folder"] for step in pairs for key in ("beside", "run")]
     if folders:
         execute(
-            Step("compare", ("-m", "hyperfed", "compare", *folders), 0), out / "compare", 20, device
+            Step("compare", ("-m", "hyperfed", "compare", *folders), 0), out / "compare", 60, device
         )
         print("\nof each two the first is of the CPU:")
         print((out / "compare" / "log.txt").read_text(encoding="utf-8"))
