@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("flwr")
@@ -257,12 +258,46 @@ def test_an_address_of_ipv6_is_one() -> None:
 def test_without_a_superlink_the_command_says_how_to_start(tmp_path: Path, capsys: Any) -> None:
     state = tmp_path / "state"
     assert command("node", "--clients", "0-3", "--state", str(state), "--novel") == 0
-    ours, flowers = capsys.readouterr().out.strip().splitlines()[-2:]
-    assert ours.startswith(f"hyperfed node --clients 0-3 --state {state} --novel --superlink ")
-    assert flowers.startswith("flower-supernode --node-config ")
-    assert "novel=true" in flowers
+    place = "--superlink HOST:PORT --root-certificates CA.CRT"
+    assert capsys.readouterr().out.strip().splitlines() == [
+        "here:",
+        f"hyperfed node --clients 0-3 --state {state} --novel {place} --key KEY",
+        "or here:",
+        f"flower-supernode {place} --auth-supernode-private-key KEY --node-config "
+        f"""'clients="0-3" state="{state}" novel=true'""",
+        "before, at the operator's:",
+        "flwr supernode register KEY.pub",
+    ]
     assert command("node", "--check") == 2
     assert "give --data" in capsys.readouterr().err
+
+
+def test_what_is_to_be_run_is_said_whole_and_found_wrong_before_it_is(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_certificates(tmp_path)
+    write_node_key(tmp_path / "my node")
+    x, y = np.zeros((30, 2), np.float32), np.arange(30) % 2
+    np.savez("data.npz", x=x, y=y, client=np.repeat(["ann", "bob"], 15))
+    site = ["--data", "data.npz", "--state", "state", "--site", "clinic", "--check"]
+    place = ["--superlink", "fl.example.org:8443", "--root-certificates", "ca.crt"]
+    assert command("node", *site, *place, "--key", "my node") == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[-5:][0] == (
+        f"hyperfed node --data {tmp_path}/data.npz --state {tmp_path}/state --site clinic "
+        f"--superlink fl.example.org:8443 --root-certificates {tmp_path}/ca.crt "
+        f"--key '{tmp_path}/my node'"
+    )
+    assert said[-1] == f"flwr supernode register '{tmp_path}/my node.pub'"
+    assert not (tmp_path / "state").exists()
+    assert command("node", *site, *place, "--key", "ca.crt") == 2
+    assert "elliptic curve's private key" in capsys.readouterr().err
+    trial = ["--superlink", "127.0.0.1:8443", "--insecure"]
+    assert command("node", *site, *trial) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[-3].endswith("--superlink 127.0.0.1:8443 --insecure")
+    assert said[-1].startswith("flower-supernode --superlink 127.0.0.1:8443 --insecure --node-")
 
 
 def test_a_server_looks_again_soon_for_a_part_that_is_on_its_way(

@@ -63,6 +63,9 @@ def node(
 ) -> None:
     """Be a site: check its data and, with --superlink, serve its clients from this machine.
 
+    Without --superlink, or with --check and --state, it says what is to be run instead: here, and
+    by the operator of the SuperLink.
+
     An .npz file holds x, y and client, one row for each example, and may hold split (train, val or
     test) and classes (in the whole federation). A parquet file or a folder of Hugging Face's
     datasets has a column client and an image and a label column, or columns x and y. Of any other
@@ -76,11 +79,12 @@ def node(
         found = read_site(data, columns=columns, labels=listed(labels), check=True)
     allowed = policies.read(policy)
     start: dict[str, str] = {}
-    if not check:
-        if state is None:
-            raise UserError("a site must have a folder for what clients remember; give --state")
-        check_writable(state)
-        clean(state)
+    if not check and state is None:
+        raise UserError("a site must have a folder for what clients remember; give --state")
+    if state is not None:
+        if not check:
+            check_writable(state)
+            clean(state)
         given = {
             "data": "" if data is None else str(data.resolve()),
             "clients": clients,
@@ -98,10 +102,10 @@ def node(
             "device": device,
             "policy": "" if policy is None else str(policy.resolve()),
         }
-        if superlink:
+        if superlink and not check:
             _serve(given, superlink, root_certificates, key, insecure=insecure)
             return
-        start = _starts(given)
+        start = _starts(given, superlink, root_certificates, key, insecure=insecure)
     parts = ("train", "val", "test")
     counts = {
         name: dict(zip(parts, map(len, rows), strict=True))
@@ -110,8 +114,8 @@ def node(
     if as_json:
         classes = found.classes if found else None
         learns = policies.explain(allowed, found)
-        said = {"clients": counts, "classes": classes, "learns": learns}
-        print_json({**said, "start": None, **start})
+        told = {"clients": counts, "classes": classes, "learns": learns}
+        print_json({**told, "start": None, **start})
         return
     if counts:
         shown = table("client", *parts)
@@ -120,8 +124,9 @@ def node(
         print_table(shown)
     if check:
         print("\n".join(policies.explain(allowed, found)))
-    for line in start.values():
-        print(line)
+    said = {"start": "here", "supernode": "or here", "register": "before, at the operator's"}
+    for name, line in start.items():
+        print(f"{said[name]}:\n{line}")
 
 
 def move(
@@ -197,16 +202,38 @@ def _serve(
     os._exit(0)  # at once: a thread may still try to reach a SuperLink that is gone
 
 
-def _starts(given: Mapping[str, Any]) -> dict[str, str]:
-    """Returns two ways to start a site that differ in what a message costs."""
+def _starts(
+    given: Mapping[str, Any],
+    superlink: str,
+    root_certificates: Path | None,
+    key: Path | None,
+    *,
+    insecure: bool,
+) -> dict[str, str]:
+    """Returns what is to be run: two ways to start a site, and before it, with the operator.
+
+    What is not known yet stands in capitals.
+    """
+    address, known = superlink or "HOST:PORT", key or Path("KEY")
+    root = root_certificates or Path("CA.CRT")
+    if superlink:
+        from hyperfed.apps.flower.node import SuperLink
+
+        SuperLink.of(superlink, root_certificates, key, insecure=insecure)
     unsaid: tuple[Any, ...] = ("", False, None, "cpu")
     said = {name: value for name, value in given.items() if value not in unsaid}
     ours = ["hyperfed", "node"]
     for name, value in said.items():
         ours += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
     config = " ".join(f"{name}={literal(value)}" for name, value in said.items())
-    secrets = "--root-certificates ca.crt --key node"
+    root, known = (str(it.resolve() if it.exists() else it) for it in (root, known))
+    safe = ["--insecure"] if insecure else ["--root-certificates", root, "--key", known]
+    theirs = [*safe[:2], "--auth-supernode-private-key", known] if not insecure else safe
+    register = "" if insecure else f"flwr supernode register {shlex.quote(known + '.pub')}"
     return {
-        "start": f"{shlex.join(ours)} --superlink HOST:PORT {secrets}",
-        "supernode": f"flower-supernode --node-config {shlex.quote(config)}",
+        "start": shlex.join([*ours, "--superlink", address, *safe]),
+        "supernode": shlex.join(
+            ["flower-supernode", "--superlink", address, *theirs, "--node-config", config]
+        ),
+        **({"register": register} if register else {}),
     }
