@@ -214,8 +214,11 @@ def _starts(
 
     What is not known yet stands in capitals.
     """
-    address, known = superlink or "HOST:PORT", key or Path("KEY")
-    root = root_certificates or Path("CA.CRT")
+    address, root, known = superlink or "HOST:PORT", "CA.CRT", "KEY"
+    if root_certificates is not None:
+        root = str(root_certificates.expanduser().resolve())
+    if key is not None:
+        known = str(key.expanduser().resolve())
     if superlink:
         from hyperfed.apps.flower.node import SuperLink
 
@@ -226,7 +229,6 @@ def _starts(
     for name, value in said.items():
         ours += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
     config = " ".join(f"{name}={literal(value)}" for name, value in said.items())
-    root, known = (str(it.resolve() if it.exists() else it) for it in (root, known))
     safe = ["--insecure"] if insecure else ["--root-certificates", root, "--key", known]
     theirs = [*safe[:2], "--auth-supernode-private-key", known] if not insecure else safe
     register = "" if insecure else f"flwr supernode register {shlex.quote(known + '.pub')}"
