@@ -6,13 +6,11 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
+from hyperfed.apps.guard import STOPPED
 from hyperfed.apps.printing import Json, print_json, say
 from hyperfed.errors import UserError
 from hyperfed.runs import beside, pages, reproduction, side_by_side
 from hyperfed.runs import experiments as tables
-
-STOPPED = 3
-"""Exit code where something was stopped and can be gone on with."""
 
 Experiments = Annotated[Path, Option(help="The folder of the tables.")]
 
