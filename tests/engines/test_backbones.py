@@ -82,7 +82,7 @@ def half_task(dtype: torch.dtype) -> Task:
     rows = make_task(examples=EXAMPLES)
     with seeded(3):
         net = OnBackbone()
-    nn.init.uniform_(net.backbone[1].running_mean)
+        nn.init.uniform_(net.backbone[1].running_mean)
     net.backbone.to(dtype)
     owner = torch.arange(len(rows.x)) % 4
     return own.from_arrays(rows.x, rows.y, client=owner.tolist(), model=net)

@@ -2,10 +2,12 @@
 
 import os
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from hyperfed.errors import UserError
-from hyperfed.system.files import refused
+from hyperfed.system.files import refused, remove_unfinished
 
 
 class Lock:
@@ -40,6 +42,20 @@ class Lock:
             ) from error
         except (ImportError, OSError):
             self.release()
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Waits until no other process works with a folder, keeps others waiting, and tidies it up.
+
+    The lock is its file ``lock``, and goes with the process, even where that is killed.
+    """
+    import fcntl
+
+    with (folder / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        remove_unfinished(folder)
+        yield
 
 
 def is_held(folder: Path) -> bool | None:

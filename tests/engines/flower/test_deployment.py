@@ -65,10 +65,9 @@ def write_data(folder: Path) -> None:
     save(folder / "newcomer.npz", [NEWCOMER])
 
 
-def site(number: int) -> tuple[str, ...]:
-    return (
-        "--data", f"site{number}.npz", "--state", f"state{number}", "--site", f"site{number}"
-    )  # fmt: skip
+def site(number: int, state: str = "") -> tuple[str, ...]:
+    data, state = f"site{number}.npz", state or f"state{number}"
+    return ("--data", data, "--state", state, "--site", f"site{number}")
 
 
 @pytest.fixture(scope="module")
@@ -154,9 +153,9 @@ def parent_of(pid: int) -> int:
 def test_pefll_over_tls_with_authenticated_nodes(federation: Deployment) -> None:
     folder = federation.folder
     write_node_key(folder / "stranger")
-    federation.node("stranger", *site(0))
+    federation.node("stranger", *site(0, state="stranger-state"))
     place = ("--superlink", federation.address, "--insecure")
-    federation.hyperfed("plain", "node", *site(0), *place)
+    federation.hyperfed("plain", "node", *site(0, state="plain-state"), *place)
     settings = ("rounds=2", "evaluate_every=2", "method.delayed_gradient=true")
     start(federation, "pefll", "pefll", *settings)
 
@@ -171,7 +170,7 @@ def test_pefll_over_tls_with_authenticated_nodes(federation: Deployment) -> None
     # Whoever is not registered, or does not encrypt, had no part in it.
     nodes = federation.flwr("supernode", "list", "trial")["nodes"]
     assert len([node for node in nodes if node["status"] == "online"]) == 2
-    assert not list(folder.glob("state0/**/stranger*"))
+    assert not [*folder.glob("stranger-state/run-*"), *folder.glob("plain-state/run-*")]
     assert federation.processes["stranger"].wait(timeout=LONGEST) == 2
     assert "must take this node, but refuses it" in federation.log("stranger")
     assert federation.processes["plain"].poll() is None  # and tries again

@@ -1,5 +1,6 @@
 """A site's policy holds against a server that departs from the protocol."""
 
+import fcntl
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -200,6 +201,22 @@ def test_a_client_is_evaluated_so_often_a_day_in_all_runs_together(
     assert "evaluated 2 times a day at most" in str(answers[3])
     other = asked(site_in(tmp_path, evaluations_per_day=2), "evaluate", 1, serial=9, session=99)
     assert isinstance(other, dict)
+
+
+def test_evaluations_of_two_runs_at_once_are_counted_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each in a process of its own, which would both read the count before either writes it."""
+    waits = []
+
+    def written_while_others_wait(path: Path, content: bytes) -> None:
+        with (tmp_path / "lock").open("w") as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        waits.append(content)
+
+    monkeypatch.setattr(diary, "atomic_write", written_while_others_wait)
+    diary.Diary(tmp_path, Policy()).evaluate("a")
+    assert len(waits) == 1
 
 
 class _Frozen:

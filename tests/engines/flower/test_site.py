@@ -10,6 +10,7 @@ import torch
 
 from hyperfed import federation
 from hyperfed.apps import cli
+from hyperfed.apps.flower import commands
 from hyperfed.data.roster import Frame, Introduction, Member, Roster, enrol
 from hyperfed.engines.calls import Call
 from hyperfed.engines.flower.releases import KeptReleases
@@ -24,6 +25,7 @@ from hyperfed.engines.flower.wire import Request
 from hyperfed.engines.local.loop import LoopEngine
 from hyperfed.errors import UserError
 from hyperfed.federation import step
+from hyperfed.system.locks import Lock, is_held
 from hyperfed.training import Steps
 from hyperfed.trees import Tree
 from toys import make_task
@@ -223,13 +225,15 @@ def test_what_killed_writers_left_is_removed_and_nobody_else_may_look(tmp_path: 
         path.write_bytes(b"half")
     site_in(state).answer(request(2, 0))
     assert [path.exists() for path in left] == [True, False, False]
-    check_writable(state)  # where no message is being answered
+    left[0].unlink()
+    check_writable(state)
     assert sorted(state.iterdir()) == [state / "released", state / "run-1"]
 
 
-def test_a_node_that_starts_removes_what_killed_ones_left_of_any_run(
-    tmp_path: Path, capsys: Any
+def test_a_node_that_starts_has_the_state_for_itself_and_removes_what_killed_ones_left(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It must be for itself, or one node would remove what another is about to put in place."""
     state = tmp_path / "state"
     site_in(state).answer(request(1, 0))
     KeptReleases(state)
@@ -237,10 +241,23 @@ def test_a_node_that_starts_removes_what_killed_ones_left_of_any_run(
     kept = set(state.rglob("*"))
     for folder in folders:
         (folder / ".10-0.safetensors.aa.tmp").write_bytes(b"half")
-    with pytest.raises(SystemExit) as end:
-        cli.main(["node", "--clients", "0-3", "--state", str(state)])
-    assert end.value.code in (0, None)
-    assert set(state.rglob("*")) == kept
+    starts = ["node", "--clients", "0-3", "--state", str(state), "--insecure"]
+    with pytest.raises(SystemExit):
+        cli.main(starts)  # prints how it is started
+    assert len(set(state.rglob("*")) - kept) == len(folders)
+    served: list[bool | None] = []
+    monkeypatch.setattr(commands, "_serve", lambda *_, **__: served.append(is_held(state)))
+    for _ in range(2):
+        lock = Lock(state)
+        with pytest.raises(SystemExit) as end:
+            cli.main([*starts, "--superlink", "127.0.0.1:1"])
+        assert end.value.code == 2
+        assert f"{state} must be written to by one process at a time" in capsys.readouterr().err
+        lock.release()
+        with pytest.raises(SystemExit):
+            cli.main([*starts, "--superlink", "127.0.0.1:1"])
+    assert served == [True, True]
+    assert set(state.rglob("*")) - kept == {state / ".lock"}
 
 
 def test_client_names_cannot_leave_the_folder(tmp_path: Path) -> None:

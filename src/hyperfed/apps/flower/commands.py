@@ -84,7 +84,6 @@ def node(
     if state is not None:
         if not check:
             check_writable(state)
-            clean(state)
         given = {
             "data": "" if data is None else str(data.resolve()),
             "clients": clients,
@@ -103,8 +102,12 @@ def node(
             "policy": "" if policy is None else str(policy.resolve()),
         }
         if superlink and not check:
-            _serve(given, superlink, root_certificates, key, insecure=insecure)
-            return
+            lock = Lock(state)
+            try:
+                clean(state)
+                _serve(given, superlink, root_certificates, key, insecure=insecure)
+            finally:
+                lock.release()
         start = _starts(given, superlink, root_certificates, key, insecure=insecure)
     parts = ("train", "val", "test")
     counts = {

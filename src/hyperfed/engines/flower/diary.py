@@ -11,6 +11,7 @@ from typing import Any
 from hyperfed.engines.flower.policy import Policy, RefusedError
 from hyperfed.errors import UserError, one_line
 from hyperfed.system.files import append, atomic_write
+from hyperfed.system.locks import alone
 
 
 class Diary:
@@ -31,7 +32,11 @@ class Diary:
             RefusedError: it has been, as often as it may be in a day.
             UserError: the disk refuses.
         """
-        today, path = datetime.now(UTC).date().isoformat(), self._state / "evaluations.json"
+        with alone(self._state):  # two runs may ask at once
+            self._count(client, self._state / "evaluations.json")
+
+    def _count(self, client: str, path: Path) -> None:
+        today = datetime.now(UTC).date().isoformat()
         known = json.loads(path.read_text()) if path.exists() else {}
         counts = known["clients"] if known.get("day", "") == today else {}
         if known.get("day", "") > today:  # a clock that is set back gives nothing back

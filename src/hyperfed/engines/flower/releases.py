@@ -4,15 +4,14 @@ Nothing that a server can say changes it: neither a new run or session, nor a me
 memory, or an old one. What was let out is on the disk before it leaves.
 """
 
-import fcntl
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from urllib.parse import quote
 
 from hyperfed.engines.flower.store import make_private
-from hyperfed.system.files import refused, remove_unfinished
+from hyperfed.system.files import refused
+from hyperfed.system.locks import alone
 from hyperfed.trees import Tree
 from hyperfed.trees.checkpoints import load_state, save_state
 
@@ -34,13 +33,9 @@ class KeptReleases:
         except OSError as error:
             raise refused(self._folder, error) from error
 
-    @contextmanager
-    def alone(self) -> Iterator[None]:
+    def alone(self) -> AbstractContextManager[None]:
         """Waits until no other process answers with noise, and keeps others waiting."""
-        with (self._folder / "lock").open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            remove_unfinished(self._folder)
-            yield
+        return alone(self._folder)
 
     def read(self, client: str) -> Tree:
         """Returns what a client has let out; {} where that is nothing.

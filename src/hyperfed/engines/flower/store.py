@@ -7,16 +7,17 @@ memory when the server names it as what a later cohort begins with, so nothing h
 at the site: a message that is lost, late or repeated cannot commit too much or too little.
 """
 
-import fcntl
 import json
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from urllib.parse import quote
 
 from hyperfed.engines.flower.wire import Version
 from hyperfed.system.files import PRIVATE, atomic_write, refused, remove_unfinished
+from hyperfed.system.locks import alone
 from hyperfed.trees import Tree
 from hyperfed.trees.checkpoints import load_state, save_state
 
@@ -67,16 +68,12 @@ class Store:
         except OSError as error:
             raise refused(self._folder, error) from error
 
-    @contextmanager
-    def alone(self) -> Iterator[None]:
+    def alone(self) -> AbstractContextManager[None]:
         """Waits until no other process works with these memories, and keeps others waiting.
 
         Flower starts a process for each message, and a late one may meet its successor.
         """
-        with (self._folder / "lock").open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            remove_unfinished(self._folder)
-            yield  # the lock goes with the file, even where the process is killed
+        return alone(self._folder)
 
     def receive(self, session: int, serial: int) -> None:
         """Notes that a message has come.
@@ -175,9 +172,7 @@ def check_writable(folder: Path) -> None:
     """
     try:
         make_private(folder)
+        with TemporaryFile(dir=folder):  # without a name, where the system can
+            pass
     except OSError as error:
         raise refused(folder, error) from error
-    remove_unfinished(folder)
-    trial = folder / ".writable"
-    atomic_write(trial, b"")
-    trial.unlink()
