@@ -19,10 +19,9 @@ trains does so for as many steps as each of the others on average.
 """
 
 import argparse
-import json
 import sys
-import tempfile
 from collections.abc import Mapping
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -34,9 +33,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hyperfed
+from grids import ROOT, Grid, record
 from hyperfed.data import datasets
 
-ROOT = Path(__file__).parents[1]
 BACKBONE = ROOT / ".cache" / "adapters.safetensors"
 EPOCHS = 4
 
@@ -60,8 +59,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
 EXAMPLE_RATES = (0.03, 0.1, 0.3, 1.0)
 LOCAL_RATES = (0.01, 0.03, 0.1, 0.3)
 SERVER_RATES = {"pefll": (2e-3, 6e-4, 6e-3)}
-KEPT = ("config.toml", "metrics.jsonl", "summary.json")
-"""What a record is of the files of a run."""
+GRID = Grid(RESULTS / "grid.jsonl")
 
 
 class Block(nn.Module):
@@ -174,54 +172,6 @@ def train(
     )
 
 
-def grid(method: str, partition: str) -> None:
-    """Trains every point that is not in the grid's file yet, and writes it there."""
-    file = RESULTS / "grid.jsonl"
-    file.parent.mkdir(parents=True, exist_ok=True)
-
-    def accuracy(rates: Mapping[str, float]) -> float:
-        asked = {"method": method, "partition": partition, **rates}
-        for line in file.read_text().splitlines() if file.exists() else ():
-            found = json.loads(line)
-            if found == asked | {"val_accuracy": found["val_accuracy"]}:
-                return float(found["val_accuracy"])
-        run = train(method, partition, OTHER_SEED, rates)
-        value = float(run.summary["val_accuracy"] or 0.0)  # there is none where all diverged
-        with file.open("a") as lines:
-            lines.write(json.dumps(asked | {"val_accuracy": value}) + "\n")
-        print(partition, method, rates, f"validation {value:.3f}", flush=True)
-        return value
-
-    first, *others = [{"lr": rate} for rate in SERVER_RATES.get(method, ())] or [{}]
-    local = max(LOCAL_RATES, key=lambda rate: accuracy({"local_lr": rate, **first}))
-    for server in others:
-        accuracy({"local_lr": local, **server})
-
-
-def chosen(method: str, partition: str) -> dict[str, float]:
-    """Returns the best rates of the grid."""
-    points = [json.loads(line) for line in (RESULTS / "grid.jsonl").read_text().splitlines()]
-    of = [p for p in points if (p["method"], p["partition"]) == (method, partition)]
-    best = max(of, key=lambda point: point["val_accuracy"])
-    return {key: best[key] for key in ("local_lr", "lr") if key in best}
-
-
-def record(method: str, partition: str, seed: int) -> None:
-    """Makes a record, ``results/adapters/PARTITION/METHOD/seedN``, that is not there yet."""
-    folder = RESULTS / partition / method / f"seed{seed}"
-    if folder.exists():
-        return
-    with tempfile.TemporaryDirectory() as out:
-        run = train(method, partition, seed, chosen(method, partition), Path(out))
-        assert run.folder is not None  # a run with out=... has one
-        folder.mkdir(parents=True)
-        for name in KEPT:
-            written = (run.folder.path / name).read_text()
-            (folder / name).write_text(written.replace(f"{ROOT}/", ""))  # as it is elsewhere
-    known, novel = (run.summary[f"{who}_accuracy"] for who in ("test", "novel"))
-    print(f"{partition} {method} seed {seed}  known {known:.3f}  novel {novel:.3f}", flush=True)
-
-
 def example(methods: list[str]) -> None:
     """Tries the local rates of the example on a division that it does not train on; prints them."""
     sys.path.insert(0, str(ROOT / "examples"))
@@ -247,7 +197,10 @@ if __name__ == "__main__":
     if asked.what == "example":
         example(asked.methods or [*METHODS, "pfedhn"])
     for wanted, division in product(asked.methods or METHODS, asked.partitions):
+        of = {"method": wanted, "partition": division}
         if asked.what == "grid":
-            grid(wanted, division)
+            searched = partial(train, wanted, division, OTHER_SEED)
+            GRID.search(of, LOCAL_RATES, SERVER_RATES.get(wanted, ()), searched)
         for seed in SEEDS if asked.what == "record" else ():
-            record(wanted, division, seed)
+            trained = partial(train, wanted, division, seed, GRID.best(of))
+            record(RESULTS / division / wanted / f"seed{seed}", trained)

@@ -18,25 +18,21 @@ trains does so for as many steps as each of the others on average.
 """
 
 import argparse
-import json
-import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import hyperfed
+from grids import ROOT, Grid, record
 from hyperfed.methods import METHODS
 
-ROOT = Path(__file__).parents[1]
 SEEDS, OTHER_SEED = (0, 1, 2), 3
 LOCAL_RATES = (0.03, 0.1, 0.3)
 SERVER_FACTORS = (1.0, 0.3, 3.0)
-KEPT = ("config.toml", "metrics.jsonl", "summary.json")
-"""What a record is of the files of a run."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +107,11 @@ def method_of(name: str) -> str:
 
 
 def train(
-    name: str, federation: Federation, seed: int, rates: Mapping[str, float], out: Path | None
+    name: str,
+    federation: Federation,
+    seed: int,
+    rates: Mapping[str, float],
+    out: Path | None = None,
 ) -> hyperfed.Run:
     """Trains a method."""
     method = method_of(name)
@@ -134,63 +134,17 @@ def train(
     )
 
 
-def grid(name: str, federation: Federation, file: Path) -> None:
-    """Adds what a method reaches at each point of its grid that the file does not have."""
-
-    def reached(rates: Mapping[str, float]) -> float:
-        for point in points(file, name):
-            if point["rates"] == rates:
-                return float(point["val_accuracy"])
-        try:
-            accuracy = train(name, federation, OTHER_SEED, rates, None).summary["val_accuracy"]
-        except hyperfed.UserError as error:
-            print(f"{name} {rates}: {error}", flush=True)
-            accuracy = 0.0
-        with file.open("a") as lines:
-            line = {"method": name, "rates": dict(rates), "val_accuracy": accuracy}
-            lines.write(json.dumps(line) + "\n")
-        print(f"{name:16}{rates}  validation {accuracy:.3f}", flush=True)
-        return float(accuracy)
-
-    local = max(LOCAL_RATES, key=lambda rate: reached(at(name, rate)))
-    if len(at(name, local)) > 1:
-        max(SERVER_FACTORS, key=lambda factor: reached(at(name, local, factor)))
-
-
-def at(name: str, local: float, factor: float = 1.0) -> dict[str, float]:
-    """Returns a point of a method's grid: its local rate, and its server's if that learns."""
+def server_rates(name: str) -> list[float]:
+    """Returns the rates that a server may learn with; none where it does not learn."""
     method = METHODS[method_of(name)]
     settings = method.Config(**_defaults(method.PRESETS["default"]))
-    server = {} if not hasattr(settings, "lr") else {"lr": float(f"{settings.lr * factor:.2g}")}
-    return {"local_lr": local, **server}
+    own = [settings.lr] if hasattr(settings, "lr") else []
+    return [float(f"{rate * factor:.2g}") for rate in own for factor in SERVER_FACTORS]
 
 
 def _defaults(preset: Mapping[str, Any]) -> dict[str, Any]:
     own = "method."
     return {key.removeprefix(own): value for key, value in preset.items() if key.startswith(own)}
-
-
-def points(file: Path, name: str) -> list[dict[str, Any]]:
-    """Returns what the file has of a method, in the order in which it was found."""
-    every = map(json.loads, file.read_text().splitlines()) if file.exists() else ()
-    return [point for point in every if point["method"] == name]
-
-
-def record(name: str, federation: Federation, results: Path) -> None:
-    """Makes the records of every seed that are missing, ``results/METHOD/seedN``."""
-    best = max(points(results / "grid.jsonl", name), key=lambda point: point["val_accuracy"])
-    for seed in SEEDS:
-        folder = results / name / f"seed{seed}"
-        if (folder / "summary.json").exists():
-            continue
-        with tempfile.TemporaryDirectory() as out:
-            run = train(name, federation, seed, best["rates"], Path(out))
-            assert run.folder is not None  # a run with out=... has one
-            folder.mkdir(parents=True, exist_ok=True)
-            for kept in KEPT:  # the summary last
-                shutil.copyfile(run.folder.path / kept, folder / kept)
-        known, novel = (run.summary[f"{who}_accuracy"] for who in ("test", "novel"))
-        print(f"{name:16}seed {seed}  known {known:.3f}  novel {novel:.3f}", flush=True)
 
 
 if __name__ == "__main__":
@@ -201,10 +155,13 @@ if __name__ == "__main__":
     parser.add_argument("--results", type=Path, default=ROOT / "results")
     asked = parser.parse_args()
     torch.set_num_threads(1)  # so small a network is not worth sharing among cores
-    results = asked.results / asked.federation
-    results.mkdir(parents=True, exist_ok=True)
+    results, federation = asked.results / asked.federation, FEDERATIONS[asked.federation]
+    grid = Grid(results / "grid.jsonl")
     for each in asked.methods:
+        of = {"method": each}
         if asked.what == "grid":
-            grid(each, FEDERATIONS[asked.federation], results / "grid.jsonl")
-        else:
-            record(each, FEDERATIONS[asked.federation], results)
+            searched = partial(train, each, federation, OTHER_SEED)
+            grid.search(of, LOCAL_RATES, server_rates(each), searched)
+        for seed in SEEDS if asked.what == "record" else ():
+            trained = partial(train, each, federation, seed, grid.best(of))
+            record(results / each / f"seed{seed}", trained)

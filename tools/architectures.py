@@ -17,9 +17,6 @@ steps as each of the others on average.
 """
 
 import argparse
-import json
-import shutil
-import tempfile
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -32,29 +29,26 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import hyperfed
+from grids import ROOT, Grid, record
 
-ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results" / "architectures"
 SEEDS, OTHER_SEED = (0, 1, 2), 3
 CLIENTS, NOVEL, CLASSES, CODES = 60, 12, 10, 3
 TRAIN, VAL = 12, 6
 """Examples of a client; of its others, about twelve, it is tested on."""
 
-ROUNDS, COHORT, LOCAL_STEPS = 320, 4, 5
+ROUNDS, COHORT, LOCAL_STEPS = 1000, 4, 10
 STEPS = ROUNDS * COHORT * LOCAL_STEPS // (CLIENTS - NOVEL)
 """Of each client that trains, on average."""
 
 LOCAL_RATES = (0.1, 0.3)
-SERVER_FACTORS = (1.0, 3.0)
 METHODS: Mapping[str, Mapping[str, Any]] = {
     "local": {"novel_steps": STEPS},
-    "mh_pfedhn": {"lr": 2e-3},
-    "pefll": {"lr": 2e-3},
+    "mh_pfedhn": {},
+    "pefll": {},
 }
-"""``lr`` is the first rate of the server's grid: Adam's, of both."""
-
-KEPT = ("config.toml", "metrics.jsonl", "summary.json")
-"""What a record is of the files of a run."""
+SERVER_RATES = {"mh_pfedhn": (2e-3, 6e-3), "pefll": (2e-3, 6e-3)}
+"""Adam's, of both."""
 
 
 def lenet() -> nn.Module:
@@ -194,62 +188,17 @@ def train(
     )
 
 
-def points(method: str) -> list[dict[str, Any]]:
-    """Returns what the grid has of a method."""
-    file = RESULTS / "grid.jsonl"
-    every = map(json.loads, file.read_text().splitlines()) if file.exists() else ()
-    return [point for point in every if point["method"] == method]
-
-
-def grid(method: str) -> None:
-    """Trains every point that is not in the grid's file yet, and writes it there."""
-
-    def reached(rates: Mapping[str, float]) -> float:
-        for point in points(method):
-            if point["rates"] == rates:
-                return float(point["val_accuracy"])
-        accuracy = float(train(method, OTHER_SEED, rates).summary["val_accuracy"] or 0.0)
-        with (RESULTS / "grid.jsonl").open("a") as lines:
-            point = {"method": method, "rates": dict(rates), "val_accuracy": accuracy}
-            lines.write(json.dumps(point) + "\n")
-        print(f"{method:10}{rates}  validation {accuracy:.3f}", flush=True)
-        return accuracy
-
-    at = partial(point_at, method)
-    local = max(LOCAL_RATES, key=lambda rate: reached(at(rate)))
-    for factor in SERVER_FACTORS if "lr" in METHODS[method] else ():
-        reached(at(local, factor))
-
-
-def point_at(method: str, local: float, factor: float = 1.0) -> dict[str, float]:
-    """Returns a point of a method's grid: its local rate, and its server's if that learns."""
-    first = METHODS[method].get("lr")
-    return {"local_lr": local} | ({} if first is None else {"lr": float(f"{first * factor:.2g}")})
-
-
-def record(method: str) -> None:
-    """Makes the records of every seed that are missing, ``results/architectures/METHOD/seedN``."""
-    best = max(points(method), key=lambda point: float(point["val_accuracy"]))
-    for seed in SEEDS:
-        folder = RESULTS / method / f"seed{seed}"
-        if (folder / "summary.json").exists():
-            continue
-        with tempfile.TemporaryDirectory() as out:
-            run = train(method, seed, best["rates"], Path(out))
-            assert run.folder is not None  # a run with out=... has one
-            folder.mkdir(parents=True, exist_ok=True)
-            for name in KEPT:  # the summary last
-                shutil.copyfile(run.folder.path / name, folder / name)
-        known, novel = (run.summary[f"{who}_accuracy"] for who in ("test", "novel"))
-        print(f"{method:10}seed {seed}  known {known:.3f}  novel {novel:.3f}", flush=True)
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("what", choices=["grid", "record"])
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     asked = parser.parse_args()
     torch.set_num_threads(1)  # so small networks are not worth sharing among cores
-    RESULTS.mkdir(parents=True, exist_ok=True)
+    grid = Grid(RESULTS / "grid.jsonl")
     for each in asked.methods:
-        grid(each) if asked.what == "grid" else record(each)
+        of = {"method": each}
+        if asked.what == "grid":
+            searched = partial(train, each, OTHER_SEED)
+            grid.search(of, LOCAL_RATES, SERVER_RATES.get(each, ()), searched)
+        for seed in SEEDS if asked.what == "record" else ():
+            record(RESULTS / each / f"seed{seed}", partial(train, each, seed, grid.best(of)))

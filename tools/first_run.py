@@ -13,20 +13,21 @@ newcomer of pFedHN is fitted is chosen on the newcomers of that division.
 
 import argparse
 import json
-import shutil
 import sys
-import tempfile
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from grids import ROOT
+from grids import record as make_record
+
 sys.path.insert(0, str(ROOT / "examples"))
 
-import digits  # noqa: E402
+import digits
 
-from hyperfed.runs import report  # noqa: E402
-from hyperfed.runs.records import read_run  # noqa: E402
+from hyperfed import Run
+from hyperfed.runs import report
+from hyperfed.runs.records import read_run
 
 RESULTS = ROOT / "results" / "first_run"
 SEEDS, OTHER_SEED = (0, 1, 2), 3
@@ -34,8 +35,6 @@ LOCAL_RATES = (0.005, 0.02, 0.1)
 SERVER_RATES = {"pfedhn": (0.01, 0.03, 0.1), "pefll": (0.001, 0.002, 0.005)}
 """The one is of SGD and the other of Adam, which take rates of another order."""
 NOVEL_RATES = (0.1, 0.3, 1.0, 3.0)
-KEPT = ("config.toml", "metrics.jsonl", "summary.json")
-"""What a record is of the files of a run."""
 
 
 def points(method: str) -> list[dict[str, float]]:
@@ -65,17 +64,13 @@ def grid(methods: list[str], rounds: int) -> list[dict[str, Any]]:
 
 
 def record(methods: list[str], rounds: int, results: Path) -> None:
-    """Makes the records of every seed, ``results/METHOD/seedN``."""
+    """Makes the records of every seed that are missing, ``results/METHOD/seedN``."""
     for method, seed in product(methods, SEEDS):
-        with tempfile.TemporaryDirectory() as out:
-            run = digits.train(method, seed=seed, rounds=rounds, out=Path(out))
-            assert run.folder is not None  # a run with out=... has one
-            folder = results / method / f"seed{seed}"
-            folder.mkdir(parents=True, exist_ok=True)
-            for name in KEPT:
-                shutil.copyfile(run.folder.path / name, folder / name)
-        known, novel = (run.summary[f"{who}_accuracy"] for who in ("test", "novel"))
-        print(f"{method:8}seed {seed}  known {known:.3f}  novel {novel:.3f}", flush=True)
+
+        def trained(out: Path, method: str = method, seed: int = seed) -> Run:
+            return digits.train(method, seed=seed, rounds=rounds, out=out)
+
+        make_record(results / method / f"seed{seed}", trained)
 
 
 def draw(results: Path) -> None:

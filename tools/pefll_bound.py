@@ -11,7 +11,6 @@ were never seen. The bound holds for all lines together.
 
 import argparse
 import json
-import shutil
 import sys
 import tempfile
 from contextlib import closing
@@ -20,18 +19,19 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from grids import ROOT, keep
+
 sys.path.insert(0, str(ROOT / "examples"))
 
-import digits  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
+import digits
+from rich.console import Console
+from rich.table import Table
 
-import hyperfed  # noqa: E402
-from hyperfed.runs.run import Run  # noqa: E402
-from hyperfed.system.provenance import commit  # noqa: E402
-from hyperfed.theory.pefll import generalization_bound  # noqa: E402
-from hyperfed.theory.pefll_run import Measured, Variances, measure  # noqa: E402
+import hyperfed
+from hyperfed.runs.run import Run
+from hyperfed.system.provenance import commit
+from hyperfed.theory.pefll import generalization_bound
+from hyperfed.theory.pefll_run import Measured, Variances, measure
 
 SETTINGS: dict[str, Any] = {
     "task": digits.TASK,
@@ -53,7 +53,6 @@ GRID = tuple(Variances(*pair) for pair in product((1e-6, 1e-4, 1e-2, 1.0), (1e-4
 """Chosen before anything was measured: that costs a union over all of them, and no more."""
 
 DELTA, DRAWS = 0.05, 20
-KEPT = ("config.toml", "metrics.jsonl", "summary.json")
 
 
 def lines(run: Run, draws: int) -> list[Measured]:
@@ -112,10 +111,7 @@ def main(run_dir: Path | None, out: Path | None, draws: int, rounds: int | None)
             found = lines(run, draws)
             kept = record(run, found, draws)
             if out is not None:
-                assert run.folder is not None  # a run of a folder, or with out=..., has one
-                out.mkdir(parents=True, exist_ok=True)
-                for name in KEPT:
-                    shutil.copyfile(run.folder.path / name, out / name)
+                keep(run, out)
                 (out / "bound.json").write_text(json.dumps(kept, indent=2) + "\n")
     show = Console(highlight=False, soft_wrap=True).print
     errors = kept["trained_models"]

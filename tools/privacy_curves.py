@@ -10,7 +10,6 @@ learns nothing, without noise either. Records that are there already are not mad
 
 import argparse
 import json
-import shutil
 import tempfile
 from contextlib import closing
 from itertools import product
@@ -22,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 import hyperfed
+from grids import keep
 from hyperfed.runs.report import COLOURS, MARKERS, new_figure, save
 
 SHORT: dict[str, Any] = {"rounds": 15, "evaluate_every": 15}
@@ -39,7 +39,6 @@ SETTINGS: dict[str, Any] = {
     "cohort": 1.0,
     "track": None,
 }
-KEPT = ("config.toml", "metrics.jsonl", "summary.json")
 
 Cell = tuple[str, str, float | None]
 """Method, where noise is added, epsilon; None without noise."""
@@ -71,11 +70,8 @@ def measure(cell: Cell, seed: int, out: Path | None) -> float:
         tempfile.TemporaryDirectory() as folder,
         closing(hyperfed.train(method, out=folder, seed=seed, **settings)) as run,
     ):
-        assert run.folder is not None  # a run with out=... has one
         if place is not None:
-            place.mkdir(parents=True)
-            for name in KEPT:
-                shutil.copyfile(run.folder.path / name, place / name)
+            keep(run, place)
         return float(run.summary["test_accuracy"])
 
 
