@@ -5,15 +5,17 @@
 
 What is done already is skipped, so a stopped command goes on where it was.
 
-pFedHN writes the LeNets of fifty clients of CIFAR-10 with two classes each, with an output layer
-for every tensor (its own hypernetwork), with such layers of rank 4, and chunk by chunk. All else is
-alike: rounds, local steps, batch, local rate. The server's rate is chosen for each of the three by
-validation data of a division (a seed) that no record is of.
+pFedHN, whose server goes by SGD, and PeFLL, whose server goes by Adam, write the LeNets of fifty
+clients of CIFAR-10 with two classes each: with an output layer for every tensor (their own
+hypernetwork), with such layers of rank 4, and chunk by chunk. All else is alike: rounds, local
+steps, batch, local rate. The server's rate is chosen for each of the six by validation data of a
+division (a seed) that no record is of.
 """
 
 import argparse
 from collections.abc import Mapping
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,7 @@ from grids import ROOT, Grid, record
 RESULTS = ROOT / "results" / "frugal"
 SEEDS, OTHER_SEED = (0,), 3
 ROUNDS = 400
-SERVER_RATES = (0.01, 0.05)
-
+SERVER_RATES = {"pfedhn": (0.01, 0.003, 0.03), "pefll": (0.002, 0.0006, 0.006)}
 KINDS: Mapping[str, Mapping[str, Any]] = {
     "heads": {},
     "head_rank": {"head_rank": 4},
@@ -42,11 +43,11 @@ TASK: Mapping[str, Any] = {
 
 
 def train(
-    kind: str, seed: int, rates: Mapping[str, float], out: Path | None = None
+    method: str, kind: str, seed: int, rates: Mapping[str, float], out: Path | None = None
 ) -> hyperfed.Run:
-    """Trains pFedHN with a hypernetwork."""
+    """Trains a method with a hypernetwork."""
     return hyperfed.train(
-        "pfedhn",
+        method,
         out=out,
         seed=seed,
         task=TASK,
@@ -61,13 +62,14 @@ def train(
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("what", choices=["grid", "record"])
-    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
+    parser.add_argument("--methods", nargs="+", default=list(SERVER_RATES))
     asked = parser.parse_args()
     torch.set_num_threads(1)
     grid = Grid(RESULTS / "grid.jsonl")
-    for each in asked.kinds:
-        of = {"kind": each}
-        for rate in SERVER_RATES if asked.what == "grid" else ():
-            grid.reached(of, {"lr": rate}, partial(train, each, OTHER_SEED))
+    for method, kind in product(asked.methods, KINDS):
+        of = {"method": method, "kind": kind}
+        for rate in SERVER_RATES[method] if asked.what == "grid" else ():
+            grid.reached(of, {"lr": rate}, partial(train, method, kind, OTHER_SEED))
         for seed in SEEDS if asked.what == "record" else ():
-            record(RESULTS / each / f"seed{seed}", partial(train, each, seed, grid.best(of)))
+            trained = partial(train, method, kind, seed, grid.best(of))
+            record(RESULTS / f"{method}_{kind}" / f"seed{seed}", trained)
