@@ -61,8 +61,9 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
 
-# In their order: the few tests that mostly wait, for a real federation, start early. Since they
-# wait, there are two workers more than cores. Those that share what is dear to make are one group.
+# In their order, the slow ones first (tests/conftest.py). Some of these mostly wait, for a real
+# federation, so there are two workers more than cores. Those that share what is dear to make are
+# one group.
 test: $(READY)
 	$(MAKE) -j2 lint docs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)

@@ -153,8 +153,10 @@ def keys(method: str, device: str) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_a_run_and_what_it_hands_out_are_those_of_the_cpu(method: str) -> None:
-    task = make_task(Normed, novel=1)
-    here, there = (hyperfed.train(method, task, **keys(method, name)) for name in ("cpu", NAME))
+    task, short = make_task(Normed, novel=1), {"rounds": 3, "evaluate_every": 3}
+    here, there = (
+        hyperfed.train(method, task, **keys(method, name) | short) for name in ("cpu", NAME)
+    )
     assert numbers(there) == numbers(here)
     assert "device" not in here.summary
     assert there.summary["device"] == NAME
