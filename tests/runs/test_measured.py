@@ -127,6 +127,19 @@ def test_settings_that_change_no_number_or_that_a_record_lacks_do_not_differ(fol
     assert verdict(folder, "fedavg", Published(60.0)).reproduced is True
 
 
+def test_a_partition_that_is_left_to_a_data_set_with_a_name_is_the_one_it_has(
+    folder: Path,
+) -> None:
+    for row, partition, why in [
+        ("fedavg", "class_shares", "within 60 ± 1.5"),
+        ("local", "iid", 'other settings: task.partition="iid" for "class_shares"'),
+    ]:
+        record(folder, row, 0, [6, 6, 6, 6], **{"task.partition": partition})
+        assert verdict(folder, row, Published(60.0)).why == why
+    of_ones_own = {"task": {"name": "mine.csv", "partition": None}}
+    assert measured.flat(of_ones_own)["task.partition"] == '"none"'
+
+
 def test_a_record_is_of_the_cell_that_it_names_or_after_which_its_folder_is_called(
     folder: Path,
 ) -> None:

@@ -18,6 +18,9 @@ from hyperfed.errors import UserError
 WITHOUT_LABELS = ("natural", "shuffled", "iid", "file")
 """Partitions that need no labels."""
 
+OF_LABELLED: PartitionName = "class_shares"
+"""The partition of labelled data where settings name none, as of every data set with a name."""
+
 
 def fitted(config: TaskConfig, examples: Examples) -> TaskConfig:
     """Returns the settings with those filled in that follow from the data.
@@ -28,9 +31,7 @@ def fitted(config: TaskConfig, examples: Examples) -> TaskConfig:
         UserError: the settings do not fit the number of clients.
     """
     own = config.name not in datasets.NAMES and examples.client is not None
-    default: PartitionName = (
-        "natural" if own else "class_shares" if examples.classes else "shuffled"
-    )
+    default: PartitionName = "natural" if own else OF_LABELLED if examples.classes else "shuffled"
     partition = config.partition or default
     clients = config.client_count
     if config.clients is None and own and partition == "natural":

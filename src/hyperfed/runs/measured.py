@@ -8,6 +8,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from hyperfed.data import datasets
+from hyperfed.data.division import OF_LABELLED
 from hyperfed.errors import UserError
 from hyperfed.runs import config, origin, records, statistics
 from hyperfed.runs.experiments import Experiment, Published
@@ -145,13 +147,20 @@ def collect(
 
 
 def flat(settings: config.RunConfig | Mapping[str, Any]) -> dict[str, str]:
-    """Returns {dotted key: value as TOML} of settings that change numbers, but for the seed."""
+    """Returns {dotted key: value as TOML} of settings that change numbers, but for the seed.
+
+    A partition that is left to the data set is told by its name, as records of before it could be
+    left out have it.
+    """
     nested = settings if isinstance(settings, Mapping) else config.to_dict(settings)
     told = {}
     for key, value in _flat(nested):
         if key != "seed" and not key.startswith(CHANGE_NO_NUMBER):
             here = Path(value).name if key == "task.partition_file" and value else value
             told[key] = literal(here)
+    unsaid = told.get("task.partition") == literal(None)
+    if unsaid and nested["task"]["name"] in datasets.NAMES:
+        told["task.partition"] = literal(OF_LABELLED)
     return told
 
 
