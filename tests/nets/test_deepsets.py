@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hyperfed.errors import UserError
 from hyperfed.nets.deepsets import DeepSet
-from hyperfed.nets.targets import MLP, TARGETS, CharLSTM, LeNet, build_target
+from hyperfed.nets.targets import ITPFLMLP, MLP, TARGETS, CharLSTM, LeNet, build_target
 from hyperfed.privacy import sensitivity
 from hyperfed.training import apply
 from hyperfed.trees import model_of
@@ -49,6 +49,18 @@ def test_on_lenet_it_is_the_papers() -> None:
     h = F.relu(images @ trunk.fc1.weight.T + trunk.fc1.bias)
     pooled = torch.cat([h[:, :100].mean(0), h[:, 100:].max(0).values])
     torch.testing.assert_close(encoder(x), encoder.layers(pooled))
+
+
+def test_on_features_it_is_the_papers_and_drops_nothing() -> None:
+    """Linear(500), pooling of 250 and 250, twice Linear(500), Linear(l); the target's dropout."""
+    torch.manual_seed(0)
+    encoder = DeepSet(ITPFLMLP((16,), 7).double(), 9, units=500)
+    shapes = [tuple(p.shape) for p in encoder.parameters() if p.ndim > 1]
+    assert shapes == [(500, 16), (500, 500), (500, 500), (9, 500)]
+    x, first = draw(6, 16), encoder.features[0].dense1
+    h = F.relu(x @ first.weight.T + first.bias)
+    pooled = torch.cat([h[:, :250].mean(0), h[:, 250:].amax(0)])
+    torch.testing.assert_close(encoder.train()(x), encoder.layers(pooled), **CLOSE)
 
 
 def test_sets_that_differ_get_descriptors_that_differ_before_any_training() -> None:

@@ -8,6 +8,7 @@ from torch.func import functional_call, grad, vmap
 
 from hyperfed.errors import UserError
 from hyperfed.nets import (
+    ITPFLMLP,
     MLP,
     TARGETS,
     CharLSTM,
@@ -259,6 +260,30 @@ class TestMLP:
         assert [tuple(layer.weight.shape) for layer in default.layers] == [(200, 4), (3, 200)]
 
 
+class TestITPFLMLP:
+    def test_equals_matrix_products_but_for_a_fifth_of_what_the_last_layer_takes(self):
+        with seeded(7):
+            model = ITPFLMLP((6,), 4).double()
+        x = images(50, 6)
+        w = {name: p.detach() for name, p in model.named_parameters()}
+        assert {name: len(w[name]) for name in w if name.endswith("bias")} == {
+            "dense1.bias": 500, "dense2.bias": 500, "dense3.bias": 4,
+        }  # fmt: skip
+        h = x
+        for layer in ("dense1", "dense2"):
+            h = (h @ w[f"{layer}.weight"].T + w[f"{layer}.bias"]).relu()
+        expected = h @ w["dense3.weight"].T + w["dense3.bias"]
+        torch.testing.assert_close(model.eval()(x), expected)
+        seen = []
+        model.dense3.register_forward_pre_hook(lambda _, given: seen.append(given[0].detach()))
+        model.train()(x)
+        on = h > 0
+        kept = seen[0] != 0
+        torch.testing.assert_close(seen[0][kept], (h / 0.8)[kept])
+        assert abs(float(kept[on].double().mean()) - 0.8) < 0.02  # about 12,500 draws
+        assert not kept[~on].any()
+
+
 class TestCharLSTM:
     def test_equals_the_recurrence(self):
         """Gates i, f, g, o as Hochreiter & Schmidhuber's cell with forget gate, step by step."""
@@ -307,6 +332,7 @@ class TestBuildTarget:
         ("lenet", (3, 32, 32), {"width": 8, "hidden": [20, 10]}),
         ("omniglot_net", (1, 28, 28), {"width": 4, "hidden": 5}),
         ("mlp", (1, 8, 8), {"hidden": [5, 4]}),
+        ("itpfl_mlp", (16,), {}),
         ("lenet_bn", (3, 32, 32), {"affine": False}),
         ("pfedla_cnn", (3, 32, 32), {}),
         ("pfedkt_cnn", (3, 32, 32), {}),

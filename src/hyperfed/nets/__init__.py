@@ -12,6 +12,7 @@ from hyperfed.nets.hypernets import (
 )
 from hyperfed.nets.layer_weights import LayerWeights
 from hyperfed.nets.targets import (
+    ITPFLMLP,
     MLP,
     TARGETS,
     CharLSTM,
@@ -28,6 +29,7 @@ from hyperfed.nets.targets import (
 )
 
 __all__ = [
+    "ITPFLMLP",
     "MLP",
     "TARGETS",
     "CharLSTM",

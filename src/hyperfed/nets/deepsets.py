@@ -92,8 +92,11 @@ def _features(target: nn.Module, units: int, dtype: torch.dtype) -> nn.Module:
     owners = _layers_of(network)
     for place, (name, module) in enumerate(owners):
         if isinstance(module, nn.Linear):
+            names = [own for own, _ in network.named_modules()]
+            after = {own for own, _ in owners[place + 1 :]}
+            after |= {own for own in names[names.index(name) :] if _drops(network, own)}
             network.set_submodule(name, nn.Linear(module.in_features, units).to(dtype))
-            for later, _ in owners[place + 1 :]:
+            for later in after:
                 network.set_submodule(later, nn.Identity())
             compute_in_own_precision(network)
             return network
@@ -101,6 +104,11 @@ def _features(target: nn.Module, units: int, dtype: torch.dtype) -> nn.Module:
         f"a deep set needs a target that trains a linear layer, got a {type(target).__name__} "
         "without one; choose another target, or name its head in the adapter's modules_to_save"
     )
+
+
+def _drops(network: nn.Module, name: str) -> bool:
+    """Whether a module is dropout."""
+    return isinstance(network.get_submodule(name), nn.modules.dropout._DropoutNd)
 
 
 def _layers(widths: list[int]) -> nn.Sequential:

@@ -8,6 +8,7 @@ values is left to rectify. Flattening follows the logical (C, H, W) order whatev
 layout, so callers may pass ``channels_last`` images, which train faster on a CPU.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from difflib import get_close_matches
@@ -245,6 +246,33 @@ class MLP(nn.Module):
         return logits
 
 
+class ITPFLMLP(nn.Module):
+    """IT-PFL-HN's target on features of images (appendix C): (B, *input_shape) -> (B, classes).
+
+    "Two Dense layers of size 500 each, followed by a Dropout layer with a dropout probability of
+    0.2": dense1 and dense2, ReLU after both, dropout. The outputs come behind, from dense3, which
+    the paper does not count here, as it does not count the last layer of its LeNet.
+
+    Args:
+        input_shape: shape of one example; flattened.
+        classes: number of outputs.
+    """
+
+    def __init__(self, input_shape: Sequence[int], classes: int) -> None:
+        super().__init__()
+        _check_positive(classes=classes)
+        self.dense1 = nn.Linear(math.prod(input_shape), 500)
+        self.dense2 = nn.Linear(500, 500)
+        self.dropout = nn.Dropout(0.2)
+        self.dense3 = nn.Linear(500, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the logits of examples of any shape."""
+        x = F.relu(self.dense2(F.relu(self.dense1(x.flatten(1)))))  # (B, 500)
+        logits: Tensor = self.dense3(self.dropout(x))
+        return logits
+
+
 class CharLSTM(nn.Module):
     """Predicts the character after a text: (B, T) int64 -> logits (B, vocabulary).
 
@@ -319,6 +347,7 @@ TARGETS: Mapping[str, Callable[..., nn.Module]] = MappingProxyType(
         "lenet": LeNet,
         "omniglot_net": OmniglotNet,
         "mlp": MLP,
+        "itpfl_mlp": ITPFLMLP,
         "lenet_bn": LeNetBN,
         "pfedla_cnn": PFedLACNN,
         "pfedkt_cnn": PFedKTCNN,
