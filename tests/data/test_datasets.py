@@ -149,7 +149,11 @@ def test_femnist_is_read_by_writer_in_the_columns_of_the_hub(cached, tmp_path):
     }
     write_split(tmp_path / "femnist", "train", features, **columns)
     examples = load("femnist", data_dir=tmp_path)
-    assert torch.equal(examples.x, torch.from_numpy(pixels)[:, None])
+    # As PeFLL's authors read it: two black pixels around each image, and values from 0 to 1.
+    assert examples.x.shape == (3, 1, 32, 32)
+    assert torch.equal(examples.x[:, :, 2:30, 2:30], torch.from_numpy(pixels)[:, None])
+    assert examples.x.sum() == int(pixels.sum())
+    torch.testing.assert_close(examples.transform(examples.x), examples.x / 255)
     assert examples.y.tolist() == [0, 61, 28]
     assert examples.classes == 62
     assert examples.client is not None

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.nn.functional import pad
 
 from hyperfed.data.examples import Examples, channel_statistics, channels_moved_first
 from hyperfed.data.hub import bar
@@ -48,11 +49,18 @@ VOCABULARY = 10_000
 OMNIGLOT_SIDE = 28
 """Side of an Omniglot image, resized from 105."""
 
+FEMNIST_FRAME = 2
+"""Black pixels around an image of FEMNIST: 28 x 28 become 32 x 32 (code of PeFLL's authors)."""
+
 STATISTICS: Mapping[str, Mapping[str, tuple[float, ...]]] = {
     "cifar10": {"mean": (0.4914, 0.4822, 0.4465), "std": (0.2023, 0.1994, 0.2010)},
     "cifar100": {"mean": (0.5071, 0.4865, 0.4409), "std": (0.2673, 0.2564, 0.2762)},
+    "femnist": {"mean": (0.0,), "std": (1.0,)},
 }
-"""By which the code of pFedHN's authors, and of PeFLL's, normalises each channel."""
+"""By which the code of pFedHN's authors, and of PeFLL's, normalises each channel.
+
+That of FEMNIST takes values from 0 to 1 as they are.
+"""
 
 
 def constants() -> dict[str, Any]:
@@ -89,8 +97,13 @@ def images(rows: Rows, name: str, *, client: str = "client", label: str | None =
 
 
 def femnist(rows: Rows, name: str) -> Examples:
-    """Reads FEMNIST (Caldas et al. 2018): 62 classes; the natural client is the writer."""
-    return images(rows, name, client="writer_id")
+    """Reads FEMNIST (Caldas et al. 2018): 62 classes; the natural client is the writer.
+
+    Images are 32 x 32, as the code of PeFLL's authors has them (:data:`FEMNIST_FRAME`).
+    """
+    examples = images(rows, name, client="writer_id")
+    framed = pad(examples.x, [FEMNIST_FRAME] * 4).contiguous(memory_format=torch.channels_last)
+    return _with(examples, x=framed, **STATISTICS["femnist"])
 
 
 def mnist(rows: Rows, name: str) -> Examples:
