@@ -91,6 +91,48 @@ def test_novel_clients_are_drawn_by_their_shift_whom_it_is_finite_of_and_who_wer
     assert learned.can_draw("shift", far)
 
 
+def varied(correct: list[int], alpha: float | str, *variation: float | None) -> Finished:
+    """A run with 75 % on known clients, whose novel ones are as far from these as is said."""
+    run = finished("pfedhn")
+    run.config["task"] = {"novel_alpha": alpha}
+    novel = replace(evaluation(20, "novel", correct), client_total_variation=variation)
+    return replace(run, evaluations=(*run.evaluations, novel))
+
+
+def test_what_novel_clients_lose_is_one_point_for_each_of_their_distributions() -> None:
+    ours = [
+        varied([9, 8], 0.25, 0.1, 0.3, 0.9),  # 85 % at 0.2: the last client is not tested
+        varied([4, 6], 0.25, 0.3, 0.5, None),  # 50 % at 0.4, of another seed
+        varied([6, 6], "none", 0.0, 0.1, None),  # 60 % at 0.05
+    ]
+    axes = learned.draw_gap({"ours": ours, "theirs": ours[:1]}).axes[0]
+    mine, theirs, _ = axes.get_lines()  # and the line at 0
+    np.testing.assert_allclose(mine.get_xydata(), [[0.05, -15], [0.3, -7.5]])
+    np.testing.assert_allclose(theirs.get_xydata(), [[0.2, 10]])
+    assert [mine.get_label(), theirs.get_label()] == ["ours", "theirs"]
+    assert "points" in axes.get_ylabel()
+    with_kl = shifted([9, 8], 0.1, 0.3, 0.2)
+    assert not learned.can_draw("gap", with_kl)  # total variation is what it takes
+    assert not learned.can_draw("gap", replace(ours[0], summary=None))
+
+
+def test_novel_clients_are_drawn_by_their_total_variation() -> None:
+    run = varied([9, 8], 0.25, 0.1, 0.3, 0.9)
+    figure = learned.draw_variation({"ours": [run, varied([4, 2], 0.5, None, 0.6, 0.2)]})
+    (points,) = figure.axes[0].collections
+    np.testing.assert_allclose(points.get_offsets(), [[0.1, 90], [0.3, 80], [0.6, 20]])
+    assert not learned.can_draw("shift", run)
+
+
+def test_the_concentration_of_a_run_in_memory_is_found_too() -> None:
+    small = {"rounds": 1, "evaluate_every": 1, "cohort": 3, "method": {"local_steps": 1}}
+    task = {"clients": 4, "novel": 1, "partition": "dirichlet", "alpha": 1.0, "novel_alpha": 3.0}
+    run = hyperfed.train("fedavg", **small, task=task)
+    ((_, gap),) = learned.draw_gap({"FedAvg": [run, run]}).axes[0].get_lines()[0].get_xydata()
+    expected = run.summary["novel_accuracy"] - run.summary["test_accuracy"]
+    assert gap == pytest.approx(100 * expected)
+
+
 def test_a_run_draws_what_it_has_and_says_what_it_lacks(tmp_path: Path) -> None:
     small = {"rounds": 1, "evaluate_every": 1, "cohort": 3, "task": {"clients": 4, "novel": 1}}
     run = hyperfed.train("pfedla", **small, method={"local_steps": 1})

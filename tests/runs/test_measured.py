@@ -9,9 +9,10 @@ import pytest
 
 from hyperfed.apps.cli import main
 from hyperfed.errors import UserError
-from hyperfed.runs import beside, config, experiments, measured, origin, pages
+from hyperfed.runs import beside, config, experiments, measured, origin, pages, svg
 from hyperfed.runs.experiments import Published
 from hyperfed.runs.records import RunFolder, summarise
+from hyperfed.runs.statistics import Spread
 
 TABLE = """
 [table]
@@ -216,6 +217,85 @@ def test_the_page_needs_nothing_but_itself(folder: Path, capsys: Any) -> None:
     assert "{figure" not in page
     assert "## " not in page
     assert json.loads('"' + capsys.readouterr().out.strip() + '"').endswith("report.html")
+
+
+ALONG = """
+along = { digits = "steps", depth = "layers" }
+
+[measures.test]
+"""
+
+
+def test_columns_and_rows_with_a_number_are_drawn_along_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = folder / "experiments" / "made" / "table1.toml"
+    text = TABLE.replace("\n[measures.test]\n", ALONG)
+    text = text.replace('[columns.digits]\nabout = "digits, 5 clients"', DIGITS)
+    text = text.replace("fedavg]", "depth3]").replace('like = "fedavg"', 'like = "depth3"')
+    text = text.replace("trained]", "depth20]").replace(
+        "local]", '"depth0.5"]\nset.method = "local"'
+    )
+    text = text.replace('usual one."]\n', 'usual one."]\nset.method = "fedavg"\n')
+    path.write_text(text.replace(".digits =", ".digits-10 ="))
+    (experiment,) = experiments.find_all(folder / "experiments")
+    depths = experiment.along("depth")
+    assert {cell for cell in depths if depths[cell] == ("ten steps", 0.5)} == {"digits-10-depth0.5"}
+    assert experiment.along("digits")["digits-2-depth20"] == ("FedAvg, trained on", 2.0)
+    for row, correct in (("depth0.5", 5), ("depth3", 6), ("depth20", 9)):
+        record(folder, f"10-{row}", 0, [correct] * 4)
+    record(folder, "2-depth3", 0, [1, 1, 1, 1])
+    record(folder, "10-depth3", 1, [8, 8, 8, 8])
+    drawn = {}
+
+    def draw(lines: Any, across: str, up: str) -> str:
+        drawn[across, up] = lines
+        return "<svg/>"
+
+    monkeypatch.setattr(beside, "draw_along", draw)
+    made = beside.report(folder / "results", [experiment])
+    told = {
+        name: [(p.at, p.measured.mean, p.published and p.published.value) for p in places]
+        for (_, up), lines in drawn.items()
+        for name, places in lines.items()
+    }
+    assert set(drawn) == {("steps", "test_accuracy (%)"), ("layers", "test_accuracy (%)")}
+    assert told["ten steps"] == [(0.5, 50, 50), (3, 70, 60), (20, 90, 60)]
+    assert told["FedAvg"] == [(10, 70, 60), (2, 10, None)]
+    assert {"made/table1-digits-test-along", "made/table1-depth-test-along"} <= set(made.figures)
+    path.write_text(text.replace("depth = ", "width = "))
+    with pytest.raises(UserError, match="along.width: columns or rows must be called width and a"):
+        experiments.find_all(folder / "experiments")
+
+
+DIGITS = """\
+[columns.digits-10]
+about = "ten steps"
+
+[columns.digits-2]
+about = "two steps"
+"""
+
+
+def test_along_a_number_places_are_in_its_order_and_the_published_beside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(svg, "to_svg", lambda figure: drawn.append(figure) or "")
+    places = [
+        svg.Place(0.9, Spread(20.0, None, 1), None),
+        svg.Place(0.0, Spread(80.0, 2.0, 3), Published(81.0)),
+        svg.Place(0.001, Spread(85.0, 1.0, 3), Published(86.0)),
+    ]
+    svg.draw_along({"ours": places, "theirs": places[:1]}, "mu", "accuracy (%)")
+    (axes,) = drawn[0].axes
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["0", "0.001", "0.9"]
+    by_label = {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
+    assert by_label["ours, published"] == [[0, 81], [1, 86]]
+    values = {box.get_label(): box.lines[0].get_xydata().tolist() for box in axes.containers}
+    assert values == {"ours": [[0, 80], [1, 85], [2, 20]], "theirs": [[2, 20]]}
+    bars = axes.containers[0].lines[2][0].get_segments()
+    assert [segment[:, 1].tolist() for segment in bars] == [[78, 82], [84, 86], [20, 20]]
 
 
 def test_ids_of_figures_do_not_meet_on_a_page() -> None:

@@ -18,7 +18,7 @@ from hyperfed.runs.measured import UNITS, Cell, Measurement, Verdict
 from hyperfed.runs.records import RunRecord
 from hyperfed.runs.report import difference, percent
 from hyperfed.runs.statistics import Difference, Spread
-from hyperfed.runs.svg import Curve, Dot, Series, draw_cells, draw_series, to_svg
+from hyperfed.runs.svg import Curve, Dot, Place, Series, draw_along, draw_cells, draw_series, to_svg
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -243,6 +243,7 @@ class _Writer:
                 self._column(experiment, column, measure)
         self._served(experiment)
         if self._draw:
+            self._along(experiment)
             self._learned(experiment)
         missing = [cell for cell in experiment.cells if (experiment.id, cell) not in self._found]
         if missing:
@@ -321,37 +322,65 @@ class _Writer:
                     self._noise(f"{experiment.id}-{cell}", one, curves)
 
     def _learned(self, experiment: Experiment) -> None:
-        """Adds the figures that a table names, of a record of each cell that has what they show."""
+        """Adds the figures that a table names, of records of the cells that have what they show.
+
+        Of a cell with records of several settings they are of the first, as the tables have them.
+        """
         records = {
-            cell: measured.alike(self._found[experiment.id, cell])[0][0].record
+            cell: [one.record for one in measured.alike(self._found[experiment.id, cell])[0]]
             for cell in experiment.cells
             if (experiment.id, cell) in self._found
         }
         for name in experiment.table.figures:
             several: dict[str, dict[str, list[RunRecord]]] = {}
-            for cell, record in records.items():
-                if not learned.can_draw(name, record):
+            for cell, own in records.items():
+                drawable = [record for record in own if learned.can_draw(name, record)]
+                if not drawable:
                     continue
                 column, row = experiment.cells[cell]
                 task, method = experiment.columns[column].about, experiment.rows[row].about
                 if name in learned.OF_A_RUN:
-                    figure = learned.OF_A_RUN[name](record)
+                    figure = learned.OF_A_RUN[name](drawable[0])
                     self._of_learned(f"{experiment.id}-{cell}", f"{task}: {method}", name, figure)
                     continue
                 of_column = name == "rounds"
                 called = f"{task}: {method}" if name == "correlation" else method
                 runs = several.setdefault(column if of_column else "", {})
-                runs.setdefault(called, []).append(record)
+                runs.setdefault(called, []).extend(drawable)
             for column, runs in several.items():
                 where = experiment.columns[column].about if column else experiment.table.title
                 figure = learned.OF_RUNS[name](runs)
-                self._of_learned(
-                    "-".join(filter(None, (experiment.id, column))), where, name, figure
-                )
+                place = "-".join(filter(None, (experiment.id, column)))
+                every = [run.summary or {} for of in runs.values() for run in of]
+                seeds = {summary.get("seed") for summary in every}
+                self._of_learned(place, where, name, figure, len(seeds))
 
-    def _of_learned(self, place: str, where: str, name: str, figure: "Figure") -> None:
-        self.say(f"#### {where}: {learned.CAPTIONS[name]}, one seed")
+    def _of_learned(
+        self, place: str, where: str, name: str, figure: "Figure", seeds: int = 1
+    ) -> None:
+        told = "one seed" if seeds == 1 else f"{seeds} seeds"
+        self.say(f"#### {where}: {learned.CAPTIONS[name]}, {told}")
         self._figure(f"{place}-{name}", to_svg(figure))
+
+    def _along(self, experiment: Experiment) -> None:
+        """Adds what was measured along the number by which columns or rows are called."""
+        for prefix, across in experiment.table.along.items():
+            for name, measure in experiment.measures.items():
+                lines: dict[str, list[Place]] = {}
+                for cell, (of, at) in experiment.along(prefix).items():
+                    if (experiment.id, cell) not in self._found:
+                        continue
+                    group = measured.alike(self._found[experiment.id, cell])[0]
+                    if (mean := measured.over_seeds(group, measure.metric)) is None:
+                        continue
+                    published = experiment.published(name, cell)
+                    lines.setdefault(of, []).append(Place(at, mean, published))
+                if any(len(places) > 1 for places in lines.values()):
+                    up = f"{measure.about or measure.metric} ({UNITS[measure.metric][0]})"
+                    self.say(f"#### {experiment.table.title}: {across}")
+                    self._figure(
+                        f"{experiment.id}-{prefix}-{name}-along", draw_along(lines, across, up)
+                    )
 
     def _noise(
         self, name: str, one: Measurement, curves: Mapping[str, list[tuple[float, float]]]

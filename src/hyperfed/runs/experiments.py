@@ -25,6 +25,7 @@ beside them. In TOML::
 """
 
 import difflib
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import field
@@ -41,7 +42,16 @@ Settings = dict[str, Any]
 """Keys of a run as TOML nests them."""
 
 FigureName = Literal[
-    "weights", "heatmap", "layers", "embedding", "crossed", "shift", "correlation", "rounds"
+    "weights",
+    "heatmap",
+    "layers",
+    "embedding",
+    "crossed",
+    "shift",
+    "variation",
+    "gap",
+    "correlation",
+    "rounds",
 ]
 """What a report can draw of a table's records (:mod:`hyperfed.runs.learned`)."""
 
@@ -72,6 +82,9 @@ class About:
         spread: of what the published spreads are, such as "standard deviation over three seeds".
         remarks: in what these settings differ from the paper's, or what it leaves open.
         figures: that the report draws of its records, beside those of every table.
+        along: how columns or rows are called that differ in a number, such as ``depth`` of
+            ``depth1``, ``depth2`` or ``cifar10`` of ``cifar10-0.1`` -> what the number is. The
+            report draws what was measured along it.
         set: settings of every cell.
     """
 
@@ -81,6 +94,7 @@ class About:
     spread: str = ""
     remarks: tuple[str, ...] = ()
     figures: tuple[FigureName, ...] = ()
+    along: dict[str, str] = field(default_factory=dict)
     set: Settings = field(default_factory=dict)
 
 
@@ -219,6 +233,21 @@ class Experiment:
         column, row = self.cells[cell]
         return self.columns[column].judged and self.rows[row].judged
 
+    def along(self, prefix: str) -> dict[str, tuple[str, float]]:
+        """Returns the cells whose column or row is called by a prefix and a number.
+
+        Returns:
+            Cell -> (what it is of, in words: its row where columns are so called, else its column;
+            the number), column by column.
+        """
+        found = {}
+        for cell, (column, row) in self.cells.items():
+            if (number := _number(column, prefix)) is not None:
+                found[cell] = (self.rows[row].about, number)
+            elif (number := _number(row, prefix)) is not None:
+                found[cell] = (self.columns[column].about, number)
+        return found
+
     def layers(self, cell: str) -> Iterator[Settings]:
         """Yields the settings of a cell, the weakest first.
 
@@ -235,6 +264,12 @@ class Experiment:
         yield {"method": row}
         yield self.rows[row].set
         yield self.rows[row].cells.get(column, {})
+
+
+def _number(name: str, prefix: str) -> float | None:
+    """Returns the number that a name ends with behind a prefix, with or without a hyphen."""
+    match = re.fullmatch(rf"{re.escape(prefix)}-?(\d+(?:\.\d+)?)", name)
+    return None if match is None else float(match[1])
 
 
 def split(source: str) -> tuple[str, str] | None:
@@ -350,6 +385,13 @@ _EXPERIMENT = TypeAdapter(Experiment)
 def _problems(experiment: Experiment) -> Iterator[str]:
     """Yields what names something that is not there, or is no published number."""
     rows, columns, measures = experiment.rows, experiment.columns, experiment.measures
+    for prefix in experiment.table.along:
+        called = {number for _, number in experiment.along(prefix).values()}
+        if len(called) < 2:
+            yield (
+                f"table.along.{prefix}: columns or rows must be called {prefix} and a number, at "
+                f"least two of them, came {len(called)}"
+            )
     for kind, known in (("columns", columns), ("rows", rows)):
         for name, part in known.items():
             if part.like is not None and part.like not in known:

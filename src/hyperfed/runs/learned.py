@@ -1,19 +1,21 @@
 """Figures of what methods have learned of clients, and of what new ones are served with.
 
 They are drawn from records: of pFedLA's weights (figures 5, 6 and 7 of its paper), of the shift of
-novel clients (IT-PFL-HN, figure 3), and of what ``examine`` has looked into: t-SNE of descriptors
-and others' models (pFedHN, figures 4 and 3), rank correlation (PeFLL, figure 3). A table of
-experiments names those that its report shows.
+novel clients (IT-PFL-HN, figure 3; pFedHN, figures 2 and 7), and of what ``examine`` has looked
+into: t-SNE of descriptors and others' models (pFedHN, figures 4 and 3), rank correlation (PeFLL,
+figure 3). A table of experiments names those that its report shows.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from hyperfed.errors import UserError
+from hyperfed.runs.config import RunConfig, to_dict
 from hyperfed.runs.records import Evaluation
 from hyperfed.runs.report import COLOURS, DASHES, MARKERS, FinishedRun, new_figure
 
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Floats = npt.NDArray[np.float64]
+
+Distance = Literal["kl_divergence", "total_variation"]
+"""Of a novel client's labels to those of the known client nearest to it, as records have it."""
 
 TARGET = 0
 """The client whose weights figures 5 and 7 of pFedLA are about: the first one."""
@@ -65,27 +70,53 @@ def weights_over_rounds(
     return [number for number, _ in told], found
 
 
-def shifted(evaluations: Sequence[Evaluation]) -> list[tuple[float, float]]:
-    """Returns (KL to the nearest known client in nats, accuracy in %) of each novel client.
+def shifted(
+    evaluations: Sequence[Evaluation], distance: Distance = "kl_divergence"
+) -> list[tuple[float, float]]:
+    """Returns (distance to the nearest known client, accuracy in %) of each novel client.
 
     Those for which one of both is not there, or infinite, are left out.
+
+    Args:
+        evaluations: of a run.
+        distance: KL in nats, or total variation from 0 to 1.
 
     Raises:
         NothingToDrawError: there is no such client.
     """
     found = [
-        (float(divergence), 100 * float(accuracy))
+        (float(far), 100 * float(accuracy))
         for e in evaluations
         if e.split == "novel"
-        for divergence, accuracy in zip(e.client_kl_divergence, e.client_accuracy, strict=True)
-        if divergence is not None and accuracy is not None
+        for far, accuracy in zip(getattr(e, f"client_{distance}"), e.client_accuracy, strict=False)
+        if far is not None and accuracy is not None
     ]
     if not found:
         raise NothingToDrawError(
-            "novel clients must have an accuracy and a finite KL divergence to be drawn, but none "
-            "has; train with task.novel above 0, or a larger task.novel_alpha"
+            f"novel clients must have an accuracy and a finite {distance.replace('_', ' ')} to be "
+            "drawn, but none has; train with task.novel above 0, or a larger task.novel_alpha"
         )
     return found
+
+
+def generalization_gap(run: FinishedRun) -> tuple[float, float]:
+    """Returns how far novel clients are from known ones, and what they lose by it.
+
+    The mean over novel clients of the total variation to the nearest known one, and the accuracy of
+    novel clients less that of known ones, acc_novel - acc_train in points, both over all examples
+    (pFedHN, figure 2).
+
+    Raises:
+        NothingToDrawError: there are no novel clients, or no known ones that were tested.
+    """
+    far = [distance for distance, _ in shifted(run.evaluations, "total_variation")]
+    novel = next(e.accuracy for e in run.evaluations if e.split == "novel")
+    known = (run.summary or {}).get("test_accuracy")
+    if novel is None or known is None:
+        raise NothingToDrawError(
+            "a run must be done and have tested known clients to draw what novel ones lose"
+        )
+    return fmean(far), 100 * (novel - known)
 
 
 def correlations(evaluations: Sequence[Evaluation]) -> list[tuple[float, float]]:
@@ -225,23 +256,68 @@ def draw_shift(runs: Mapping[str, Sequence[FinishedRun]]) -> "Figure":
     Raises:
         NothingToDrawError: no run has novel clients with both.
     """
+    return _over_distance(runs, "kl_divergence", "KL to the nearest known client (nats)")
+
+
+def draw_variation(runs: Mapping[str, Sequence[FinishedRun]]) -> "Figure":
+    """Draws the same over their total variation to the nearest known one (pFedHN, figure 7)."""
+    return _over_distance(runs, "total_variation", "total variation to the nearest known client")
+
+
+def _over_distance(
+    runs: Mapping[str, Sequence[FinishedRun]], distance: Distance, across: str
+) -> "Figure":
     figure = new_figure(6, 4)
     axes = figure.subplots()
     for index, (name, own) in enumerate(runs.items()):
-        points = [point for run in own for point in shifted(run.evaluations)]
-        across, up = zip(*points, strict=True)
+        points = [point for run in own for point in shifted(run.evaluations, distance)]
+        places, values = zip(*points, strict=True)
         axes.scatter(
-            across,
-            up,
+            places,
+            values,
             s=16,
             alpha=0.7,
             color=COLOURS[index % len(COLOURS)],
             marker=MARKERS[index % len(MARKERS)],
             label=name,
         )
-    _name(axes, "KL to the nearest known client (nats)", "accuracy of a novel client (%)")
+    _name(axes, across, "accuracy of a novel client (%)")
     axes.legend(frameon=False)
     return figure
+
+
+def draw_gap(runs: Mapping[str, Sequence[FinishedRun]]) -> "Figure":
+    """Draws what novel clients lose over how far they are from known ones (pFedHN, figure 2).
+
+    Runs whose novel clients are dealt classes alike, but for the seed, are averaged into a point.
+    """
+    figure = new_figure(6, 4)
+    axes = figure.subplots()
+    for index, (name, own) in enumerate(runs.items()):
+        alike: dict[object, list[tuple[float, float]]] = {}
+        for run in own:
+            alike.setdefault(_alpha_of(run), []).append(generalization_gap(run))
+        points = sorted(np.mean(several, axis=0).tolist() for several in alike.values())
+        places, values = zip(*points, strict=True)
+        axes.plot(
+            places,
+            values,
+            color=COLOURS[index % len(COLOURS)],
+            linestyle=DASHES[index % len(DASHES)],
+            marker=MARKERS[index % len(MARKERS)],
+            label=name,
+        )
+    axes.axhline(0, color="0.6", linewidth=1, zorder=1)
+    across = "mean total variation of novel clients to the nearest known one"
+    _name(axes, across, "accuracy of novel less that of known clients (points)")
+    axes.legend(frameon=False)
+    return figure
+
+
+def _alpha_of(run: FinishedRun) -> object:
+    """Returns the Dirichlet concentration of the novel clients of a run, or None."""
+    task = to_dict(run.config)["task"] if isinstance(run.config, RunConfig) else run.config["task"]
+    return task.get("novel_alpha")
 
 
 def draw_correlation(runs: Mapping[str, Sequence[FinishedRun]]) -> "Figure":
@@ -317,7 +393,13 @@ OF_A_RUN: Mapping[str, Callable[[FinishedRun], "Figure"]] = MappingProxyType(
 """Figures of a single run, by name."""
 
 OF_RUNS: Mapping[str, Callable[[Mapping[str, Sequence[FinishedRun]]], "Figure"]] = MappingProxyType(
-    {"shift": draw_shift, "correlation": draw_correlation, "rounds": draw_rounds}
+    {
+        "shift": draw_shift,
+        "variation": draw_variation,
+        "gap": draw_gap,
+        "correlation": draw_correlation,
+        "rounds": draw_rounds,
+    }
 )
 """Figures of several runs by name: of the methods of a table, of its cells, or of a column's."""
 
@@ -358,6 +440,8 @@ CAPTIONS: Mapping[str, str] = MappingProxyType(
         "correlation": "whether descriptors are as far apart as labels, over rounds",
         "rounds": "test accuracy over rounds",
         "shift": "accuracy of novel clients over their distance to the nearest known one",
+        "variation": "accuracy of novel clients over their total variation to the nearest known",
+        "gap": "what novel clients lose against known ones, over how far they are from these",
     }
 )
 """Name of a figure -> what it shows."""
@@ -388,6 +472,8 @@ _NEEDS: Mapping[str, Callable[[FinishedRun], object]] = MappingProxyType(
         "correlation": lambda run: correlations(run.evaluations),
         "rounds": lambda run: accuracies(run.evaluations),
         "shift": lambda run: shifted(run.evaluations),
+        "variation": lambda run: shifted(run.evaluations, "total_variation"),
+        "gap": generalization_gap,
     }
 )
 """Name of a figure -> what raises ``NothingToDrawError`` where a run lacks what it is of."""

@@ -1,11 +1,13 @@
 """Figures of a report, as SVG text that stands in a page."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
 from typing import TYPE_CHECKING
 
+from hyperfed.runs.experiments import Published
 from hyperfed.runs.report import COLOURS, DASHES, MARKERS
+from hyperfed.runs.statistics import Spread
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,6 +40,21 @@ class Dot:
     spread: float
     published: float | None
     published_spread: float
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a cell came to whose column or row is called by a number.
+
+    Attributes:
+        at: the number.
+        measured: over seeds.
+        published: beside it; None where nothing was.
+    """
+
+    at: float
+    measured: Spread
+    published: Published | None
 
 
 def draw_cells(curves: Sequence[Curve], dots: Sequence[Dot], label: str) -> str:
@@ -106,6 +123,45 @@ def draw_series(series: Sequence[Series], across: str, up: str) -> str:
     axes.set_xlabel(across)
     axes.set_ylabel(up)
     axes.legend(frameon=False, fontsize="small")
+    _plain(axes, "y")
+    return to_svg(figure)
+
+
+def draw_along(lines: Mapping[str, Sequence[Place]], across: str, up: str) -> str:
+    """Draws what was measured along a number, and the published beside it, dashed and hollow.
+
+    Numbers stand at equal distances: they may be 0, 0.0001 and 0.9.
+
+    Args:
+        lines: name -> its places.
+        across: what the numbers are.
+        up: what was measured, with its unit.
+
+    Returns:
+        SVG.
+    """
+    figure = _new(6.4, 3.8)
+    axes = figure.subplots()
+    ticks = sorted({place.at for places in lines.values() for place in places})
+    for index, (name, found) in enumerate(lines.items()):
+        places = sorted(found, key=lambda place: place.at)
+        colour, marker = COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
+        axes.errorbar(
+            [ticks.index(place.at) for place in places],
+            [place.measured.mean for place in places],
+            yerr=[place.measured.std or 0.0 for place in places],
+            color=colour, marker=marker, capsize=3, label=name,
+        )  # fmt: skip
+        told = [(ticks.index(p.at), p.published.value) for p in places if p.published is not None]
+        if told:
+            axes.plot(
+                *zip(*told, strict=True), color=colour, marker=marker, linestyle="--",
+                markerfacecolor="none", alpha=0.6, label=f"{name}, published",
+            )  # fmt: skip
+    axes.set_xticks(range(len(ticks)), [f"{tick:g}" for tick in ticks])
+    axes.set_xlabel(across)
+    axes.set_ylabel(up)
+    axes.legend(frameon=False, fontsize="x-small")
     _plain(axes, "y")
     return to_svg(figure)
 
