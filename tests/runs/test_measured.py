@@ -264,7 +264,9 @@ def test_columns_and_rows_with_a_number_are_drawn_along_it(
     assert told["FedAvg"] == [(10, 70, 60), (2, 10, None)]
     assert {"made/table1-digits-test-along", "made/table1-depth-test-along"} <= set(made.figures)
     path.write_text(text.replace("depth = ", "width = "))
-    with pytest.raises(UserError, match="along.width: columns or rows must be called width and a"):
+    with pytest.raises(
+        UserError, match=r"along\.width: columns or rows must be called width and a"
+    ):
         experiments.find_all(folder / "experiments")
 
 

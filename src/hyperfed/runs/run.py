@@ -214,9 +214,9 @@ class Run(Served):
         Args:
             path: where to write the figure; its ending says the format (.png, .pdf, .svg).
             of: another figure in its place: ``weights``, ``heatmap`` or ``layers`` of what
-                ``pfedla`` and ``heurpfedla`` learned, the ``shift`` of novel clients, or with
-                ``examine`` the ``embedding`` of clients, ``correlation`` and ``crossed`` models
-                (:mod:`hyperfed.runs.learned`).
+                ``pfedla`` and ``heurpfedla`` learned, the ``shift`` or ``variation`` of novel
+                clients, or with ``examine`` the ``embedding`` of clients, ``correlation`` and
+                ``crossed`` models (:mod:`hyperfed.runs.learned`).
 
         Raises:
             UserError: the run has not come to its first evaluation, has not what the figure is of,
