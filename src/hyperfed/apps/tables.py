@@ -9,7 +9,7 @@ from typer import Argument, Option
 from hyperfed.apps.guard import STOPPED
 from hyperfed.apps.printing import Json, print_json, say
 from hyperfed.errors import UserError
-from hyperfed.runs import beside, pages, reproduction, side_by_side
+from hyperfed.runs import beside, computed, pages, reproduction, side_by_side
 from hyperfed.runs import experiments as tables
 
 Experiments = Annotated[Path, Option(help="The folder of the tables.")]
@@ -33,7 +33,17 @@ def reproduce(
     as_json: Json = False,
     quiet: Annotated[bool, Option("--quiet", "-q", help="Show no progress.")] = False,
 ) -> None:
-    """Run a paper's table, all cells or some: side by side, resumed where half done."""
+    """Run a paper's table, all cells or some: side by side, resumed where half done.
+
+    A table that is computed and not trained, such as pfedkt/table12, is computed.
+    """
+    if (counted := computed.find(table, experiments)) is not None:
+        record = computed.write(counted, out)
+        if as_json:
+            print_json({"records": [str(record)], "stopped": [], "failed": {}})
+        else:
+            print(record)
+        return
     experiment, chosen = reproduction.find(table, experiments, cells)
     seeds = experiment.table.seeds if seeds is None else seeds
     if jobs is not None and jobs < 1:
@@ -79,7 +89,8 @@ def report(
             f"a paper must be one of {', '.join(known) or 'none'} (in {experiments.resolve()}), "
             f"came {paper}; name one of them, or another folder with --experiments"
         )
-    made = beside.report(records, found, paper, figures=out.suffix != ".md")
+    counted = computed.find_all(experiments)
+    made = beside.report(records, found, paper, figures=out.suffix != ".md", computed=counted)
     pages.write(made, "Measured" if paper is None else f"Measured: {paper}", out)
     if as_json:
         print_json({"report": str(out), "figures": len(made.figures)})

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hyperfed.metrics import ACCURACY, Metric, named
 from hyperfed.runs import learned, measured, statistics
+from hyperfed.runs.computed import Computed, read_record
 from hyperfed.runs.experiments import Experiment, Measure
 from hyperfed.runs.measured import UNITS, Cell, Measurement, Verdict
 from hyperfed.runs.records import RunRecord
@@ -79,7 +80,11 @@ class _Line:
 
 
 def report(
-    folder: Path, experiments: Sequence[Experiment], paper: str | None = None, figures: bool = True
+    folder: Path,
+    experiments: Sequence[Experiment],
+    paper: str | None = None,
+    figures: bool = True,
+    computed: Sequence[Computed] = (),
 ) -> Report:
     """Sets all records of a folder beside what was published.
 
@@ -88,6 +93,7 @@ def report(
         experiments: all tables.
         paper: of whose tables alone; None for all, and for records of no table.
         figures: draws them too.
+        computed: tables that are computed and not trained.
 
     Raises:
         UserError: a record is damaged.
@@ -100,6 +106,9 @@ def report(
     for name, tables in of_papers:
         if paper in (None, name):
             writer.paper(name, list(tables))
+            for table in computed:
+                if table.id.startswith(f"{name}/"):
+                    writer.computed(table)
     if paper is None:
         writer.others(others)
     return Report("\n\n".join(writer.parts) + "\n", writer.figures)
@@ -230,6 +239,28 @@ class _Writer:
                 without.append(f"`{experiment.id}` ({len(experiment.cells)} cells)")
         if without:
             self.say(f"No records yet: {', '.join(without)}.")
+
+    def computed(self, table: Computed) -> None:
+        """Adds a table that is computed."""
+        self.say(f"### `{table.id}`: {table.table.title}")
+        self.say("\n".join(f"- {remark}" for remark in table.table.remarks))
+        record = read_record(table, self._folder)
+        if record is None:
+            self.say(f"Not computed yet. `hyperfed reproduce {table.id}` does so.")
+            return
+        rows = []
+        for name, number in table.numbers.items():
+            value = record["numbers"][name]
+            told = "–" if number.published is None else number.shown(number.published)
+            verdict = {None: "–", True: "**reproduced**", False: "differs"}[
+                number.reproduced(value)
+            ]
+            rows.append([number.about, number.place, told, number.shown(value), verdict])
+        self.say(_table(["number", "place", "published", "computed", "verdict"], rows, left=2))
+        if self._draw and record["ratio"]:
+            ratio = Series("small to large hypernetwork", record["ratio"])
+            across, up = "parameters made by a call of the small one", "ratio of FLOPs"
+            self._figure(f"{table.id}-ratio", draw_series([ratio], across, up))
 
     def _experiment(self, experiment: Experiment) -> None:
         about = experiment.table

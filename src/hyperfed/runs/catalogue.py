@@ -10,7 +10,7 @@ from hyperfed.data import datasets, partitions, pfllib, shares
 from hyperfed.errors import UserError
 from hyperfed.methods import METHODS
 from hyperfed.nets.targets import TARGETS
-from hyperfed.runs import experiments, keys
+from hyperfed.runs import computed, experiments, keys
 
 Entry = dict[str, str | list[str]]
 """Column -> text, or a list of texts."""
@@ -112,6 +112,9 @@ def _options(target: Callable[..., object]) -> list[str]:
 def _runnable(path: Path) -> Iterator[Entry]:
     """Yields an experiment file, or each cell of a table, with its method."""
     try:
+        if computed.is_computed(path):
+            yield {"experiment": str(path), "method": "(computed: hyperfed reproduce)"}
+            return
         if not experiments.is_table(path):
             yield {"experiment": str(path), "method": _method(experiments.layers(path))}
             return

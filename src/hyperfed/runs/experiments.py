@@ -298,6 +298,11 @@ def layers(path: Path, cell: str = "") -> list[Settings]:
         UserError: the file cannot be read, or it is a table and the cell not one of it.
     """
     written = _written(path)
+    if "networks" in written:
+        raise UserError(
+            f"{path} is a table that is computed and not trained; hyperfed reproduce "
+            f"{path.absolute().parent.name}/{path.stem} does so"
+        )
     if "rows" not in written:
         if cell:
             raise UserError(f"{path} must be a table to have cells, but is one run; leave {cell!r}")
