@@ -45,7 +45,12 @@ def test_a_command_computes_the_table_and_the_report_sets_it_beside_the_publishe
     assert 1 < ratios[12800] < 1.02
 
     (table,) = computed.find_all(ROOT)
-    made = beside.report(tmp_path, experiments.find_all(ROOT), "pfedkt", computed=[table])
+    others = [experiments.find(f"{paper}/table1", ROOT) for paper in ("pefll", "pfedkt")]
+
+    def reported(paper: str) -> beside.Report:
+        return beside.report(tmp_path, others, paper, computed=[table])
+
+    made = reported("pfedkt")
     for told in (
         "| parameters of the private model | appendix G.1 | 1,706,458 | 1,706,458 | **reproduced**",
         "| small hypernetworks that take as much storage as the large one | appendix G.2 | 3,321 |",
@@ -55,14 +60,12 @@ def test_a_command_computes_the_table_and_the_report_sets_it_beside_the_publishe
     ):
         assert told in made.text
     assert "ratio of FLOPs" in made.figures[f"{TABLE}-ratio"]
-    other = beside.report(tmp_path, experiments.find_all(ROOT), "pefll", computed=[table])
-    assert TABLE not in other.text
+    assert TABLE not in reported("pefll").text
     path.write_text("{}")
     with pytest.raises(UserError, match=r"table12\.json must hold the numbers of pfedkt/table12"):
-        beside.report(tmp_path, experiments.find_all(ROOT), "pfedkt", computed=[table])
+        reported("pfedkt")
     path.unlink()
-    without = beside.report(tmp_path, experiments.find_all(ROOT), "pfedkt", computed=[table])
-    assert f"Not computed yet. `hyperfed reproduce {TABLE}` does so." in without.text
+    assert f"Not computed yet. `hyperfed reproduce {TABLE}` does so." in reported("pfedkt").text
 
 
 @pytest.mark.parametrize(
