@@ -252,6 +252,8 @@ def test_a_dumped_configuration_loads_to_an_equal_one(tmp_path):
     }
     run = config.from_keys("hyper", keys, methods=FAKES)
     config.dump(run, tmp_path / "config.toml")
+    told = (tmp_path / "config.toml").read_text().splitlines()[0]
+    assert told == "# Trained again by: hyperfed run config.toml"
     again = load(tmp_path / "config.toml")
     assert again == run
     assert (again.settings.clip, again.settings.label) == (None, label)

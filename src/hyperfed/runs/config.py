@@ -47,6 +47,10 @@ from hyperfed.training import Precision
 from hyperfed.trees.aggregation import Aggregation
 
 _STRICT = ConfigDict(extra="forbid", strict=True)
+
+AGAIN = "# Trained again by: hyperfed run config.toml\n"
+"""Above the settings of a run."""
+
 _PATHS = ("task.partition_file",)
 _FILES = ("task.name", "task.model")  # a relative path there begins at the TOML file if it exists
 _OF_PYTHON = ("name", "source", "clients", "novel", "unlabelled")
@@ -307,8 +311,12 @@ def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def dump(config: RunConfig, path: Path) -> None:
-    """Writes all settings as TOML; :func:`load` makes an equal configuration of the file."""
-    atomic_write(path, toml.dumps(to_dict(config)).encode())
+    """Writes all settings as TOML; :func:`load` makes an equal configuration of the file.
+
+    Above them stands the command that trains by them again, where the data are settings too.
+    """
+    again = "" if config.task.source == "python" else AGAIN
+    atomic_write(path, f"{again}{toml.dumps(to_dict(config))}".encode())
 
 
 # Keys and values.
