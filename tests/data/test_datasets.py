@@ -13,6 +13,7 @@ from safetensors import safe_open
 from hyperfed.data import cache, datasets, readers
 from hyperfed.data.datasets import Normalize, load
 from hyperfed.errors import UserError
+from hyperfed.nets import LeNet
 
 
 @pytest.fixture
@@ -154,6 +155,7 @@ def test_femnist_is_read_by_writer_in_the_columns_of_the_hub(cached, tmp_path):
     assert torch.equal(examples.x[:, :, 2:30, 2:30], torch.from_numpy(pixels)[:, None])
     assert examples.x.sum() == int(pixels.sum())
     torch.testing.assert_close(examples.transform(examples.x), examples.x / 255)
+    assert LeNet(examples.x.shape[1:], 62).fc1.in_features == 800  # PeFLL, table 2
     assert examples.y.tolist() == [0, 61, 28]
     assert examples.classes == 62
     assert examples.client is not None
