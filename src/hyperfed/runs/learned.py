@@ -309,7 +309,7 @@ def draw_gap(runs: Mapping[str, Sequence[FinishedRun]]) -> "Figure":
         )
     axes.axhline(0, color="0.6", linewidth=1, zorder=1)
     across = "mean total variation of novel clients to the nearest known one"
-    _name(axes, across, "accuracy of novel less that of known clients (points)")
+    _name(axes, across, "accuracy, novel less known clients (points)")
     axes.legend(frameon=False)
     return figure
 
