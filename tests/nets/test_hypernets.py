@@ -215,10 +215,14 @@ class TestLowRank:
 
     @pytest.mark.parametrize("kind", [MultiHead, SingleOutput])
     def test_a_new_one_is_as_wide_as_a_full_one(self, kind):
-        """The matrix that the factors make, and the bias, whatever the rank."""
+        """The matrix that the factors make, and the bias, whatever the rank.
+
+        And so is the matrix of a head alone, since by SGD it learns as fast as what it is told is
+        long: that must be as long as without the other factor.
+        """
         shapes = {"base": {"w": torch.Size([4000])}}
         for rank in (1, 4, None):
-            products, biases = [], []
+            products, biases, alone = [], [], []
             for seed in range(40):
                 with seeded(seed):
                     net = kind(shapes, 3, hidden=50, rank=rank)
@@ -228,6 +232,8 @@ class TestLowRank:
                 matrix = a if rank is None else a @ net.trunk[-1].weight.detach()
                 products.append(matrix.square().mean())
                 biases.append(bias.square().mean())
+                alone.append(a.square().mean())
+            assert torch.stack(alone).mean().item() == pytest.approx(1 / 150, rel=0.05)
             assert torch.stack(products).mean().item() == pytest.approx(1 / 150, rel=0.1)
             assert torch.stack(biases).mean().item() == pytest.approx(1 / 150, rel=0.05)
 
