@@ -186,15 +186,27 @@ def numbers(run: Run) -> Any:
     return evaluations, {k: v for k, v in run.summary.items() if k not in where}
 
 
-@pytest.mark.parametrize("method", ["pfedhn", "pefll", "pfedkt", "itpfl"])
+@pytest.mark.parametrize(
+    ("method", "privacy"),
+    [
+        ("pfedhn", {}),
+        ("pefll", {}),
+        ("pfedkt", {}),
+        ("itpfl", {}),
+        ("fedavg", {"epsilon": 50.0}),
+        ("fedper", {"epsilon": 50.0, "where": "central"}),
+    ],
+)
 def test_ten_rounds_end_with_the_evaluations_of_the_loop(
-    method: str, reused: type[Reused], monkeypatch: pytest.MonkeyPatch
+    method: str, privacy: Any, reused: type[Reused], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hyperfed.engines.ray.engine, "RayEngine", reused)
     task = make_task(Normed, novel=1)
     faults = {"drop": 0.2, "nan": 0.1}
     loop, ray = (
-        hyperfed.train(method, task, **keys_of(method, engine, cohort=3, faults=faults))
+        hyperfed.train(
+            method, task, **keys_of(method, engine, cohort=3, faults=faults, privacy=privacy)
+        )
         for engine in ("loop", "ray")
     )
     assert (loop.summary["engine"], ray.summary["engine"]) == ("loop", "ray")
