@@ -7,7 +7,7 @@ What is done already is skipped, so a stopped command goes on where it was.
 
 pFedHN, whose server goes by SGD, and PeFLL, whose server goes by Adam, write the LeNets of fifty
 clients of CIFAR-10 with two classes each: with an output layer for every tensor (their own
-hypernetwork), with such layers of rank 4, and chunk by chunk. All else is alike: rounds, local
+hypernetwork), with such layers of rank 16, and chunk by chunk. All else is alike: rounds, local
 steps, batch, local rate. The server's rate is chosen for each of the six by validation data of a
 division (a seed) that no record is of.
 """
@@ -30,7 +30,7 @@ ROUNDS = 400
 SERVER_RATES = {"pfedhn": (0.01, 0.003, 0.03), "pefll": (0.002, 0.0006, 0.006)}
 KINDS: Mapping[str, Mapping[str, Any]] = {
     "heads": {},
-    "head_rank": {"head_rank": 4},
+    "head_rank": {"head_rank": 16},
     "chunks": {"hyper_net": "chunks"},
 }
 TASK: Mapping[str, Any] = {
