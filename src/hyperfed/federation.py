@@ -694,6 +694,18 @@ class Cohort(Protocol):
                 a method changes its server's state only after its last ``ask``.
         """
 
+    def mean(
+        self, step: Callable[..., Tree], *payload: Tree, batches: Batches | None = None
+    ) -> Tree:
+        """Runs a step at every client and returns the mean of the replies, by training examples.
+
+        What is only asked for so can be masked (:mod:`hyperfed.engines.masking`): then nobody
+        sees a single reply.
+
+        Raises:
+            AllLostError: as :meth:`ask`.
+        """
+
     def post(
         self, step: Callable[..., Tree], *payload: Tree | Each, batches: Batches | None = None
     ) -> "Pending":
@@ -744,11 +756,8 @@ def average(
     Raises:
         AllLostError: no client of some size is left to answer.
     """
-    groups = clients.sizes
-    trained = {
-        size: group.ask(step, model[size], batches=batches) for size, group in groups.items()
-    }
-    return model | {s: trees.weighted_mean(trained[s], groups[s].weight) for s in groups}
+    groups = clients.sizes.items()
+    return model | {size: group.mean(step, model[size], batches=batches) for size, group in groups}
 
 
 class AllLostError(Exception):

@@ -316,6 +316,12 @@ class EngineCohort:
             raise AllLostError(f"all clients were lost: {reasons}") from cause
         return question.reply()
 
+    def mean(
+        self, step: Callable[..., Tree], *payload: Tree, batches: Batches | None = None
+    ) -> Tree:
+        """Runs a step at every client that is still there and returns the mean of the replies."""
+        return trees.weighted_mean(self.ask(step, *payload, batches=batches), self.weight)
+
     def post(
         self, step: Callable[..., Tree], *payload: Tree | Each, batches: Batches | None = None
     ) -> Question:
