@@ -458,7 +458,7 @@ class Sites:
         self.sites = [LoopEngine(task, client, config, seed=seed) for _ in range(2)]
         self.numbers = count()
         self.waiting: list[Question] = []
-        self.private = None
+        self.private = self.masking = None
 
     @property
     def memory(self) -> dict[int, Tree]:

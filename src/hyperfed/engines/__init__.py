@@ -16,6 +16,7 @@ from hyperfed.engines.flower.engine import FlowerEngine
 from hyperfed.engines.local.graphs import Graphs, recorder_on
 from hyperfed.engines.local.loop import LoopEngine
 from hyperfed.engines.local.vmap import VmappedEngine, best_engine
+from hyperfed.engines.masking import Masking
 from hyperfed.engines.updates import PrivateUpdates
 from hyperfed.errors import UserError
 from hyperfed.federation import Client, Task
@@ -86,6 +87,7 @@ def build(
     precision: Precision = "float32",
     device: str = "cpu",
     private: PrivateUpdates | None = None,
+    masking: Masking | None = None,
 ) -> Engine:
     """Builds the engine that a configuration names.
 
@@ -101,6 +103,7 @@ def build(
         precision: of the clients' arithmetic.
         device: where clients compute, and the server where it is in one process with them.
         private: how the answers of clients are made private.
+        masking: how updates are summed, where the server is told nothing but sums.
 
     Raises:
         UserError: the engine cannot be had as configured.
@@ -110,7 +113,8 @@ def build(
             f"engine.graphs must have a GPU to record on, came device={device}; set device=cuda"
         )
     where = {"precision": precision, "device": device}
-    options = {"seed": seed, "faults": faults, "home": home, "private": private, **where}
+    options: dict[str, Any] = {"seed": seed, "faults": faults, "home": home, **where}
+    options |= {"private": private, "masking": masking}
     return ENGINES[config.name](config, task.on_features(), client, settings, **options)
 
 
@@ -147,6 +151,7 @@ def _flower(
     home: Engine | None = None,
     precision: Precision = "float32",
     private: PrivateUpdates | None = None,
+    masking: Masking | None = None,
     device: str,  # of the server; a site has its own
 ) -> Engine:
     if not isinstance(task, RemoteTask):
@@ -155,7 +160,7 @@ def _flower(
             "METHOD engine=flower engine.superlink=HOST:PORT, or flwr run"
         )
     options: dict[str, Any] = {"faults": faults, "device": find_device(device)}
-    options |= {"precision": precision, "private": private}
+    options |= {"precision": precision, "private": private, "masking": masking}
     return FlowerEngine(task, client, settings, seed=seed, timeout=config.timeout, **options)
 
 

@@ -39,6 +39,8 @@ class Call:
         fresh: the client starts the cohort with an empty memory.
         released: what the client has let out with noise (:class:`hyperfed.privacy.Releases`). It is
             its holder's to say, and travels with no message to a site.
+        masked: the reply is a part of a masked sum; of a client at a site the payload's last tree
+            is what the others share with it.
     """
 
     cohort: int
@@ -50,6 +52,7 @@ class Call:
     turn: int = 0
     fresh: bool = False
     released: Tree = field(default_factory=dict)
+    masked: bool = False
 
     def question(self, sigma: float) -> str:
         """Names what is asked, to be answered with so much noise.
@@ -222,9 +225,9 @@ def let_out(
     return replace(answer, tree=moved(centre, noisy), released=releases.kept)
 
 
-def promised(step: Callable[..., Tree], info: StepInfo, call: Call) -> Tree | None:
+def promised(step: Callable[..., Tree] | None, info: StepInfo, call: Call) -> Tree | None:
     """Returns the argument that a step's reply must be like, if any."""
-    if info.like is None:
+    if step is None or info.like is None:
         return None
     names = step.__code__.co_varnames[1:]
     return call.payload[names.index(info.like)]

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +17,9 @@ from hyperfed import trees
 from hyperfed.engines.bounds import too_large
 from hyperfed.engines.calls import Call, find_step, promised
 from hyperfed.engines.faults import Faults
+from hyperfed.engines.masking import Masking
 from hyperfed.engines.replies import (
+    BadReplyError,
     DivergedError,
     NoAnswerError,
     Reply,
@@ -92,6 +94,10 @@ class Engine(Protocol):
     @property
     def private(self) -> PrivateUpdates | None:
         """How the answers of clients are made private; None where they are not."""
+
+    @property
+    def masking(self) -> Masking | None:
+        """How updates are summed, where a server that trains is told nothing but sums."""
 
     @property
     def waiting(self) -> "list[Question]":
@@ -188,7 +194,7 @@ class Question:
 
     Attributes:
         cohort: whose clients.
-        step: the step's function.
+        step: the step's function; None of an exchange that no method asks for.
         info: what its mark says.
         calls: {position in the cohort: call} of the clients that are there.
         reached: those whose client no injected fault keeps from answering.
@@ -197,7 +203,7 @@ class Question:
     """
 
     cohort: "EngineCohort"
-    step: Callable[..., Tree]
+    step: Callable[..., Tree] | None
     info: StepInfo
     calls: Mapping[int, Call]
     reached: Mapping[int, Call]
@@ -268,6 +274,7 @@ class EngineCohort:
                     "known clients can be asked only where there are some, but all clients of task "
                     f"{home.task.name} are novel; give the engine a home, that of the trained task"
                 )
+            self._check_unmasked("all known clients")
             known = home.cohort(home.task.known, self.state.round, training=False)
             known.state.exchanges = self.state.exchanges
             known.state.reply_bound = self.state.reply_bound
@@ -308,24 +315,87 @@ class EngineCohort:
         self, step: Callable[..., Tree], *payload: Tree | Each, batches: Batches | None = None
     ) -> Tree:
         """Runs a step at every client that is still there and stacks the replies."""
-        question = self._question(step, payload, batches)
-        self.exchange(question)
-        if not question.accepted:
-            cause = next(iter(self.state.causes), None)
-            reasons = "; ".join(f"client {i}: {why}" for i, why in self.state.lost.items())
-            raise AllLostError(f"all clients were lost: {reasons}") from cause
-        return question.reply()
+        self._check_unmasked(f"each client's own reply to {step.__dict__['step'].name}")
+        return self.gather(step, payload, batches)
 
     def mean(
         self, step: Callable[..., Tree], *payload: Tree, batches: Batches | None = None
     ) -> Tree:
         """Runs a step at every client that is still there and returns the mean of the replies."""
-        return trees.weighted_mean(self.ask(step, *payload, batches=batches), self.weight)
+        masking = self._engine.masking
+        if masking is None or not self.state.training:
+            return trees.weighted_mean(self.ask(step, *payload, batches=batches), self.weight)
+        function, info = find_step(self._engine.client, step.__dict__["step"].name)
+        centre = promised(function, info, Call(0, 0, 0, info.name, payload))
+        assert centre is not None, "of what is averaged, a step's mark says what it is like"
+        total = masking.total(self, step, payload, batches)
+        weight = self.weight
+        try:
+            mean = masking.mean(total, int(weight.sum()), centre)
+        except ValueError as error:
+            self.give_up(str(error))
+        return trees.as_told(mean, float(weight.max() / weight.sum()))
+
+    def gather(
+        self,
+        step: Callable[..., Tree] | StepInfo,
+        payload: Sequence[Tree | Each],
+        batches: Batches | None = None,
+        *,
+        masked: bool = False,
+        late: bool = False,
+    ) -> Tree:
+        """Does what :meth:`ask` does, also in masked training.
+
+        Args:
+            step: a step of the method's Client, or an exchange that no method asks for.
+            payload: of the step.
+            batches: to train on.
+            masked: the replies are parts of a sum.
+            late: who does not answer stays in the round; {} comes of nobody.
+        """
+        question = self._question(step, payload, batches, posted=late, masked=masked)
+        self.exchange(question)
+        if not question.accepted and not late:
+            self._all_lost()
+        return question.reply()
+
+    def need(self, least: int) -> None:
+        """Raises ``AllLostError`` where fewer clients are there; a sum of them would tell more."""
+        if (there := len(self.there)) < least:
+            self.give_up(f"a masked sum must be of {least} clients here, but {there} are left")
+
+    def give_up(self, reason: str) -> NoReturn:
+        """Loses all clients that are there.
+
+        Raises:
+            AllLostError: that.
+        """
+        self.state.lost |= dict.fromkeys(self.there, reason)
+        self._all_lost()
+
+    def _all_lost(self) -> NoReturn:
+        cause = next(iter(self.state.causes), None)
+        reasons = "; ".join(f"client {i}: {why}" for i, why in self.state.lost.items())
+        raise AllLostError(f"all clients were lost: {reasons}") from cause
+
+    def _check_unmasked(self, what: str) -> None:
+        """Finds out whether a server may be told more than sums.
+
+        Raises:
+            UserError: it may not.
+        """
+        if self._engine.masking is not None and self.state.training:
+            raise UserError(
+                f"in masked training a server must ask for means alone, but asked for {what}; "
+                "set privacy.masking=false, or choose a method that needs nothing but means"
+            )
 
     def post(
         self, step: Callable[..., Tree], *payload: Tree | Each, batches: Batches | None = None
     ) -> Question:
         """Has a step travel with the next message to the clients that are still there."""
+        self._check_unmasked(f"each client's own reply to {step.__dict__['step'].name}")
         self._check_postable(step)
         question = self._question(step, payload, batches, posted=True)
         self.state.posted.update(call.client for call in question.calls.values())
@@ -378,7 +448,7 @@ class EngineCohort:
         factor, private = self.state.reply_bound, self._engine.private
         if private is not None and private.where == "central":
             return {}  # they are bounded; by others' data nobody may be lost
-        if factor is None or not replies:
+        if factor is None or not replies or self._engine.masking is not None:
             return {}
         device = self._engine.device
         likes = {
@@ -390,13 +460,16 @@ class EngineCohort:
 
     def _question(
         self,
-        step: Callable[..., Tree],
+        step: Callable[..., Tree] | StepInfo,
         payload: Sequence[Tree | Each],
         batches: Batches | None,
         *,
         posted: bool = False,
+        masked: bool = False,
     ) -> Question:
-        step, info = find_step(self._engine.client, step.__dict__["step"].name)
+        function, info = None, step
+        if not isinstance(info, StepInfo):
+            function, info = find_step(self._engine.client, info.__dict__["step"].name)
         _check_detached(payload)
         if again := self.state.posted.intersection(self.there):
             raise ValueError(
@@ -406,13 +479,13 @@ class EngineCohort:
         if posted:
             payload = [_copied(item) for item in payload]
         calls = {
-            position: self._call(info, position, payload, batches)
+            position: self._call(info, position, payload, batches, masked=masked)
             for position, client in enumerate(self._clients)
             if client not in self.state.lost
         }
         seed, faults, training = self._engine.seed, self._engine.faults, self.state.training
         reached = {p: c for p, c in calls.items() if not (training and faults.drops(seed, c))}
-        return Question(self, step, info, calls, reached, posted)
+        return Question(self, function, info, calls, reached, posted)
 
     def _check_postable(self, step: Callable[..., Tree]) -> None:
         _, info = find_step(self._engine.client, step.__dict__["step"].name)
@@ -439,12 +512,17 @@ class EngineCohort:
         position: int,
         payload: Sequence[Tree | Each],
         batches: Batches | None,
+        *,
+        masked: bool,
     ) -> Call:
         client, state = self._clients[position], self.state
         turn = state.turns[client, info.name]
         state.turns[client, info.name] += 1
         own = tuple(item.slice(position) if isinstance(item, Each) else item for item in payload)
-        return Call(state.number, state.round, client, info.name, own, batches, turn, state.fresh)
+        number, fresh = state.number, state.fresh
+        return Call(
+            number, state.round, client, info.name, own, batches, turn, fresh, masked=masked
+        )
 
     def _replies(
         self, question: Question, answers: Mapping[int, Tree | Exception]
@@ -459,13 +537,16 @@ class EngineCohort:
                 continue
             answer = answers[position]
             like = promised(question.step, question.info, call)
-            reply = answer if isinstance(answer, Exception) else checked(answer, like, device)
+            shape = None if call.masked and self.state.remote else like
+            reply = answer if isinstance(answer, Exception) else checked(answer, shape, device)
             if training and isinstance(reply, Reply) and faults.spoils(seed, call):
                 reply = Reply(trees.tree_map(_spoil, reply.tree), reply.structure)
             if training and isinstance(reply, Reply) and call.client in faults.hostile:
                 reply = Reply(faults.lie(reply.tree, like, seed, call), reply.structure)
-            if isinstance(reply, Reply):
+            if isinstance(reply, Reply) and not call.masked:
                 reply = self._bounded(question, reply, like)
+            elif isinstance(reply, Reply) and not self.state.remote:  # a site does so itself
+                reply = self._part(question.info, reply, like, int(self.examples[position]))
             replies[position] = reply
         return replies
 
@@ -476,6 +557,19 @@ class EngineCohort:
             return reply
         like = None if like is None else trees.to(like, self._engine.device)
         return Reply(bounded(reply.tree, like, info, private.clip), reply.structure)
+
+    def _part(
+        self, info: StepInfo, reply: Reply, like: Tree | None, weight: int
+    ) -> Reply | BadReplyError:
+        """Returns what a client adds to a masked sum, as its reply."""
+        masking = self._engine.masking
+        assert masking is not None
+        assert like is not None
+        try:
+            part = masking.part(reply.tree, like, info, weight)
+        except BadReplyError as error:
+            return error
+        return Reply(part, trees.structure(part))
 
     def _lose(self, client: int, reason: str, reply: object) -> None:
         # Who does not answer or diverges is lost at any time, and so is who is not our own; what

@@ -37,6 +37,7 @@ from pydantic_core import ErrorDetails
 from hyperfed.data.settings import several
 from hyperfed.data.tasks import TaskConfig
 from hyperfed.engines import EngineConfig, Faults
+from hyperfed.engines.masking import Masking
 from hyperfed.engines.updates import PrivateUpdates, Where
 from hyperfed.errors import UserError
 from hyperfed.methods import METHODS
@@ -92,6 +93,29 @@ Of all others the servers use updates for nothing but means, of which each can h
 gradients that are bounded before their mean is taken, and for what goes back to the client that
 they are from.
 """
+
+NO_SUMS = (
+    "fedas",
+    "feddbe",
+    "fedfomo",
+    "fedpac",
+    "fedproto",
+    "fml",
+    "headstart",
+    "heurpfedla",
+    "hypcluster",
+    "itpfl",
+    "lg_fedavg",
+    "local",
+    "mh_pfedhn",
+    "pefll",
+    "per_fedavg",
+    "pfedhn",
+    "pfedhn_pc",
+    "pfedla",
+    "pfedme",
+)
+"""Methods whose servers need more of clients than means by numbers of examples, or nothing."""
 
 
 def _number_or_fraction(cohort: int | float) -> int | float:
@@ -161,12 +185,19 @@ class TrainingPrivacy:
         clip: the largest length of an answer (:mod:`hyperfed.engines.updates`).
         where: noise is added by each client to what it answers (``local``), or by a server that is
             trusted with the answers to what it makes of them (``central``).
+        masking: the server is told sums of what clients answer, and no answer by itself
+            (:mod:`hyperfed.engines.masking`).
     """
 
     epsilon: Annotated[FiniteFloat, Field(gt=0)] | None = None
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-3
     clip: Annotated[FiniteFloat, Field(gt=0)] = 1.0
     where: Where = "local"
+    masking: bool = False
+
+    def sums(self) -> Masking | None:
+        """Returns how answers are summed under masks; None where they are not."""
+        return Masking(self.clip, self.epsilon is not None) if self.masking else None
 
     def updates(self, multiplier: float = math.inf) -> PrivateUpdates | None:
         """Returns how answers are made private, with so much noise; None where they are not."""
@@ -449,6 +480,7 @@ def _build(
         )
     if module is not None:
         problems += _not_private(parts["privacy"], str(name), settings, parts["robust"])
+        problems += _not_masked(str(name), **parts)
     try:
         config = RunConfig(method=str(name), settings=settings, **table, **parts)
     except ValidationError as error:
@@ -490,6 +522,37 @@ def _not_private(
         for key in unmeant
         if getattr(settings, key, False)
     ]
+
+
+def _not_masked(
+    method: str, privacy: TrainingPrivacy, robust: RobustConfig, faults: Faults, **_: Any
+) -> list[str]:
+    """Returns why sums cannot be masked with these settings."""
+    if not privacy.masking:
+        return []
+    found = []
+    if method in NO_SUMS:
+        others = sorted(set(METHODS) - set(NO_SUMS))
+        found.append(
+            f"privacy.masking: must be false for {method}, whose server needs more than means; "
+            f"came true; choose one of {', '.join(others)}"
+        )
+    if privacy.epsilon is not None and privacy.where == "local":
+        found.append(
+            "privacy.where: must be central where sums are masked, which have room for bounded "
+            "answers and not for each one's noise; came local"
+        )
+    if robust.aggregation != "mean":
+        found.append(
+            "robust.aggregation: must be mean where sums are masked, as every other rule needs the "
+            f"answers; came {toml.literal(robust.aggregation)}"
+        )
+    if faults.nan or faults.hostile:
+        found.append(
+            "faults.nan, faults.hostile: must be 0 and empty where sums are masked, since they are "
+            "made where the server reads answers, which it does not"
+        )
+    return found
 
 
 def _least_rounds(settings: Any) -> int:

@@ -20,6 +20,7 @@ from hyperfed.data import tasks
 from hyperfed.data.own import Task
 from hyperfed.data.roster import RemoteTask, Roster
 from hyperfed.engines import EngineCohort, Exchange
+from hyperfed.engines.masking import LARGEST, SMALLEST
 from hyperfed.engines.replies import UNUSABLE
 from hyperfed.errors import LostEverybodyError, UserError, one_line
 from hyperfed.federation import AllLostError
@@ -84,6 +85,11 @@ class Run(Served):
             raise UserError(
                 "a round must have at least 3 clients where robust.aggregation is not mean, as no "
                 f"two can outvote a third, came {size}; set cohort"
+            )
+        if config.privacy.masking and not SMALLEST <= self.cohort_size <= LARGEST:
+            raise UserError(
+                f"a round must have {SMALLEST} to {LARGEST} clients where privacy.masking is true, "
+                f"came {self.cohort_size}; set cohort"
             )
         self.folder = folder
         self.evaluations: list[Evaluation] = []

@@ -106,6 +106,7 @@ class Served:
             precision=config.precision,
             device=config.device,
             private=self.private,
+            masking=config.privacy.sums(),
         )
         self.server.to(self.engine.device)
         self.round = 0

@@ -3,7 +3,7 @@
 The arithmetic is at hand here, as ``trees.subtract(sent, trained)``.
 """
 
-from hyperfed.trees.aggregation import aggregating, weighted_mean
+from hyperfed.trees.aggregation import aggregating, as_told, weighted_mean
 from hyperfed.trees.arithmetic import (
     Model,
     Structure,
@@ -47,6 +47,7 @@ __all__ = [
     "Tree",
     "adapter_parts",
     "aggregating",
+    "as_told",
     "buffers_of",
     "cast",
     "clone",

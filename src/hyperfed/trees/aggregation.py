@@ -93,6 +93,12 @@ def private_clip() -> float | None:
     return None if noise is None else noise.clip
 
 
+def as_told(mean: Tree, share: float) -> Tree:
+    """Returns a mean, in which no client has more than a share, with noise where it is private."""
+    noise = _NOISE.get()
+    return mean if noise is None else noise.add(mean, share)
+
+
 def weighted_mean(tree: Tree, weight: Tensor) -> Tree:
     """Averages a stacked tree over clients, or does what stands for that here.
 
@@ -107,7 +113,7 @@ def weighted_mean(tree: Tree, weight: Tensor) -> Tree:
     rule, noise = _RULE.get(), _NOISE.get()
     there = weight > 0
     if noise is not None and tree and there.any():
-        return noise.add(_mean(tree, weight), float(weight.max() / weight.sum()))
+        return as_told(_mean(tree, weight), float(weight.max() / weight.sum()))
     if rule.name == "mean" or not tree or not there.any():
         return _mean(tree, weight)
     return _ROBUST[rule.name](take(tree, there), weight[there], rule.borne(int(there.sum())))

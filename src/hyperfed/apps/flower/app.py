@@ -190,6 +190,7 @@ def site_of(run_config: Mapping[str, Any], node_config: Mapping[str, Any]) -> Si
         method=config.method,
         policy=policies.read(Path(node.policy) if node.policy else None),
         private=config.privacy.updates(),
+        masking=config.privacy.sums(),
         metrics=config.metrics,
     )
 

@@ -7,9 +7,13 @@ Nothing here may start a thread or wake an accelerator, because neither survives
 
 import gc
 
-# These are imported where they are used, since each takes seconds: to read data, and for the first
-# step of an optimiser.
+# These are imported where they are used, since each takes seconds: to mask, to read data, and for
+# the first step of an optimiser.
+import cryptography.hazmat.primitives.asymmetric.x25519
+import cryptography.hazmat.primitives.ciphers.aead
+import cryptography.hazmat.primitives.kdf.hkdf
 import datasets
+import flwr.common.secure_aggregation.crypto.shamir
 import sklearn.datasets
 import sklearn.metrics
 import torch._dynamo

@@ -23,8 +23,10 @@ from hyperfed.engines.cohort import CohortState, Engine, EngineCohort, Question
 from hyperfed.engines.faults import Faults
 from hyperfed.engines.flower import wire
 from hyperfed.engines.flower.honest import HonestClient
+from hyperfed.engines.flower.pairwise import PairwiseMasking, is_exchange, structure_of
 from hyperfed.engines.flower.sites import STEP, Sites
 from hyperfed.engines.flower.wire import Request, Response, Version, WireError
+from hyperfed.engines.masking import Masking
 from hyperfed.engines.replies import BadReplyError, NoAnswerError, difference
 from hyperfed.engines.updates import PrivateUpdates
 from hyperfed.errors import UserError
@@ -47,6 +49,7 @@ class FlowerEngine:
         precision: of the sites' arithmetic, which they have from there too.
         device: where the server is.
         private: how the answers of clients are made private.
+        masking: how updates are summed, where the server is told nothing but sums.
 
     Attributes:
         traffic: bytes of all messages to sites and back, {"down": ..., "up": ...}.
@@ -68,8 +71,10 @@ class FlowerEngine:
         precision: Precision = "float32",
         device: torch.device = CPU,
         private: PrivateUpdates | None = None,
+        masking: Masking | None = None,
     ) -> None:
         self.private = private
+        self.masking = masking and PairwiseMasking(masking.clip, masking.private)
         self.task, self.client, self.config, self.seed = task, client, config, seed
         self.device, self._precision = device, precision
         self.faults, self.timeout = faults or Faults(), timeout
@@ -150,7 +155,12 @@ class FlowerEngine:
             for node, part in by_node.items()
         }
         self.traffic["down"] += sum(map(len, contents.values()))
-        promised = self._honest.replies(calls)
+        masked = all(call.masked or is_exchange(call) for call in calls)
+        promised: list[Structure | None] = (
+            [structure_of(call, self.client) for call in calls]
+            if masked
+            else self._honest.replies(calls)
+        )
         replies = self.task.link.exchange(STEP, contents, self.timeout)
         for node, part in by_node.items():
             wanted = [promised[position] for position in part]

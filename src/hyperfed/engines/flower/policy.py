@@ -13,6 +13,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from hyperfed.engines.calls import Call, draw, find_step
+from hyperfed.engines.masking import SMALLEST, Masking
 from hyperfed.engines.updates import PrivateUpdates
 from hyperfed.errors import UserError
 from hyperfed.federation import Client, Task, step
@@ -50,6 +51,8 @@ class Policy:
         delta: at which that is spent.
         noise_in_training: whether clients that train must add noise of their own to what they
             answer, of which epsilon is then the most that it may cost.
+        masks_in_training: whether clients train for masked sums alone.
+        smallest_sum: clients that a masked sum must be of.
         largest_log: bytes of the audit log, beyond which a new file is begun.
     """
 
@@ -65,6 +68,8 @@ class Policy:
     epsilon: Annotated[FiniteFloat, Field(gt=0)] = 1.0
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-3
     noise_in_training: bool = False
+    masks_in_training: bool = False
+    smallest_sum: Annotated[int, Field(ge=SMALLEST)] = SMALLEST
     largest_log: PositiveInt = 10 << 20
 
     @property
@@ -85,10 +90,13 @@ class Policy:
         config: Any,
         private: PrivateUpdates | None = None,
         metrics: Sequence[str] = (),
+        masking: Masking | None = None,
     ) -> None:
         """Raises ``RefusedError`` for a method, settings of it or metrics that are not allowed."""
         if self.noise_in_training and (private is None or private.where != "local"):
             raise RefusedError("clients train here with noise of their own alone; set privacy")
+        if self.masks_in_training and masking is None:
+            raise RefusedError("clients train here for masked sums alone; set privacy.masking")
         if self.methods is not None and method not in self.methods:
             raise RefusedError(f"the method must be one that the site runs, came {method}")
         for name, (least, most) in self.settings.items():

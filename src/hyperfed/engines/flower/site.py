@@ -4,24 +4,26 @@ Nothing of it stays in memory between two messages, so each may be answered by a
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
 from hyperfed import trees
 from hyperfed.data.examples import Normalize, fingerprint_of_frozen
 from hyperfed.data.roster import Frame, Introduction, Member
-from hyperfed.engines.calls import Answer, Call, find_step
+from hyperfed.engines.calls import Answer, Call, find_step, promised
 from hyperfed.engines.flower import wire
 from hyperfed.engines.flower.diary import Diary
+from hyperfed.engines.flower.pairwise import STEPS, cover, is_exchange
 from hyperfed.engines.flower.policy import COUNTING, Policy, RefusedError, guarded, is_evaluation
 from hyperfed.engines.flower.releases import KeptReleases
 from hyperfed.engines.flower.store import Draft, Store, make_private
 from hyperfed.engines.flower.wire import Request, Response, Version
 from hyperfed.engines.local.vmap import best_engine
+from hyperfed.engines.masking import SMALLEST, Masking
 from hyperfed.engines.updates import PrivateUpdates
 from hyperfed.errors import UserError, one_line
 from hyperfed.federation import Client, Task
@@ -29,6 +31,9 @@ from hyperfed.system.devices import CPU
 from hyperfed.training import Precision
 from hyperfed.trees import Tree
 from hyperfed.trees.checkpoints import load_state, save_state
+
+Cover: TypeAlias = Callable[[Tree], tuple[Tree, Tree]]
+"""Returns the masked part that a reply makes, and what the site is to know of its masks."""
 
 
 class Source(Protocol):
@@ -121,6 +126,7 @@ class Site:
         policy: what the site lets a server do; None for all, as in a trial.
         private: how its clients' answers are made private, by the run's settings; how much noise
             that takes, a request says.
+        masking: how updates are summed, by the run's settings, where the server is told no other.
         metrics: what clients count for beside the task's own metric.
     """
 
@@ -139,11 +145,13 @@ class Site:
         method: str = "",
         policy: Policy | None = None,
         private: PrivateUpdates | None = None,
+        masking: Masking | None = None,
         metrics: Sequence[str] = (),
     ) -> None:
         self.source, self.state = source, state
         self._method, self._policy, self._private = method, policy, private
-        self._metrics = tuple(metrics)
+        self._masking, self._metrics = masking, tuple(metrics)
+        self._smallest = SMALLEST if policy is None else policy.smallest_sum
         self._client = client if policy is None else guarded(client)
         self._config, self._seed = config, seed
         self._workers, self._cores = workers, cores_per_client
@@ -171,7 +179,9 @@ class Site:
             with store.alone(), released.alone():
                 store.receive(request.session, request.serial)
                 if self._policy is not None:
-                    self._policy.check_run(self._method, self._config, self._private, self._metrics)
+                    self._policy.check_run(
+                        self._method, self._config, self._private, self._metrics, self._masking
+                    )
                 return self._answer(request, task, store, released)
         except Exception as error:  # concerns all that this message called, and nobody else
             everyone = dict.fromkeys(range(len(request.calls)), error)
@@ -250,6 +260,7 @@ class Site:
         remembers: set[int] = set()
         behind: dict[int, int] = {}
         to_run: dict[int, Call] = {}
+        covering: dict[int, Cover] = {}
         for place, call in enumerate(request.calls):
             name, version = request.names[call.client], (request.session, call.cohort)
             try:
@@ -258,15 +269,26 @@ class Site:
                     answers[place] = draft.reply
                     remembers |= {place} if draft.memory else set()
                     continue
-                self._check_private(call, task)
-                behind[place] = self._allowed(call, name, task)
                 begin = Answer({}, *_beginning(request, call, name, store, draft))
+                masks = draft.masks if draft is not None else {}
+                if is_exchange(call) and self._masking is not None:
+                    told, masks = STEPS[call.step](masks, *call.payload, smallest=self._smallest)
+                    kept = Draft(request.serial, begin.memory, begin.scratch, told, masks)
+                    store.write(name, version, kept)
+                    answers[place] = told
+                    remembers |= {place} if begin.memory else set()
+                    continue
+                plain = call
+                if call.masked:
+                    plain, covering[place] = self._covering(call, masks, task)
+                self._check_private(plain, task)
+                behind[place] = self._allowed(plain, name, task)
                 engine.released.setdefault(call.client, released.read(name))
             except Exception as error:
                 answers[place] = error
                 continue
-            engine.memories.note(call, begin)
-            to_run[place] = call
+            engine.memories.note(plain, begin)
+            to_run[place] = plain
         let_out = dict(engine.released)
         try:
             replies = engine.answer(list(to_run.values()))
@@ -275,12 +297,13 @@ class Site:
         for client, name in request.names.items():
             if client in let_out and engine.released[client] is not let_out[client]:
                 released.write(name, engine.released[client])  # before it leaves
-        for (place, call), reply in zip(to_run.items(), replies, strict=True):
-            answers[place] = reply
+        for (place, call), came in zip(to_run.items(), replies, strict=True):
             memory, scratch = engine.memories.of(call)
+            reply, masks = self._leaving(came, call, covering.get(place))
+            answers[place] = reply
             if not isinstance(reply, Exception):
                 name, version = request.names[call.client], (request.session, call.cohort)
-                store.write(name, version, Draft(request.serial, memory, scratch, reply))
+                store.write(name, version, Draft(request.serial, memory, scratch, reply, masks))
             remembers |= {place} if memory else set()
         for client, name in request.names.items():
             opened = [(request.session, cohort) for cohort in request.open]
@@ -292,6 +315,41 @@ class Site:
         }
         spent = {place: told for place, told in spent.items() if told}
         return Response(request.session, request.serial, answers, frozenset(remembers), spent)
+
+    def _covering(self, call: Call, masks: Tree, task: Task) -> tuple[Call, Cover]:
+        """Returns a masked call as its client runs it, and what makes of its reply what leaves.
+
+        Raises:
+            RefusedError: the reply would be no update.
+        """
+        masking, told = self._masking, call.payload[-1]
+        plain = replace(call, payload=call.payload[:-1], masked=False)
+        step, info = find_step(self._client, call.step)
+        like = promised(step, info, plain)
+        if masking is None or like is None:
+            raise RefusedError(f"the reply to {call.step} is not to be masked in this run")
+        weight = len(task.train[call.client]) if self._private is None else 1
+
+        def covered(reply: Tree) -> tuple[Tree, Tree]:
+            part = masking.part(reply, like, info, weight)
+            return cover(masks, part, told, smallest=self._smallest)
+
+        return plain, covered
+
+    def _leaving(
+        self, reply: Tree | Exception, call: Call, covered: Cover | None
+    ) -> tuple[Tree | Exception, Tree]:
+        """Returns a reply as it may leave the site, and what is to be known of its masks."""
+        if isinstance(reply, Exception):
+            return reply, {}
+        if covered is not None:
+            try:
+                return covered(reply)
+            except Exception as error:
+                return error, {}
+        if self._masking is not None and reply and call.step not in COUNTING:
+            return RefusedError(f"the reply to {call.step} must be masked in this run"), {}
+        return reply, {}
 
     def _allowed(self, call: Call, name: str, task: Task) -> int:
         """Returns the number of examples behind the reply to a call that the policy allows.

@@ -1,16 +1,17 @@
 """What the clients of a site remember, on the site's own disk.
 
 ``<folder>/<run>/<client>/<session>-<cohort>.safetensors`` is what a client remembers after its
-latest call in a cohort: its memory, its scratch and its last reply, in one file that is written
-whole or not at all. While the cohort is open it is a draft. It becomes a version of the client's
-memory when the server names it as what a later cohort begins with, so nothing has to be committed
-at the site: a message that is lost, late or repeated cannot commit too much or too little.
+latest call in a cohort: its memory, its scratch, what it must know to mask, and its last reply, in
+one file that is written whole or not at all. While the cohort is open it is a draft. It becomes a
+version of the client's memory when the server names it as what a later cohort begins with, so
+nothing has to be committed at the site: a message that is lost, late or repeated cannot commit too
+much or too little.
 """
 
 import json
 from collections.abc import Collection
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryFile
 from urllib.parse import quote
@@ -41,12 +42,15 @@ class Draft:
         memory: what is to survive rounds.
         scratch: what is to survive the messages of this cohort.
         reply: what it replied.
+        masks: between the exchanges of a masked sum, what it must know for the next
+            (:mod:`hyperfed.engines.flower.pairwise`).
     """
 
     serial: int
     memory: Tree
     scratch: Tree
     reply: Tree
+    masks: Tree = field(default_factory=dict)
 
 
 class Store:
@@ -97,7 +101,8 @@ class Store:
         if not path.exists():
             return None
         tree, meta = load_state(path)
-        return Draft(meta["serial"], tree["memory"], tree["scratch"], tree["reply"])
+        masks = tree.get("masks", {})
+        return Draft(meta["serial"], tree["memory"], tree["scratch"], tree["reply"], masks)
 
     def memory(self, client: str, version: Version | None) -> Tree:
         """Returns the memory that a client is to begin a cohort with; empty where it has none.
@@ -124,6 +129,7 @@ class Store:
         path = self._path(client, version)
         path.parent.mkdir(mode=PRIVATE, exist_ok=True)
         tree = {"memory": draft.memory, "scratch": draft.scratch, "reply": draft.reply}
+        tree["masks"] = draft.masks
         save_state(path, tree, {"serial": draft.serial})
 
     def prune(self, client: str, needed: Collection[Version]) -> None:

@@ -124,6 +124,7 @@ class _Call:
     batches: tuple[Literal["Steps", "Epochs"], NonNegativeInt, PositiveInt] | None
     turn: NonNegativeInt
     fresh: bool
+    masked: bool = False
 
 
 @validated(frozen=True, config=_PLAIN)
@@ -173,6 +174,7 @@ def pack_request(request: Request) -> bytes:
             "batches": _batches(call),
             "turn": call.turn,
             "fresh": call.fresh,
+            "masked": call.masked,
         }
         for call in request.calls
     ]
@@ -216,6 +218,7 @@ def unpack_request(content: bytes) -> Request:
             None if call.batches is None else _BATCHES[call.batches[0]](*call.batches[1:]),
             call.turn,
             call.fresh,
+            masked=call.masked,
         )
         for call in found.calls
     ]

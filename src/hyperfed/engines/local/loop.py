@@ -21,6 +21,7 @@ from hyperfed import trees
 from hyperfed.engines.calls import Answer, Call, execute
 from hyperfed.engines.cohort import CohortState, Engine, EngineCohort, Question
 from hyperfed.engines.faults import Faults
+from hyperfed.engines.masking import Masking
 from hyperfed.engines.memories import Memories
 from hyperfed.engines.updates import PrivateUpdates
 from hyperfed.federation import Client, Task
@@ -50,6 +51,7 @@ class LoopEngine:
         secret: clients' noise is the operating system's, not the seed's.
         limits: (epsilon, delta) that hold for all that a client lets out.
         private: how the answers of clients are made private.
+        masking: how updates are summed, where the server is told nothing but sums.
 
     Attributes:
         memories: what clients remember, drafts of open cohorts too.
@@ -74,6 +76,7 @@ class LoopEngine:
         secret: bool = False,
         limits: Sequence[tuple[float, float]] = (),
         private: PrivateUpdates | None = None,
+        masking: Masking | None = None,
     ) -> None:
         self.task, self.device = task.to(device), device
         self.client, self.config, self.seed = client, config, seed
@@ -83,6 +86,7 @@ class LoopEngine:
         self.memories = Memories(device)
         self.released: dict[int, Tree] = {}
         self.private, self._secret, self._limits = private, secret, limits
+        self.masking = masking
         keep_freed_memory()
         if device.type == "cuda":  # the same bits in two runs, and all those of a float32
             torch.backends.cudnn.deterministic = True

@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 from hyperfed.engines.calls import Call
 from hyperfed.engines.cohort import CohortState, Engine, EngineCohort, Question
 from hyperfed.engines.faults import Faults
+from hyperfed.engines.masking import Masking
 from hyperfed.engines.ray.actors import Outcome, Work, Worker
 from hyperfed.engines.ray.cluster import Connection, connect
 from hyperfed.engines.replies import NoAnswerError
@@ -94,6 +95,7 @@ class RayEngine:
         address: of a cluster that runs; see :func:`hyperfed.engines.ray.cluster.connect`.
         faults: what to inject into training rounds.
         private: how the answers of clients are made private.
+        masking: how updates are summed, where the server is told nothing but sums.
 
     Raises:
         UserError: Ray is not installed, or there is no such cluster, or it has too few cores or
@@ -119,9 +121,10 @@ class RayEngine:
         address: str | None = None,
         faults: Faults | None = None,
         private: PrivateUpdates | None = None,
+        masking: Masking | None = None,
     ) -> None:
         self.task, self.client, self.config, self.seed = task, client, config, seed
-        self.private = private
+        self.private, self.masking = private, masking
         self.faults = faults or Faults()
         self.cores_per_client, self.gpus_per_worker = cores_per_client or 1, gpus_per_worker
         self.precision, self._actors_device = precision, device
