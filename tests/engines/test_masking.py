@@ -1,23 +1,26 @@
 """What updates come to in a masked sum, and what a server may not ask for beside it."""
 
+import re
 from collections.abc import Callable
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from hyperfed import trees
-from hyperfed.engines import Faults
+from hyperfed import engines, trees
+from hyperfed.engines import EngineConfig, Faults
 from hyperfed.engines.masking import HEAVIEST, SMALLEST, UNIT, Masking, least
 from hyperfed.errors import UserError
 from hyperfed.federation import AllLostError, Cohort
-from hyperfed.methods import METHODS
+from hyperfed.methods import METHODS, fedavg
 from hyperfed.methods.fedavg import Client
 from hyperfed.runs import config as configuration
 from hyperfed.runs.config import NO_SUMS
 from hyperfed.runs.run import Run
+from hyperfed.training import Steps
 from hyperfed.trees import Tree
 from hyperfed.trees.aggregation import MEAN, MeanNoise
 from toys import ONE_STEP, Federation, Normed, client_loss, make_task, short
@@ -233,3 +236,40 @@ def test_a_run_that_is_masked_and_private_spends_and_goes_on() -> None:
     for _ in run.train():
         continue
     assert run.summary["privacy"]["epsilon_spent"] == pytest.approx(50.0)
+
+
+def test_the_page_says_of_each_method_whether_its_sums_can_be_masked() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "security.md").read_text(encoding="utf-8")
+    can, cannot = (
+        re.findall("`([a-z_]+)`", re.findall(rf"\| {row} \| (.+) \|", page)[0])
+        for row in ("whose sums can be masked", "that are refused")
+    )
+    assert cannot == sorted(NO_SUMS)
+    assert can == sorted(METHODS.keys() - set(NO_SUMS))
+
+
+@pytest.mark.parametrize(
+    ("keys", "bound"),
+    [({}, 100.0), ({"epsilon": 8.0, "where": "central"}, 1.0), ({"clip": 3.0}, 3.0)],
+)
+def test_an_update_s_largest_length_is_that_of_noise_where_it_has_some(
+    keys: dict[str, Any], bound: float
+) -> None:
+    found = configuration.from_keys("fedavg", {"privacy": {"masking": True, **keys}}).privacy
+    assert found.sums() == Masking(bound, "epsilon" in keys)
+    assert (found.updates() or found.sums()).clip == bound  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", ["loop", "vmap"])
+def test_sums_are_the_same_whoever_computes(name: str) -> None:
+    found = []
+    for sums in (Masking(5.0), None):
+        engine = engines.build(
+            EngineConfig(name), TASK, Client, fedavg.Config(**ONE_STEP), seed=0, masking=sums
+        )
+        cohort = engine.cohort([0, 1, 3], 0, training=True)
+        found.append(cohort.mean(Client.train_model, TASK.initial("base"), batches=Steps(1, 99)))
+        told = {exchange.up for exchange in cohort.state.exchanges}
+        assert told == {8 * len(flat(found[0]))}
+    assert not torch.equal(flat(found[0]), flat(found[1]))
+    torch.testing.assert_close(*found, rtol=0, atol=1e-9)

@@ -543,10 +543,10 @@ class EngineCohort:
                 reply = Reply(trees.tree_map(_spoil, reply.tree), reply.structure)
             if training and isinstance(reply, Reply) and call.client in faults.hostile:
                 reply = Reply(faults.lie(reply.tree, like, seed, call), reply.structure)
-            if isinstance(reply, Reply) and not call.masked:
-                reply = self._bounded(question, reply, like)
-            elif isinstance(reply, Reply) and not self.state.remote:  # a site does so itself
+            if isinstance(reply, Reply) and call.masked and not self.state.remote:
                 reply = self._part(question.info, reply, like, int(self.examples[position]))
+            elif isinstance(reply, Reply) and not call.masked and question.step is not None:
+                reply = self._bounded(question, reply, like)
             replies[position] = reply
         return replies
 

@@ -174,15 +174,16 @@ class RobustConfig:
 
 @dataclass(frozen=True, config=_STRICT)
 class TrainingPrivacy:
-    """Private training: what clients answer has a largest length and noise.
+    """Private training: what clients answer has a largest length, and noise or masks.
 
-    It is of whole clients, not of single samples: any data of a client could be others. (What
+    Noise is of whole clients, not of single samples: any data of a client could be others. (What
     ``itpfl`` makes private with ``method.epsilon`` is a sample of a novel client.)
 
     Attributes:
         epsilon: what all answers of a client may cost in the run; no noise where not given.
         delta: at which epsilon is told.
-        clip: the largest length of an answer (:mod:`hyperfed.engines.updates`).
+        clip: the largest length of an answer (:mod:`hyperfed.engines.updates`). Where not given, 1
+            of one with noise, and 100 of one that is only masked.
         where: noise is added by each client to what it answers (``local``), or by a server that is
             trusted with the answers to what it makes of them (``central``).
         masking: the server is told sums of what clients answer, and no answer by itself
@@ -191,19 +192,24 @@ class TrainingPrivacy:
 
     epsilon: Annotated[FiniteFloat, Field(gt=0)] | None = None
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-3
-    clip: Annotated[FiniteFloat, Field(gt=0)] = 1.0
+    clip: Annotated[FiniteFloat, Field(gt=0)] | None = None
     where: Where = "local"
     masking: bool = False
 
+    @property
+    def bound(self) -> float:
+        """The largest length of an answer."""
+        return self.clip or (100.0 if self.epsilon is None else 1.0)
+
     def sums(self) -> Masking | None:
         """Returns how answers are summed under masks; None where they are not."""
-        return Masking(self.clip, self.epsilon is not None) if self.masking else None
+        return Masking(self.bound, self.epsilon is not None) if self.masking else None
 
     def updates(self, multiplier: float = math.inf) -> PrivateUpdates | None:
         """Returns how answers are made private, with so much noise; None where they are not."""
         if self.epsilon is None:
             return None
-        return PrivateUpdates(self.where, self.clip, multiplier, self.epsilon, self.delta)
+        return PrivateUpdates(self.where, self.bound, multiplier, self.epsilon, self.delta)
 
 
 @dataclass(frozen=True, config=_STRICT)

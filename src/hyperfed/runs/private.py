@@ -83,7 +83,7 @@ def answers_of(config: RunConfig, task: Task, method: ModuleType) -> Answers:
     known = {field.name for field in fields(config.settings)}
     settings = replace(config.settings, **{key: few[key] for key in few.keys() & known})
     wanted = config.privacy
-    free = PrivateUpdates(wanted.where, wanted.clip, 1.0, float("inf"), wanted.delta)
+    free = PrivateUpdates(wanted.where, wanted.bound, 1.0, float("inf"), wanted.delta)
     engine = LoopEngine(task, method.Client, settings, seed=config.seed, private=free)
     with seeded(config.seed, "server"):
         server: Server = method.Server(task.outline(), settings)

@@ -30,6 +30,8 @@ pytest.importorskip("flwr")
 from engines.flower.sites import DirectLink
 from hyperfed.apps.flower import app
 from hyperfed.apps.flower.app import NodeConfig, node_settings, run_settings, site_of, source_of
+from hyperfed.engines.flower.sites import STEP
+from hyperfed.engines.flower.wire import unpack_request
 
 ROOT = Path(__file__).parents[3]
 
@@ -148,6 +150,33 @@ def test_a_run_of_the_app_equals_one_on_this_machine_and_can_be_resumed(tmp_path
         assert entry.equal(model[name])
     with pytest.raises(UserError, match="are at their sites"):
         opened.model(0)
+
+
+def test_a_masked_run_of_the_app_equals_a_simulation_of_it(tmp_path: Path) -> None:
+    keys = ["rounds=2", "cohort=4", "evaluate_every=2", "task.clients=6", "task.novel=0.0"]
+    keys += ["method.local_steps=2", "privacy.masking=true"]
+    settings = config.load("fedper", [*keys, "engine=flower", "engine.timeout=0.1"])
+    run_config = {"settings": toml.dumps(config.to_dict(settings))}
+    sites = {
+        node: site_of(run_config, {"state": str(tmp_path / str(node)), "clients": clients})
+        for node, clients in ((5, "0-2"), (3, "3-5"))
+    }
+    link = DirectLink(sites)
+    run = app.begin(settings, link, str(tmp_path / "run"))
+    list(run.train())
+    loop = Run(config.load("fedper", [*keys, "engine=loop"]))
+    list(loop.train())
+    for ours, theirs in zip(run.evaluations, loop.evaluations, strict=True):
+        assert (ours.client_loss, ours.missed, ours.lost) == (theirs.client_loss, (), ())
+    calls = [c for kind, _, it in link.sent if kind == STEP for c in unpack_request(it).calls]
+    steps = {call.step: call.masked for call in calls}
+    assert steps == {
+        "mask_keys": False,
+        "mask_shares": False,
+        "train_model": True,
+        "mask_reveal": False,
+        "evaluate": False,
+    }
 
 
 def test_too_few_sites_are_an_error(tmp_path: Path) -> None:

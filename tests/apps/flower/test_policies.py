@@ -1,5 +1,6 @@
 """A policy's file, and what is said of it in plain words."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 
 from hyperfed.apps.cli import main
-from hyperfed.apps.flower.policies import read
+from hyperfed.apps.flower.policies import explain, read
 from hyperfed.engines.flower.policy import Policy
 from hyperfed.errors import UserError
 
@@ -80,3 +81,20 @@ def test_a_check_says_what_a_server_could_learn(
     state = ["--state", str(tmp_path / "s"), "--policy", str(policy)]
     assert command("node", "--data", str(data), *state) == 0
     assert f"--policy {policy}" in capsys.readouterr().out
+
+
+def test_a_check_says_what_masks_hide() -> None:
+    policy = Policy(methods=("fedavg",), smallest_sum=4)
+    shown = " ".join(explain(policy, None))
+    assert "what fedavg reply, in the clear" in shown
+    assert "In a run with masks, only the sums over at least 4 clients" in shown
+    shown = " ".join(explain(replace(policy, masks_in_training=True), None))
+    assert "sums over at least 4 clients of what fedavg reply" in shown
+    assert "in the clear" not in shown
+
+
+def test_a_sum_of_two_is_no_policy(tmp_path: Path) -> None:
+    path = tmp_path / "policy.toml"
+    path.write_text("masks_in_training = true\nsmallest_sum = 2")
+    with pytest.raises(UserError, match="smallest_sum"):
+        read(path)

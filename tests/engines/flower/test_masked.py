@@ -1,5 +1,7 @@
 """Masked sums at sites are those of the reference engine, bit by bit, or the round is lost."""
 
+import json
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -26,6 +28,7 @@ from hyperfed.engines.flower.pairwise import STEPS
 from hyperfed.engines.flower.policy import Policy
 from hyperfed.engines.flower.site import Shard, Site
 from hyperfed.engines.masking import Masking
+from hyperfed.engines.updates import PrivateUpdates
 from hyperfed.federation import AllLostError, Task
 from hyperfed.methods import METHODS
 from hyperfed.runs.config import NO_SUMS
@@ -363,6 +366,30 @@ def test_nothing_is_asked_twice_of_one_sum(
     ours.breaks(0, exchange, asks_again(change))
     ours.round(EVERYONE)
     assert ours.link.broken
+
+
+def test_a_site_s_policy_is_that_of_what_is_masked_too(tmp_path: Path) -> None:
+    ours = Sites("fedavg", TASK, tmp_path, policy=replace(STRICT, smallest_reply=8))
+    lost = ours.round(EVERYONE).state.lost
+    assert "must be of 8 examples at least here, came 7" in lost[1]  # who has no more
+    noted = (tmp_path / "0" / "audit.jsonl").read_text().splitlines()
+    behind = [json.loads(line)["examples"] for line in noted]
+    assert [behind[0], behind[1], behind[2] >= 8, behind[3]] == [0, 0, True, 0]
+
+
+def test_with_noise_of_the_server_all_clients_weigh_alike(tmp_path: Path) -> None:
+    private = PrivateUpdates("central", SUMS.clip, 1.0, math.inf, 1e-3)
+    options = {"masking": Masking(SUMS.clip, private=True), "private": private}
+    ours = Sites("fedavg", TASK, tmp_path, **options)
+    client = ours.module.Client
+    ours.engine = FlowerEngine(ours.task, client, ours.config, seed=0, **options)
+    loop = Federation("fedavg", TASK, options, **short("fedavg"))
+    unlike = Federation("fedavg", TASK, {"masking": SUMS}, **short("fedavg"))
+    for one in (ours, loop, unlike):
+        one.round(EVERYONE)
+    equal(ours.server.state(), loop.server.state())
+    weight = [model.server.model["base"]["body.weight"] for model in (ours, unlike)]
+    assert not torch.equal(*weight)
 
 
 def test_traffic_is_counted_as_it_travels(tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 """The exchanges of a masked sum: what each step tells, and what comes out of them."""
 
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
+from flwr.common.secure_aggregation.crypto.shamir import combine_shares
 from scipy import stats
 from torch import Tensor
 
@@ -164,6 +166,26 @@ def test_shares_are_read_by_whom_they_are_for_alone() -> None:
     with pytest.raises(RefusedError, match="what client 1 of the cohort shares cannot be read"):
         clients.cover()
     assert not clients.shares[0, 0].any()
+
+
+def test_what_was_sent_cannot_be_sent_back() -> None:
+    """Each way has a key of its own, as each encrypts one message without a nonce."""
+    clients = Clients(3)
+    clients.advertise()
+    clients.share()
+    clients.shares[1, 0] = clients.shares[0, 1]
+    with pytest.raises(RefusedError, match="what client 1 of the cohort shares cannot be read"):
+        clients.cover()
+
+
+@pytest.mark.parametrize("count", [3, 6])
+def test_fewer_shares_than_a_sum_has_clients_tell_nothing(count: int) -> None:
+    secret = bytes(range(32))
+    shares = pairwise._split(secret, count)
+    assert combine_shares(shares[: least(count)]) == secret
+    assert combine_shares(shares[-least(count) :]) == secret
+    with suppress(ValueError):  # most others are no secrets
+        assert combine_shares(shares[: least(count) - 1]) != secret
 
 
 REFUSED: dict[str, tuple[str, Callable[[Clients], Any]]] = {}

@@ -78,6 +78,27 @@ def _of_metrics(policy: Policy) -> list[str]:
     return [f"- for {name}: {TELLS[METRICS[name].kind]}" for name in policy.metrics]
 
 
+def _of_replies(policy: Policy) -> str:
+    """Returns what is told in training."""
+    methods = ", ".join(policy.methods or ("any method",))
+    examples = (
+        f"each of at least {policy.smallest_reply} different examples in batches of at least "
+        f"{policy.smallest_batch}"
+    )
+    if policy.masks_in_training:
+        return (
+            f"- sums over at least {policy.smallest_sum} clients of what {methods} reply, "
+            f"{examples}; runs that do not mask them are refused. A server whose own program takes "
+            "the places of all others in a sum learns what one replies"
+        )
+    return (
+        f"- what {methods} reply, in the clear: models, changes of models or their gradients, "
+        f"{examples}. From a gradient of few examples, some can be reconstructed; that gets harder "
+        "with more of them, never impossible. In a run with masks, only the sums over at least "
+        f"{policy.smallest_sum} clients"
+    )
+
+
 def explain(policy: Policy, data: SiteData | None) -> list[str]:
     """Returns what a server could learn at a site, a sentence each.
 
@@ -90,11 +111,7 @@ def explain(policy: Policy, data: SiteData | None) -> list[str]:
         "- of each client: its name, how many examples it has to train, validate and test, and "
         "whether it joins after training; of all together: the shape of an example, the number of "
         "classes, mean and deviation of the colours, a hash of the data",
-        f"- what {', '.join(policy.methods or ('any method',))} reply, in the clear: models, "
-        "changes of models or their gradients, each of at least "
-        f"{policy.smallest_reply} different examples in batches of at least "
-        f"{policy.smallest_batch}. From a gradient of few examples, some can be reconstructed; "
-        "that gets harder with more of them, never impossible",
+        _of_replies(policy),
         f"- counts of right answers and sums of losses on validation and test data, of at least "
         f"{policy.smallest_evaluation} examples, at most {policy.evaluations_per_day} times a day "
         "for each client. Of a model that says the same of all examples nothing is counted; from "
