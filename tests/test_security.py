@@ -7,6 +7,8 @@ from data import test_hostile as tables
 from data import test_site as archives
 from engines.flower import hostile as replies
 from engines.flower import test_hostile as sites
+from engines.flower import test_masked as masked
+from engines.flower import test_pairwise as pairwise
 from engines.flower import test_policy as policy
 from engines.flower import test_private_site as private
 from engines.flower import test_sites as introductions
@@ -27,6 +29,8 @@ NUMBERS = {
     "poison of a client": (len(lies.ATTACKS), 15),
     "failures of an honest site": (len(sites.FAILURES), 10),
     "departures of a server": (len(policy.DEPARTURES) + len(private.RESETS), 10),
+    "attempts of a server at masked sums": (len(pairwise.REFUSED), 20),
+    "garbage of a site in masked sums": (len(masked.EXCHANGES) * len(masked.GARBAGE), 15),
     "introductions of a site": (len(introductions.IMPOSSIBLE) + len(introductions.RAW), 30),
     "edits of a run's files": (len(edits.CASES) + len(checkpoints.EDITS), 40),
     "hostile archives, tables and images": (len(archives.HOSTILE) + len(tables.FILES), 40),

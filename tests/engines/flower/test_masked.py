@@ -44,7 +44,7 @@ EACH = {node: [node] for node in range(5)}
 """A site for each client."""
 EVERYONE = list(range(5))
 
-KEYS, SHARES, PART, REVEAL = "mask_keys", "mask_shares", "train_model", "mask_reveal"
+KEYS, SHARES, PART, REVEAL = EXCHANGES = "mask_keys", "mask_shares", "train_model", "mask_reveal"
 """The exchanges, by the steps that their calls name."""
 
 
@@ -206,7 +206,7 @@ GARBAGE: dict[str, Behave] = {
 """What a site may answer in each of the exchanges in the place of what it should."""
 
 
-@pytest.mark.parametrize("exchange", [KEYS, SHARES, PART, REVEAL])
+@pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("name", GARBAGE)
 def test_garbage_loses_its_client_or_the_round_and_never_makes_another_sum(
     name: str, exchange: str, tmp_path: Path

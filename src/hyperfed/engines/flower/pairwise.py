@@ -16,7 +16,8 @@ the operating system. In four exchanges each client
 So the server finds what b and the missing ones left in the sum. Masks are key streams of ChaCha20;
 shares travel under ChaCha20-Poly1305; keys are agreed on X25519 and derived by HKDF, from **all**
 public keys as each client was told them, so that who was told others reads no share and shares no
-mask. The server itself is believed to pass on the keys of sites and not its own.
+mask. The server is believed to pass on the keys of sites and not its own, and to tell all of them
+the same: without signatures nobody could find out.
 
 What a client keeps between two exchanges is a tree, as all that it remembers. Secrets are not in it
 any more once the part was sent, nor others' shares once they were given away: nothing can be asked
