@@ -96,15 +96,16 @@ class Task:
         """Returns in three lines what is to be learned, who has how much of it, and what learns."""
         kind = f"{self.classes} classes" if self.classes else "numbers"
         shape = " x ".join(map(str, self.x.shape[1:])) or "one number"
-        held = [len(rows) for rows in self.train] or [0]
+        held = sorted({len(rows) for rows in self.train}) or [0]
+        each = " to ".join(str(number) for number in dict.fromkeys([held[0], held[-1]]))
         nets = [
             f"{size}: {type(net).__name__}, {sum(p.numel() for p in net.parameters()):,} parameters"
             for size, net in self.models.items()
         ]
         return (
             f"{type(self).__name__} {self.name}: {len(self.x):,} examples of {shape} for {kind}\n"
-            f"{self.clients} clients, {self.novel} of them novel, with {min(held)} to {max(held)} "
-            f"training examples\n{'; '.join(nets)}"
+            f"{self.clients} clients, {self.novel} of them novel, with {each} training examples "
+            f"each\n{'; '.join(nets)}"
         )
 
     @property

@@ -371,6 +371,13 @@ def fails():
     raise RuntimeError("no such layer")
 
 
+def stacked_in_an_array():
+    """Twelve rows as a table's column holds them."""
+    rows = np.empty(12, object)
+    rows[:] = [np.ones(2)] * 12
+    return rows
+
+
 @pytest.mark.parametrize(
     ("odd", "told"),
     [
@@ -404,6 +411,16 @@ def fails():
         ({"split": ["train"] * 12, "val": 0.2}, "val and test must be left out where split says"),
         ({"client": [1, "1"] * 6}, "two different ids read '1'; convert all ids to one type"),
         ({"y": [2.0, [1.0]] * 6}, "y must be one array, with rows of one shape"),
+        ({"y": torch.eye(3)[[0, 2, 1] * 4]}, "take y.argmax.1. where a row has a 1 for its label"),
+        (
+            {"x": stacked_in_an_array()},
+            "got an array of arrays; put them together with numpy.stack",
+        ),
+        ({"x": torch.ones(12, 2, dtype=torch.int64)}, "to floats if these integers are no tokens"),
+        (
+            {"client": range(12)},
+            "those of a client, 1 at most, a fraction of 0.15 is none; .* to 0",
+        ),
     ],
 )
 def test_odd_arguments_are_told_with_what_to_do(odd, told):
@@ -417,7 +434,7 @@ def test_odd_arguments_are_told_with_what_to_do(odd, told):
 
 def test_given_classes_say_how_labels_are_numbered():
     x, y, client = torch.ones(6, 2), [1, 2] * 3, [0, 0, 0, 1, 1, 1]
-    task = Task.from_arrays(x, y, client=client, model=lambda: nn.Linear(2, 9), classes=9)
+    task = Task.from_arrays(x, y, client=client, model=nn.Linear(2, 9), classes=9, test=0.0)
     assert task.classes == 9
 
 
@@ -440,6 +457,9 @@ def test_a_task_is_shown_in_three_lines():
     held = [len(rows) for rows in task.train]
     assert repr(task).splitlines() == [
         "Task readings: 100 examples of 4 for 3 classes",
-        f"{len(held)} clients, 1 of them novel, with {min(held)} to {max(held)} training examples",
+        f"{len(held)} clients, 1 of them novel, with {min(held)} to {max(held)} training examples "
+        "each",
         "base: Linear, 15 parameters",
     ]
+    alike = from_arrays(X[:40], Y[:40], client=np.arange(40) % 4, model=linear(), classes=3)
+    assert "4 clients, 0 of them novel, with 6 training examples each" in repr(alike)

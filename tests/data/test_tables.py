@@ -174,7 +174,8 @@ def test_a_newcomers_table_may_lack_client_and_target_and_is_of_one_client() -> 
     ("changes", "options", "told"),
     [
         ({"age": [*range(17), np.nan, *range(6)]}, {}, "'age' must be finite, .*1 rows, .*row 17"),
-        ({"age": ["x"] * N}, {}, "text must be the only feature, got age among 2; make numbers"),
+        ({"age": ["x"] * N}, {}, "only feature, got age among 2; make .* name .* without it$"),
+        ({"age": ["x"] * N, "client": None}, {}, "or say which column tells whose a row is"),
         ({"label": ["a"] * 5 + [None] + ["b"] * 18}, {}, "'label' must have a value .*row 5; fill"),
         ({"label": [0.5] * 9 + [np.inf] * 15}, {}, "'label' must be finite, .*15 rows, .*row 9"),
         ({"client": [None] + ["a"] * 23}, {}, "'client' must have a value in every row, .*row 0"),
@@ -204,8 +205,11 @@ def test_what_is_wrong_is_told_with_column_and_row(
 def test_files_that_are_no_tables_are_refused(tmp_path: Path) -> None:
     (tmp_path / "bad.parquet").write_text("no table")
     (tmp_path / "bad.csv").write_text("")
-    for name in ("bad.parquet", "bad.csv", "none.csv"):
+    for name in ("bad.parquet", "bad.csv"):
         with pytest.raises(UserError, match=f"{name} must be a readable table"):
+            datasets.load(str(tmp_path / name))
+    for name in ("none.csv", "none.npz"):
+        with pytest.raises(UserError, match=f"there is no .*{name}; name one that is there"):
             datasets.load(str(tmp_path / name))
     with pytest.raises(UserError, match=r"must end in .npz, .parquet, .csv, got .*mine.txt"):
         tables.read(tmp_path / "mine.txt")
@@ -214,6 +218,15 @@ def test_files_that_are_no_tables_are_refused(tmp_path: Path) -> None:
 
 
 # Division.
+
+
+def test_clients_of_whom_nobody_can_be_tested_are_refused_unless_none_shall_be(
+    tmp_path: Path,
+) -> None:
+    path = saved(table()[:8], tmp_path / "few.csv")  # two of each
+    with pytest.raises(UserError, match=r"of a client, 2 at most, a fraction of 0.15 is none"):
+        build(config(path), 0)
+    assert not any(map(len, build(config(path, test=0.0), 0).test))
 
 
 def config(path: str, **settings: Any) -> TaskConfig:

@@ -200,8 +200,14 @@ def test_models_that_are_not_personal_are_remarked_upon(own, others, said):
 
 
 def test_where_nothing_was_measured_nothing_is_remarked():
-    assert remark({"test_accuracy": None, "others_accuracy": None}) is None
     assert remark({"test_accuracy": 0.9, "others_accuracy": None}) is None
+    assert remark({"others_accuracy": None}) is None
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "rmse"])
+def test_where_nobody_is_tested_it_is_said(metric):
+    told = remark({"metric": metric, f"test_{metric}": None, f"others_{metric}": None})
+    assert "no client has an example to test with" in told
 
 
 def test_methods_are_compared_on_the_same_clients():

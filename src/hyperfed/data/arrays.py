@@ -74,7 +74,7 @@ def targets(y: Any, classes: int | None, problems: list[str]) -> tuple[Tensor, i
     if y.ndim != 1 and not of_tokens:
         problems.append(
             f"y must have shape (N,), or (N, T) for labels of tokens, got {tuple(y.shape)} "
-            f"{y.dtype}; flatten it"
+            f"{y.dtype}; flatten it, or take y.argmax(1) where a row has a 1 for its label"
         )
         return y, classes or 0
     if y.is_floating_point():
@@ -338,6 +338,10 @@ def to_tensor(array: Any, name: str) -> Tensor:
         array = array.astype(np.int64)
     if array.dtype == np.longdouble:
         array = array.astype(np.float64)
+    if array.dtype == object and len(array) and np.ndim(array.flat[0]) > 0:
+        raise UserError(
+            f"{name} must be one array, got an array of arrays; put them together with numpy.stack"
+        )
     if array.dtype.kind not in "buifc":
         raise UserError(
             f"{name} must hold numbers, got dtype {array.dtype}; convert it, or encode categories "

@@ -125,7 +125,8 @@ def from_arrays(
     targets = targets.to(precision) if targets.is_floating_point() else targets
     if usable and aligned:
         batch = Normalize(*channel_statistics(inputs[:2]))(inputs[:2])
-        wanted = (*targets.shape[1:], classes) if numbered and not (loss or score) else None
+        sized = numbered and targets.ndim < 2 + bool(classes)  # else the problem is that of y
+        wanted = (*targets.shape[1:], classes) if sized and not (loss or score) else None
         try:
             if beginning is not None:
                 batch = features.check(whole, models, beginning, batch)
@@ -395,6 +396,9 @@ def _split(
             "val and test, give them some, or leave these clients out"
         )
         return None
+    if split is None and test and not (part == partitions.TEST).any():
+        problems.append(partitions.too_few_to_test(groups, test))
+        return None
     one_class = torch.zeros(len(owner), dtype=torch.int64).numpy()
     return partitions.by_client(groups, one_class, part, clients=int(groups.max()) + 1, classes=1)
 
@@ -464,6 +468,11 @@ def try_models(
             problems.append(
                 f"model {size!r} must take a batch of x, shape {tuple(batch.shape)} {batch.dtype}, "
                 f"but fails on it ({type(error).__name__}: {error}); change the model or x"
+                + (
+                    ", to floats if these integers are no tokens"
+                    if batch.dtype == torch.int64
+                    else ""
+                )
             )
             continue
         if not isinstance(output, Tensor):

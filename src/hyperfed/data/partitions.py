@@ -109,6 +109,20 @@ def hold_out(
     return part
 
 
+def too_few_to_test(groups: Integers, test: float) -> str:
+    """Returns what is wrong where groups are so small that a fraction of each comes to nothing.
+
+    Args:
+        groups: (N,) the group of each example.
+        test: the fraction.
+    """
+    return (
+        "there must be examples to test with, but of those of a client, "
+        f"{int(np.bincount(groups).max())} at most, a fraction of {test} is none; give more, raise "
+        "test, or set it to 0 for models that are not tested"
+    )
+
+
 def _amounts(val: float | int, size: Integers) -> Shares:
     """Returns how many of each group a fraction, or a number of all groups together, comes to."""
     if isinstance(val, float):

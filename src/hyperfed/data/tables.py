@@ -94,6 +94,8 @@ def read(path: Path) -> Any:
     Raises:
         UserError: another ending, no such file, or one that cannot be read.
     """
+    if path.suffix in SUFFIXES and not path.is_file():
+        raise UserError(f"a table must be a file, but there is no {path}; name one that is there")
     if path.suffix == ".npz":
         return arrays.read_npz(path, needed=())
     import pandas
@@ -160,7 +162,8 @@ def rows_of(
     arrays.raise_all(problems, f"the columns of {what} are {', '.join(names) or 'none'}")
     client, target, split, features = picked
     parts = [_values(table[name], name, problems) for name in features]
-    x, text = _features(parts, features, length, problems)
+    whose = "" if client else ", or say which column tells whose a row is (client)"
+    x, text = _features(parts, features, length, problems, whose)
     y = None if target is None else _values(table[target], target, problems)
     held = {name: _values(table[name], name, problems) for name in (client, split) if name}
     _check_finite({target: y} if target and y is not None else {}, problems)
@@ -306,9 +309,9 @@ def _array(cell: Any) -> Array:
 
 
 def _features(
-    parts: list[Array], names: Sequence[str], length: int | None, problems: list[str]
+    parts: list[Array], names: Sequence[str], length: int | None, problems: list[str], whose: str
 ) -> tuple[Array, bool]:
-    """Puts feature columns together: (N, ...), and whether they are texts."""
+    """Puts feature columns together: (N, ...), and whether they are texts; ``whose`` is advice."""
     if problems:
         return NOTHING, False
     words = [name for name, part in zip(names, parts, strict=True) if arrays.is_text(part)]
@@ -317,7 +320,7 @@ def _features(
     if words:
         problems.append(
             f"a column of text must be the only feature, got {', '.join(words)} among {len(names)};"
-            " make numbers of it, or name the features without it"
+            f" make numbers of it, or name the features without it{whose}"
         )
         return NOTHING, False
     if len(parts) == 1 and parts[0].ndim > 1:

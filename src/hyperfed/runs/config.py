@@ -135,6 +135,25 @@ def cohort_size(cohort: int | float, known: int) -> int:
     return max(1, int(exact.to_integral_value(ROUND_HALF_UP)))
 
 
+def check_cohort(config: "RunConfig", known: int) -> None:
+    """Refuses a round of more clients than there are; that of a preset is for tasks of any size.
+
+    Args:
+        config: all settings.
+        known: clients that train.
+
+    Raises:
+        UserError: somebody asked for more of them.
+    """
+    presets = getattr(METHODS.get(config.method), "PRESETS", {})
+    usual = presets.get(config.preset, {}).get("cohort")
+    if isinstance(config.cohort, int) and config.cohort > known and config.cohort != usual:
+        raise UserError(
+            f"cohort must be at most {known}, the clients that train, came {config.cohort}; lower "
+            "it, or give a fraction (1.0 is all)"
+        )
+
+
 class TooShortError(UserError):
     """All is right but for the number of rounds, which a method's phases do not fit in."""
 
@@ -222,7 +241,8 @@ class RunConfig:
         preset: which of the method's published settings the run started from.
         rounds: server iterations.
         cohort: clients of a round: their number, or a fraction of those that train (1.0 is all),
-            novel ones not counted; halves are rounded up, and one is the least.
+            novel ones not counted; halves are rounded up, and one is the least. Where there are
+            fewer than a preset has, all of them.
         evaluate_every: rounds between evaluations.
         best: which validation number makes a round the best: ``accuracy`` stands for the task's own
             metric, which of numbers is the RMSE; the others are for classes.

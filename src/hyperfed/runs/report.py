@@ -484,7 +484,7 @@ def settings_of(run: FinishedRun) -> dict[str, Any]:
 
 
 def remark(summary: Mapping[str, Any]) -> str | None:
-    """Returns a sentence where numbers lack clients or models are not personal; None elsewhere.
+    """Returns a sentence where numbers lack clients, or all, or models are not personal, or None.
 
     They are not where the model that is made for another client does as well on a client's data
     (``others_accuracy``, None where a method makes no such models).
@@ -492,6 +492,11 @@ def remark(summary: Mapping[str, Any]) -> str | None:
     if (missing := _without(summary)) is not None:
         return missing
     metric = named(summary.get("metric", ACCURACY.name))
+    if summary.get(f"test_{metric.name}", 0) is None:
+        return (
+            "no client has an example to test with, so nothing says how good the models are; set "
+            "test above 0, or let the data's split have some"
+        )
     own, others = (summary.get(f"{which}_{metric.name}") for which in ("test", "others"))
     if own is None or others is None:
         return None

@@ -80,6 +80,8 @@ class Run(Served):
     ) -> None:
         super().__init__(config, task)
         self.config = replace(config, task=tasks.settings_of(self.task, config.seed))
+        if folder is None:  # an old run stays open to be looked at
+            configuration.check_cohort(config, len(self.task.known))
         self._rule = Rule(config.robust.aggregation, config.robust.hostile)
         if self._rule.name != "mean" and (size := self.cohort_size) < 3:
             raise UserError(
@@ -364,14 +366,17 @@ class Run(Served):
         client, reason = next(iter(lost.items()))
         step = next((e.step for e in reversed(self._exchanges) if e.client == client), "any")
         called = self.task.name_of(client)
-        faults, settings = self.config.faults, self.config.settings
-        advice = "mend what it raises"
-        if faults.drop or faults.nan:
-            advice = "lower faults.drop and faults.nan"
-        elif "not finite" in reason:
-            advice = f"lower method.local_lr={settings.local_lr:g}, or bound the local gradient"
-            advice += " by method.local_clip"
-        return f"client {called} in step {step}: {reason}; {advice}"
+        return f"client {called} in step {step}: {reason}; {self._advice(reason)}"
+
+    def _advice(self, reason: str) -> str:
+        """Returns what can be done where clients are lost for a reason."""
+        if self.config.faults.drop or self.config.faults.nan:
+            return "lower faults.drop and faults.nan"
+        if "not finite" not in reason:
+            return "mend what it raises"
+        rates = {name: getattr(self.config.settings, name, None) for name in ("local_lr", "lr")}
+        lower = " or ".join(f"method.{name}={rate:g}" for name, rate in rates.items() if rate)
+        return f"lower {lower}, or bound the local gradient by method.local_clip"
 
     def _take_back(self, cohort: EngineCohort, why: str) -> None:
         """Goes back to before a round, and says whose replies were in it."""
@@ -470,10 +475,11 @@ class Run(Served):
         if not self._answered:
             raise LostEverybodyError(f"every client was lost in every round: {self._nobody}")
         best = self.best.round
-        if isinstance(self.task, RemoteTask) and not self.best.val["there"].any():
+        if not self.best.val["there"].any():
+            client, reason = (missed := self.evaluations[-1].missed[0]).client, missed.reason
             raise LostEverybodyError(
-                "a client must be left to evaluate, but every one was lost in every evaluation; "
-                "see metrics.jsonl for the reasons"
+                f"every client was lost in every evaluation: client {self.task.name_of(client)}: "
+                f"{reason}; {self._advice(reason)}"
             )
         test = next(e for e in self.evaluations if (e.round, e.split) == (best, "test"))
         novel = self._evaluate_novel(self.round) if self.task.novel else None
