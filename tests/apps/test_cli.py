@@ -625,6 +625,15 @@ class TestExport:
         }
         assert [path.name for path in tmp_path.iterdir()] == ["client-0.safetensors"]
 
+    def test_the_files_ending_says_the_format(self, cli, trained, tmp_path):
+        program, other = tmp_path / "a.pt2", tmp_path / "a.bin"
+        assert cli("export", trained, "--client", 0, "--out", program).code == 0
+        assert torch.export.load(program).module() is not None
+        assert "or the file end in" in failure(
+            cli("export", trained, "--client", 0, "--out", other)
+        )
+        assert not other.exists()
+
     def test_refuses_a_client_that_is_not_there(self, cli, trained, tmp_path):
         for client in ("4", "nobody"):
             failure(cli("export", trained, "--client", client, "--out", tmp_path / "a.onnx"))

@@ -197,3 +197,11 @@ def test_the_example_serves_what_was_exported(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["serve.py", str(path), "0"])
     runpy.run_path(str(ROOT / "examples" / "serve.py"))
     assert answers == [expected(task.models["base"], task).argmax(1).tolist()]
+
+
+def test_format_and_ending_say_the_same_or_one_of_them_does(tmp_path: Path) -> None:
+    task = images()
+    with pytest.raises(UserError, match=r"onnx and 'a.pt2'; call the file a.onnx, or choose torch"):
+        export_model(task.models["base"], task, tmp_path / "a.pt2", "onnx")
+    export_model(task.models["base"], task, tmp_path / "weights", "safetensors")
+    assert load_file(tmp_path / "weights")

@@ -1,6 +1,7 @@
 """``hyperfed export``: a client's model as files for programs that know nothing of hyperfed."""
 
 import importlib
+import re
 import sys
 from contextlib import closing
 from enum import StrEnum
@@ -12,8 +13,11 @@ from typer import Argument, Option
 from hyperfed.apps.printing import Json, print_json
 from hyperfed.data.own import Task
 from hyperfed.errors import UserError
-from hyperfed.runs.export import ENDINGS, export_model
+from hyperfed.runs.export import ENDINGS, export_model, format_of
 from hyperfed.runs.run import Run
+
+UNUSUAL = re.compile(r"[^\w.-]+")
+"""What of a client's name is not used in that of a file."""
 
 
 class Format(StrEnum):
@@ -30,10 +34,13 @@ def export(
     client: Annotated[str, Option(help="Its name, or its number where it has none.")],
     format: Annotated[
         Format | None,
-        Option(help="Weights (safetensors, the default), or a program that takes raw examples."),
+        Option(
+            help="Weights (safetensors), or a program that takes raw examples; default: what the "
+            "file's ending says, else safetensors."
+        ),
     ] = None,
     out: Annotated[
-        Path | None, Option(help="The file to write; default: named by the client, here.")
+        Path | None, Option(help="The file to write; default: client-NAME, here.")
     ] = None,
     adapter: Annotated[
         Path | None,
@@ -57,8 +64,8 @@ def export(
             run.adapter(number, adapter)
             _say({"adapter": str(adapter), "client": client}, adapter, as_json)
             return
-        kind = format or Format.SAFETENSORS
-        path = out or Path(f"client-{number}{ENDINGS[kind]}")
+        kind = format_of(out, format) if out else format or Format.SAFETENSORS
+        path = out or Path(f"client-{UNUSUAL.sub('_', client)}{ENDINGS[kind]}")
         export_model(run.model(number), run.task, path, kind)
         _say({"model": str(path), "client": client, "format": str(kind)}, path, as_json)
 

@@ -122,6 +122,20 @@ def export_model(
             the disk refuses.
     """
     path = Path(path)
+    chosen = format_of(path, format)
+    portable = Portable(deepcopy(model).cpu(), task).eval()
+    # Zeros: a program keeps the batch that it was traced on, and no client's data may leave.
+    example = torch.zeros(2, *task.x.shape[1:], dtype=task.x.dtype)
+    write = {"safetensors": _weights, "onnx": _onnx, "torch-export": _program}[chosen]
+    atomic_write(path, write(portable, example, json.dumps(_about(task))))
+
+
+def format_of(path: Path, format: str | None = None) -> str:
+    """Returns the format of a file: what was asked for, or what its ending says.
+
+    Raises:
+        UserError: neither says it, or they say two.
+    """
     by_ending = {ending: name for name, ending in ENDINGS.items()}
     chosen = format or by_ending.get(path.suffix)
     if chosen is None or chosen not in ENDINGS:
@@ -129,11 +143,12 @@ def export_model(
             f"the format must be one of {', '.join(ENDINGS)}, or the file end in one of "
             f"{', '.join(ENDINGS.values())}; came {format or path.name!r}"
         )
-    portable = Portable(deepcopy(model).cpu(), task).eval()
-    # Zeros: a program keeps the batch that it was traced on, and no client's data may leave.
-    example = torch.zeros(2, *task.x.shape[1:], dtype=task.x.dtype)
-    write = {"safetensors": _weights, "onnx": _onnx, "torch-export": _program}[chosen]
-    atomic_write(path, write(portable, example, json.dumps(_about(task))))
+    if by_ending.get(path.suffix, chosen) != chosen:
+        raise UserError(
+            f"the format and the file's ending must agree, came {chosen} and {path.name!r}; call "
+            f"the file {path.stem}{ENDINGS[chosen]}, or choose {by_ending[path.suffix]}"
+        )
+    return chosen
 
 
 def _about(task: federation.Task) -> dict[str, Any]:
