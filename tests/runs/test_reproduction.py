@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from commands import start
 from hyperfed.apps.cli import main
 from hyperfed.errors import UserError
-from hyperfed.runs import origin, reproduction
+from hyperfed.runs import origin, records, reproduction
 from hyperfed.runs.reproduction import Job, carry_out
 from hyperfed.runs.run import Run
 
@@ -128,6 +129,43 @@ def test_a_scale_shortens_the_phases_too_and_leaves_each_a_round(folder: Path) -
     (job,) = planned(folder, "like-sampled", scale=0.3)
     assert job.config.settings.novel_rounds == 6  # of 20
     assert job.config.settings.novel_models == "sampled"
+
+
+def test_novel_clients_are_served_further_and_a_job_goes_on_where_it_was_left(
+    folder: Path,
+) -> None:
+    table = folder / "made" / "table1.toml"
+    served = "served = { samples = [5, 8], epsilon = [1.0], draws = 3 }\nset.rounds"
+    text = TABLE.replace("set.rounds", served)
+    table.write_text(
+        text.replace("rounds = 4", "rounds = 1\nset.method.private = true\nset.rounds = 2")
+    )
+    (job,) = planned(folder, "like-itpfl")
+    assert told(job)[-1] == ("done",)
+    files = {path.name: path for path in job.folder.glob("novel-*.json")}
+    assert set(files) == {f"novel-n{n}{e}.json" for n in (5, 8) for e in ("", "-epsilon1.0")}
+    found = {name: json.loads(path.read_text())["novel"] for name, path in files.items()}
+    with closing(Run.open(job.folder)) as run:
+        tested = [len(run.task.test[client]) for client in run.task.novel_ids]
+        for name, epsilon, draws in [
+            ("novel-n5", [], 1),
+            ("novel-n8", ["method.epsilon=1.0", "method.budget=99.0"], 3),
+        ]:
+            told_name = f"{name}{'-epsilon1.0' if epsilon else ''}.json"
+            with closing(run.served_otherwise(epsilon, samples=int(name[-1]))) as otherwise:
+                again = records.as_written(otherwise.evaluate_novel(draws))
+            assert found[told_name] | {"seconds": 0} == again | {"seconds": 0}
+            assert found[told_name]["count"] == [draws * count for count in tested]
+    assert job.done
+    files["novel-n5.json"].unlink()
+    before = (job.folder / "metrics.jsonl").read_bytes()
+    assert not job.done
+    assert told(job) == [("done",)]
+    once_more = json.loads(files["novel-n5.json"].read_text())["novel"]
+    assert once_more["client_loss"] == found["novel-n5.json"]["client_loss"]
+    assert (job.folder / "metrics.jsonl").read_bytes() == before
+    (scaled,) = planned(folder, "like-itpfl", scale=0.5)
+    assert {path.name for path in scaled.further} == {"novel-n5.json", "novel-n5-epsilon1.0.json"}
 
 
 def test_what_is_wrong_is_told_before_anything_is_written(folder: Path) -> None:

@@ -33,7 +33,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ConfigDict, PositiveInt, TypeAdapter, ValidationError
+from pydantic import ConfigDict, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from hyperfed.errors import UserError
@@ -72,6 +72,34 @@ class Published:
 
 
 @dataclass(frozen=True, config=_STRICT)
+class Served:
+    """How novel clients of each run are served further when it is done.
+
+    Attributes:
+        samples: training examples that each of them has.
+        epsilon: of the noise on what they send, one after the other; they are served without any,
+            too.
+        draws: how often with noise.
+    """
+
+    samples: tuple[PositiveInt, ...]
+    epsilon: tuple[PositiveFloat, ...] = ()
+    draws: PositiveInt = 1
+
+    @property
+    def files(self) -> dict[str, tuple[int, float | None]]:
+        """Name of a file beside the record -> (examples, epsilon, None for no noise)."""
+        return {
+            f"novel-n{samples}{'' if epsilon is None else f'-epsilon{epsilon}'}.json": (
+                samples,
+                epsilon,
+            )
+            for samples in self.samples
+            for epsilon in (None, *self.epsilon)
+        }
+
+
+@dataclass(frozen=True, config=_STRICT)
 class About:
     """What ``[table]`` says.
 
@@ -85,6 +113,7 @@ class About:
         along: how columns or rows are called that differ in a number, such as ``depth`` of
             ``depth1``, ``depth2`` or ``cifar10`` of ``cifar10-0.1`` -> what the number is. The
             report draws what was measured along it.
+        served: how novel clients are served beside what the settings say; None for not at all.
         set: settings of every cell.
     """
 
@@ -95,6 +124,7 @@ class About:
     remarks: tuple[str, ...] = ()
     figures: tuple[FigureName, ...] = ()
     along: dict[str, str] = field(default_factory=dict)
+    served: Served | None = None
     set: Settings = field(default_factory=dict)
 
 

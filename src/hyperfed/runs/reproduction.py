@@ -5,6 +5,7 @@ done is left alone, what is half done goes on from its checkpoint. Cells that di
 how novel clients are served share one training.
 """
 
+import json
 import math
 import shlex
 import signal
@@ -28,13 +29,17 @@ from hyperfed.runs.origin import Origin
 from hyperfed.runs.progress import watch
 from hyperfed.runs.records import RunFolder
 from hyperfed.runs.run import Progress, Run
-from hyperfed.system.files import refused
+from hyperfed.system.files import atomic_write, refused
 
 ONE_THREAD = ("engine.workers=1", "engine.cores_per_client=1")
 """Settings by which a process keeps one core busy, and numbers do not depend on how many run."""
 
 SERVED = ("task.novel_alpha", "task.novel_corruption", "task.unlabelled", "method.novel_")
 """How the keys begin that say how novel clients are served, and change nothing in training."""
+
+ANY_BUDGET = "method.budget=1e6"
+"""Setting by which clients answer again and again: a figure averages over noise, and what its draws
+cost together is promised to nobody."""
 
 SECONDS = 0.5
 """Between two messages of a process, at least."""
@@ -68,9 +73,30 @@ class Job:
         return f"{self.experiment.id} {self.cell} seed {self.seed}"
 
     @property
-    def done(self) -> bool:
+    def trained_or_served(self) -> bool:
         """Whether there is a record of it."""
         return RunFolder(self.folder).summary.exists()
+
+    @property
+    def further(self) -> dict[Path, tuple[int, float | None]]:
+        """File of an evaluation of novel clients that is not there yet -> (examples, epsilon).
+
+        Where rounds are scaled it is the least number of examples alone.
+        """
+        served = self.experiment.table.served
+        if served is None:
+            return {}
+        least = min(served.samples)
+        return {
+            self.folder / name: (samples, epsilon)
+            for name, (samples, epsilon) in served.files.items()
+            if (self.origin.scale == 1 or samples == least) and not (self.folder / name).exists()
+        }
+
+    @property
+    def done(self) -> bool:
+        """Whether there is a record of it, with all that novel clients are served further."""
+        return self.trained_or_served and not self.further
 
     @property
     def rounds(self) -> int:
@@ -203,7 +229,10 @@ def carry_out(job: Job, tell: Tell) -> None:
     torch.set_num_threads(1)
     stopping = _Stopping()
     try:
-        done = _serve(job) if job.trained else _train(job, tell, stopping)
+        done = job.trained_or_served
+        if not done:
+            done = _serve(job) if job.trained else _train(job, tell, stopping)
+        done = done and _serve_further(job, stopping)
     except UserError as error:
         tell(("failed", str(error), False))
     except Exception as error:
@@ -230,6 +259,11 @@ class _Stopping:
         self._asked = True
         if self._run is not None:
             self._run.stop()
+
+    @property
+    def asked(self) -> bool:
+        """Whether a signal has asked to stop."""
+        return self._asked
 
     def watch(self, run: Run) -> None:
         """From now on it is this run that is stopped."""
@@ -290,6 +324,26 @@ def _serve(job: Job) -> bool:
             "novel_zeroed_accuracy": novel.zeroed_accuracy,
         }
         folder.write_summary({**run.summary, **numbers})
+    return True
+
+
+def _serve_further(job: Job, stopping: _Stopping) -> bool:
+    """Serves novel clients as the table says further, and returns whether it came to the end.
+
+    Each evaluation is a file, as ``hyperfed evaluate RUN --novel --json`` prints it.
+    """
+    served, further = job.experiment.table.served, job.further
+    if served is None or not further:
+        return True
+    with closing(Run.open(job.folder)) as run:
+        for path, (samples, epsilon) in further.items():
+            if stopping.asked:
+                return False
+            settings = [] if epsilon is None else [f"method.epsilon={epsilon}", ANY_BUDGET]
+            draws = 1 if epsilon is None or job.origin.scale < 1 else served.draws
+            with closing(run.served_otherwise(settings, samples=samples)) as otherwise:
+                novel = records.as_written(otherwise.evaluate_novel(draws))
+            atomic_write(path, f"{json.dumps({'novel': novel}, indent=2)}\n".encode())
     return True
 
 
