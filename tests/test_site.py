@@ -30,6 +30,8 @@ def test_a_methods_page_says_what_every_setting_means(method: str) -> None:
     assert len(rows) == len(own) + len(METHODS[method].PRESETS)
     assert "``" not in page.replace("```", "")
     assert "Sent: " in page
+    assert "=None" not in page, "a command line takes none"
+    assert "=False" not in page
 
 
 @pytest.mark.parametrize("method", ["pfedla", "local"])

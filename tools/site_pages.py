@@ -17,7 +17,7 @@ import mkdocs_gen_files
 import readme
 from hyperfed.methods import METHODS
 from hyperfed.runs import beside, experiments
-from hyperfed.runs.keys import keys_of
+from hyperfed.runs.keys import keys_of, written
 from site_links import OUTSIDE, reference, relinked
 
 ROOT = Path(__file__).parents[1]
@@ -170,7 +170,7 @@ def presets(named: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     yield "| preset | sets |"
     yield "|---|---|"
     for name, keys in named.items():
-        sets = ", ".join(f"`{key}={value}`" for key, value in keys.items()) or "nothing"
+        sets = ", ".join(f"`{key}={written(value)}`" for key, value in keys.items()) or "nothing"
         yield f"| `{name}` | {sets} |"
 
 

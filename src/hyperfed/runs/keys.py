@@ -65,7 +65,7 @@ def keys_of(method: str | None = None) -> list[Key]:
         Key(
             shown(name),
             type_name(kind),
-            _written(defaults[name]),
+            written(defaults[name]),
             about,
             tuple(_values(kind)),
         )
@@ -139,7 +139,7 @@ def _values(kind: Any) -> Iterator[str]:
         yield "none"
 
 
-def _written(value: Any) -> str:
+def written(value: Any) -> str:
     """Returns a value as a user writes it."""
     if value is None:
         return "none"
