@@ -1,5 +1,6 @@
 """The exchanges of a masked sum: what each step tells, and what comes out of them."""
 
+import os
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Any
@@ -140,6 +141,26 @@ def test_masks_and_secrets_are_new_each_time() -> None:
     assert len({bytes(row.tolist()) for row in rows}) == 12
     mirrored = [state["held"].flatten(1) for state in first.states]
     assert len({bytes(row.tolist()) for held in mirrored for row in held}) == 9
+
+
+def test_each_secret_is_a_draw_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[bytes] = []
+
+    def draw(size: int) -> bytes:
+        drawn.append(os.urandom(size))
+        return drawn[-1]
+
+    clients = Clients(3)
+    clients.advertise()
+    monkeypatch.setattr("secrets.token_bytes", draw)
+    clients.do(advertise, 0)
+    clients.keys[0] = torch.stack(
+        [torch.frombuffer(bytearray(pairwise._public(key)), dtype=torch.uint8) for key in drawn]
+    )
+    clients.do(share, 0, {"keys": clients.keys})
+    kept = clients.states[0]
+    assert [*pairwise._rows(kept["own"]), *pairwise._rows(kept["seed"])] == drawn[:3]
+    assert {len(each) for each in drawn[:3]} == {32}
 
 
 @pytest.mark.parametrize("sent", [{0, 1, 2, 3, 4}, {0, 1, 2}])
@@ -308,14 +329,14 @@ def a_group_that_takes_hours(clients: Clients) -> None:
 def one_client_under_two_names(clients: Clients) -> None:
     clients.advertise()
     clients.keys[4] = clients.keys[3]
-    clients.share()
+    clients.do(share, 0, {"keys": clients.keys})
 
 
 @attempt("must have keys of its own")
 def one_key_for_masks_of_two(clients: Clients) -> None:
     clients.advertise()
     clients.keys[4, 1] = clients.keys[3, 1]
-    clients.share()
+    clients.do(share, 0, {"keys": clients.keys})
 
 
 @attempt("must have keys of its own, and this one must be among them")
@@ -352,6 +373,13 @@ def test_a_server_is_refused(name: str) -> None:
         attack(Clients(5))
 
 
+def test_a_site_gives_nothing_away_for_half_of_a_cohort_or_less() -> None:
+    clients = Clients(7)
+    clients.until_covered()
+    with pytest.raises(RefusedError, match="must be of 4 clients here, but 3 are left"):
+        clients.reveal({0, 1, 2})
+
+
 def ready(count: int) -> Clients:
     clients = Clients(count)
     clients.until_covered()
@@ -365,7 +393,7 @@ def ready(count: int) -> Clients:
 @pytest.mark.parametrize("liar", [0, 3, 5])
 def test_one_wrong_share_beside_enough_is_left_out(liar: int, of: int) -> None:
     clients, sent = ready(6), {0, 2, 3, 4, 5}
-    clients.revealed[liar, of, 20:] = 200
+    clients.revealed[liar, of, 4] ^= 1  # the secret's first bytes: its padding stays right
     assert torch.equal(clients.sum(sent), clients.parts[sorted(sent)].sum(dim=0))
 
 
@@ -378,7 +406,7 @@ def test_what_a_share_says_of_itself_does_not_matter() -> None:
 @pytest.mark.parametrize("of", [0, 1])
 def test_with_too_many_wrong_shares_there_is_no_sum(of: int) -> None:
     clients, sent = ready(6), {0, 2, 3, 4, 5}
-    clients.revealed[[0, 3], of, 20:] = 200
+    clients.revealed[[0, 3], of, 4] ^= 1
     with pytest.raises(ValueError, match="some shares are wrong"):
         clients.sum(sent)
 
