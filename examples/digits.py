@@ -108,7 +108,6 @@ def train(
         cohort=COHORT,
         evaluate_every=max(1, rounds // 10),
         engine="vmap",  # twenty networks as small as this are trained fastest together
-        robust={"reply_bound": None},  # nobody lies here, and who still learns replies at length
         method=own | (settings or {}),
     )
 

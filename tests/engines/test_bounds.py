@@ -15,8 +15,15 @@ from hyperfed.trees import Tree
 from toys import TwoLayers, make_task
 
 
-def judged(replies: list[Tree], like: Tree | None = None, factor: float = 10.0) -> set[int]:
-    found = too_large(dict(enumerate(replies)), dict.fromkeys(range(len(replies)), like), factor)
+def judged(
+    replies: list[Tree],
+    like: Tree | None = None,
+    factor: float = 10.0,
+    payloads: list[Tree] | None = None,
+) -> set[int]:
+    likes = dict.fromkeys(range(len(replies)), like)
+    told = None if payloads is None else dict(enumerate(payloads))
+    found = too_large(dict(enumerate(replies)), likes, factor, told)
     assert all("too large" in why for why in found.values())
     return set(found)
 
@@ -67,6 +74,18 @@ def test_who_still_learns_among_those_that_do_not_is_used() -> None:
     almost = [of(3, 4 + 1e-6 * place) for place in range(1, 5)]
     assert judged([*almost, of(3, 8.9)], sent) == set()
     assert judged([*almost, of(3, 9.1)], sent) == {4}
+
+
+def test_a_gradient_may_be_as_many_times_longer_as_what_it_was_pulled_back_of() -> None:
+    """Or a client that still learns among those that do not would be lost for good."""
+    replies = [of(1, 0), of(0, 1), of(0, 1), of(300, 0)]
+    alike, more, less = ([of(1, 0)] * 3 + [of(length, 0)] for length in (1, 40, 1e-3))
+    assert judged(replies, payloads=alike) == judged(replies, payloads=less) == {3}
+    assert judged(replies, payloads=more) == set()
+    assert judged([*replies[:3], of(500, 0)], payloads=more) == {3}
+    nothing: list[Tree] = [{}] * 4
+    assert judged(replies, payloads=nothing) == {3}
+    assert judged(replies[:2] + replies[3:], payloads=[*[of(0, 0)] * 2, of(9, 0)]) == {2}
 
 
 def test_who_says_nothing_is_no_measure_for_the_others() -> None:

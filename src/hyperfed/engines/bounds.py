@@ -38,33 +38,50 @@ class Lengths:
 
 
 def too_large(
-    replies: Mapping[int, Tree], likes: Mapping[int, Tree | None], factor: float
+    replies: Mapping[int, Tree],
+    likes: Mapping[int, Tree | None],
+    factor: float,
+    payloads: Mapping[int, Tree] | None = None,
 ) -> dict[int, str]:
     """Returns which replies to one question are too large to be used, {position: why}.
 
     The bound is ``factor`` times the median of the others' lengths, of those that are not zero. A
     change no longer than what was sent is not refused: where most clients have nothing left to
-    learn, one that has is not an attacker. Who is alone, or among zeros, is measured by what was
-    sent, and passes where that tells nothing.
+    learn, one that has is not an attacker. For the same reason the bound of a reply that is like
+    nothing grows with what its client was sent, beside what the others were: a gradient that is
+    pulled back is as many times longer as what it was pulled back of. Who is alone, or among zeros,
+    is measured by what was sent, and passes where that tells nothing.
 
     Args:
         replies: {position: reply}, all of one structure and finite.
         likes: {position: the argument that the reply is like}.
         factor: of the median.
+        payloads: {position: all that the client was sent}, where replies are like nothing.
     """
     found: dict[int, str] = {}
     positions = list(replies)
+    told = [_floating(payloads[p]) for p in positions] if payloads else []
+    more = _beside_others(_norms(told)) if told and all(told) else [1.0] * len(positions)
     for lengths in _measured([replies[p] for p in positions], [likes[p] for p in positions]):
         judged = lengths.judged()
         for place, position in enumerate(positions):
             others = [length for at, length in enumerate(judged) if at != place and length]
-            usual = median(others) if others else lengths.sent[place]
+            usual = median(others) * more[place] if others else lengths.sent[place]
             bound = max(factor * usual, lengths.sent[place]) or torch.inf
             if not judged[place] <= min(bound, torch.finfo(torch.float32).max):
                 found[position] = (
                     f"the reply is too large: its length is {judged[place]:.3g}, but {bound:.3g} "
                     f"is the most beside the others' (robust.reply_bound = {factor:g})"
                 )
+    return found
+
+
+def _beside_others(lengths: Sequence[float]) -> list[float]:
+    """Returns how many times the others' median each length is; 1 where it is no longer."""
+    found = []
+    for place, length in enumerate(lengths):
+        others = [other for at, other in enumerate(lengths) if at != place and other]
+        found.append(max(1.0, length / median(others)) if others else 1.0)
     return found
 
 

@@ -456,7 +456,12 @@ class EngineCohort:
             for position in replies
             for like in [promised(question.step, question.info, question.calls[position])]
         }
-        return too_large({p: reply.tree for p, reply in replies.items()}, likes, factor)
+        payloads: dict[int, Tree] = {}
+        if all(like is None for like in likes.values()):
+            for position in replies:
+                sent = question.calls[position].payload
+                payloads[position] = {str(place): tree for place, tree in enumerate(sent)}
+        return too_large({p: reply.tree for p, reply in replies.items()}, likes, factor, payloads)
 
     def _question(
         self,
