@@ -191,6 +191,28 @@ def test_pefll_over_tls_with_authenticated_nodes(federation: Deployment) -> None
     assert all(bool(leaf.isfinite().all()) for leaf in model.values())
 
 
+def test_sites_mask_what_they_send(federation: Deployment) -> None:
+    start(federation, "masked", "fedper", "rounds=1", "privacy.masking=true")
+    _, test = result(federation, "masked")
+    assert (test["lost"], len(test["count"])) == ([], 20)
+    asked = [
+        json.loads(line)
+        for number in range(2)
+        for line in (federation.folder / f"state{number}" / "audit.jsonl").read_text().splitlines()
+    ]
+    last = [note for note in asked if note["run"] == asked[-1]["run"] and note["round"] == 0]
+    assert {note["decision"] for note in last} == {"answered"}
+    told = {(note["step"], note["bytes_out"]) for note in last if note["step"] != "evaluate"}
+    shares, given = 20 * 120 + 32, 20 * 52
+    ((numbers,),) = [{out // 8 for step, out in told if step == "train_model"}]
+    assert told == {
+        ("mask_keys", 64),
+        ("mask_shares", shares),
+        ("train_model", 8 * numbers),
+        ("mask_reveal", given),
+    }
+
+
 def test_a_killed_step_costs_one_message_and_a_killed_zygote_none(federation: Deployment) -> None:
     before = runs(federation, 1)
     start(federation, "kills", "fedper", "rounds=5", "evaluate_every=5")

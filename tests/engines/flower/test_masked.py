@@ -229,6 +229,18 @@ def test_garbage_loses_its_client_or_the_round_and_never_makes_another_sum(
     equal(ours.server.state(), loop.server.state())
 
 
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_who_has_most_clients_does_not_say_what_an_answer_is(exchange: str, tmp_path: Path) -> None:
+    ours = Sites("fedavg", TASK, tmp_path, {0: [0, 1, 2], 1: [3], 2: [4]})
+    ours.breaks(0, exchange, UNUSABLE["an axis more"])
+    cohort = ours.cohort(EVERYONE)
+    with pytest.raises(AllLostError, match=r"but 2 (are left|came)"):
+        ours.server.round(cohort)
+    told = cohort.state.lost if exchange != REVEAL else dict(cohort.state.late)
+    wrong = {client for client, why in told.items() if "shapes or dtypes are wrong" in why}
+    assert wrong == {0, 1, 2}
+
+
 def test_a_part_that_is_none_is_found_by_its_size(tmp_path: Path) -> None:
     ours = Sites("fedavg", TASK, tmp_path)
     ours.breaks(3, PART, GARBAGE["noise"])
