@@ -96,12 +96,17 @@ def remove_unfinished(folder: Path) -> None:
 def sync(path: Path) -> None:
     """Has the disk keep what was written to a file, whatever becomes of the machine.
 
+    Of a folder it is the names of its files.
+
     Raises:
         UserError: the disk refuses.
     """
     try:
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        file = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)
     except OSError as error:
         raise refused(path, error) from error
 

@@ -22,7 +22,7 @@ from engines.flower.hostile import (
 )
 from engines.flower.sites import DirectLink, remote
 from hyperfed import trees
-from hyperfed.engines.flower import wire
+from hyperfed.engines.flower import store, wire
 from hyperfed.engines.flower.engine import FlowerEngine
 from hyperfed.engines.flower.pairwise import STEPS
 from hyperfed.engines.flower.policy import Policy
@@ -121,6 +121,20 @@ METHODS_OF_SUMS = [
     pytest.param(method, marks=() if method in QUICK else pytest.mark.slow)
     for method in sorted(METHODS.keys() - set(NO_SUMS))
 ]
+
+
+def test_no_secret_comes_back_where_a_machine_dies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that stands in for another must be found under its name before the reply leaves."""
+    kept: list[Path] = []
+    monkeypatch.setattr(store, "sync", kept.append)
+    ours = Sites("fedavg", TASK, tmp_path)
+    ours.round([0, 1, 2])
+    names = [path.relative_to(tmp_path).parts[0] for path in kept]
+    assert names == ["0", "1", "2"] * len(EXCHANGES)
+    ours.server.personalize(ours.engine.cohort([0], 1, training=False))
+    assert len(kept) == len(names)
 
 
 @pytest.mark.parametrize("method", METHODS_OF_SUMS)

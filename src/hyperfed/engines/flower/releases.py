@@ -4,13 +4,12 @@ Nothing that a server can say changes it: neither a new run or session, nor a me
 memory, or an old one. What was let out is on the disk before it leaves.
 """
 
-import os
 from contextlib import AbstractContextManager
 from pathlib import Path
 from urllib.parse import quote
 
 from hyperfed.engines.flower.store import make_private
-from hyperfed.system.files import refused
+from hyperfed.system.files import refused, sync
 from hyperfed.system.locks import alone
 from hyperfed.trees import Tree
 from hyperfed.trees.checkpoints import load_state, save_state
@@ -59,13 +58,7 @@ class KeptReleases:
         """
         path = self._path(client)
         save_state(path, released, {"client": client})
-        folder = os.open(self._folder, os.O_RDONLY)
-        try:
-            os.fsync(folder)  # the file's name, beside its content
-        except OSError as error:
-            raise refused(path, error) from error
-        finally:
-            os.close(folder)
+        sync(self._folder)  # the file's name, beside its content
 
     def _path(self, client: str) -> Path:
         return self._folder / f"_{quote(client, safe='')}.safetensors"

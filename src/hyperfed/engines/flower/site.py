@@ -274,7 +274,7 @@ class Site:
                 if is_exchange(call) and self._masking is not None:
                     told, masks = STEPS[call.step](masks, *call.payload, smallest=self._smallest)
                     kept = Draft(request.serial, begin.memory, begin.scratch, told, masks)
-                    store.write(name, version, kept)
+                    store.write(name, version, kept, lasting=True)
                     answers[place] = told
                     remembers |= {place} if begin.memory else set()
                     continue
@@ -303,7 +303,8 @@ class Site:
             answers[place] = reply
             if not isinstance(reply, Exception):
                 name, version = request.names[call.client], (request.session, call.cohort)
-                store.write(name, version, Draft(request.serial, memory, scratch, reply, masks))
+                draft = Draft(request.serial, memory, scratch, reply, masks)
+                store.write(name, version, draft, lasting=place in covering)
             remembers |= {place} if memory else set()
         for client, name in request.names.items():
             opened = [(request.session, cohort) for cohort in request.open]

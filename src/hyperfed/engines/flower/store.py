@@ -17,7 +17,7 @@ from tempfile import TemporaryFile
 from urllib.parse import quote
 
 from hyperfed.engines.flower.wire import Version
-from hyperfed.system.files import PRIVATE, atomic_write, refused, remove_unfinished
+from hyperfed.system.files import PRIVATE, atomic_write, refused, remove_unfinished, sync
 from hyperfed.system.locks import alone
 from hyperfed.trees import Tree
 from hyperfed.trees.checkpoints import load_state, save_state
@@ -120,8 +120,14 @@ class Store:
             )
         return draft.memory
 
-    def write(self, client: str, version: Version, draft: Draft) -> None:
+    def write(self, client: str, version: Version, draft: Draft, *, lasting: bool = False) -> None:
         """Keeps what a client remembers after a call, in place of what it did before.
+
+        Args:
+            client: its name.
+            version: of its memory.
+            draft: what it remembers.
+            lasting: what it did before must not come back, even if the machine dies now.
 
         Raises:
             UserError: the disk refuses.
@@ -131,6 +137,8 @@ class Store:
         tree = {"memory": draft.memory, "scratch": draft.scratch, "reply": draft.reply}
         tree["masks"] = draft.masks
         save_state(path, tree, {"serial": draft.serial})
+        if lasting:
+            sync(path.parent)
 
     def prune(self, client: str, needed: Collection[Version]) -> None:
         """Drops all that a client remembers but some versions and drafts."""
