@@ -130,6 +130,15 @@ def test_a_task_may_come_by_keyword_and_only_once() -> None:
         hyperfed.train("fedavg", "digits")
 
 
+def test_an_exported_file_has_the_name_of_its_client(
+    sensors: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="0"):
+        main(["export", str(sensors), "--client", PEOPLE[6]])
+    assert [path.name for path in tmp_path.iterdir()] == ["client-person_07.safetensors"]
+
+
 def test_models_of_clients_have_their_names_and_labels(run: Run) -> None:
     for number, name in enumerate(NAMES):
         model = run.model(name)
