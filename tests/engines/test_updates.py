@@ -259,10 +259,12 @@ def test_among_a_trusted_server_s_clients_nobody_is_lost_by_what_others_answer()
         engine(private).cohort([0, 1, 2], 0, training=True)
         for private in (None, replace(FREE, where="central"))
     ]
-    own = {"w": torch.tensor([1e-9, 1e-9, CLIP], dtype=torch.float64)[:, None]}
+    nothing = trees.tree_map(torch.zeros_like, SENT)
+    own = {n: torch.stack([v + size for size in (1e-9, 1e-9, 0.1)]) for n, v in nothing.items()}
+    own["steps"] = SENT["steps"].repeat(3)
     for cohort in cohorts:
         cohort.state.reply_bound = 100.0
-        cohort.ask(Client.vector, Each(own))
+        cohort.ask(Client.difference, nothing, Each(own))
     assert [list(cohort.state.lost) for cohort in cohorts] == [[2], []]
 
 

@@ -191,28 +191,6 @@ def test_pefll_over_tls_with_authenticated_nodes(federation: Deployment) -> None
     assert all(bool(leaf.isfinite().all()) for leaf in model.values())
 
 
-def test_sites_mask_what_they_send(federation: Deployment) -> None:
-    start(federation, "masked", "fedper", "rounds=1", "privacy.masking=true")
-    _, test = result(federation, "masked")
-    assert (test["lost"], len(test["count"])) == ([], 20)
-    asked = [
-        json.loads(line)
-        for number in range(2)
-        for line in (federation.folder / f"state{number}" / "audit.jsonl").read_text().splitlines()
-    ]
-    last = [note for note in asked if note["run"] == asked[-1]["run"] and note["round"] == 0]
-    assert {note["decision"] for note in last} == {"answered"}
-    told = {(note["step"], note["bytes_out"]) for note in last if note["step"] != "evaluate"}
-    shares, given = 20 * 120 + 32, 20 * 52
-    ((numbers,),) = [{out // 8 for step, out in told if step == "train_model"}]
-    assert told == {
-        ("mask_keys", 64),
-        ("mask_shares", shares),
-        ("train_model", 8 * numbers),
-        ("mask_reveal", given),
-    }
-
-
 def test_a_killed_step_costs_one_message_and_a_killed_zygote_none(federation: Deployment) -> None:
     before = runs(federation, 1)
     start(federation, "kills", "fedper", "rounds=5", "evaluate_every=5")
@@ -230,16 +208,28 @@ def test_a_killed_step_costs_one_message_and_a_killed_zygote_none(federation: De
     assert zygote_of(federation, "node1") != zygote
 
 
-def test_a_site_may_run_flowers_own_node(federation: Deployment) -> None:
+def test_a_site_may_run_flowers_own_node_and_sites_mask_what_they_send(
+    federation: Deployment,
+) -> None:
     federation.register("flowers")
     data = "data='newcomer.npz' state='state2' site='flowers'"
     federation.secure("flowers", data, "flowers")
-    start(federation, "mixed", "fedavg", "rounds=1", "evaluate_every=1", sites=3)
+    settings = ("rounds=1", "evaluate_every=1", "privacy.masking=true")
+    start(federation, "mixed", "fedavg", *settings, sites=3)
     said, test = result(federation, "mixed")
     assert (said["summary"]["sites"], test["lost"]) == (3, [])
     assert len(test["clients"]) == 21
     assert all(count > 0 for count in test["count"])
     federation.end("flowers")
+
+    log = (federation.folder / "state2" / "audit.jsonl").read_text().splitlines()
+    told = {note["step"]: note for note in map(json.loads, log)}
+    assert {note["decision"] for note in told.values()} == {"answered"}
+    assert told["mask_keys"]["bytes_out"] == 2 * 32
+    assert told["mask_shares"]["bytes_out"] == 21 * 120 + 32
+    assert told["mask_reveal"]["bytes_out"] == 21 * 52
+    numbers = (64 + 1) * 200 + (200 + 1) * 10
+    assert told["train_model"]["bytes_out"] == 8 * numbers
 
 
 def test_a_node_killed_in_mid_run_comes_back_with_what_its_clients_remember(
