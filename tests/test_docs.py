@@ -161,6 +161,14 @@ def test_links_lead_to_files(name: str) -> None:
     assert missing == []
 
 
+def test_settings_of_methods_that_documents_name_are_there() -> None:
+    known = {key for method in METHODS for key in config.known_keys(method)}
+    assert "method.novel_models" in known
+    for document in DOCUMENTS:
+        named = set(re.findall(r"`(method\.\w+)\b", document.read_text(encoding="utf-8")))
+        assert named <= known, document
+
+
 def test_the_architecture_tells_where_what_is_and_leaves_out_no_room() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     source = ROOT / "src" / "hyperfed"

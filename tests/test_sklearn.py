@@ -146,6 +146,9 @@ def test_validation_chooses_the_round_and_the_seed_decides_all():
     )
     assert (one == same).all()
     assert (one != other).any()
+    for wrong in (1, -0.1):
+        with pytest.raises(UserError, match=f"must leave rows to train on, got {wrong}"):
+            classifier(validation_fraction=wrong).fit(x, y, client=client)
 
 
 def test_a_search_in_a_pipeline_passes_on_whose_the_rows_are():

@@ -20,6 +20,8 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import nn
 
 import hyperfed
+from hyperfed.data import partitions
+from hyperfed.data.arrays import PARTS, numbered
 from hyperfed.data.own import from_arrays
 from hyperfed.errors import UserError
 
@@ -99,8 +101,7 @@ class PersonalizedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[mi
             labels.astype(np.int64),
             client=owners,
             model=lambda: self._network(shape),
-            val=self.validation_fraction,
-            test=0.0,
+            split=_uses(owners, self.validation_fraction, seed),
             classes=len(self.classes_),
             seed=seed,
             name=type(self).__name__,
@@ -208,6 +209,19 @@ class PersonalizedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[mi
                 "newcomer's model with personalize"
             )
         return owners
+
+
+def _uses(owners: list[Hashable], val: float, seed: int) -> Array:
+    """Returns (N,) what each row is for: a fraction of each client's validates, none tests."""
+    if not 0 <= val < 1:
+        raise UserError(
+            f"validation_fraction must leave rows to train on, got {val}; give one of 0 to below 1"
+        )
+    groups = numbered(owners, []).numpy()
+    part = partitions.hold_out(
+        groups, partitions.random_source(seed, "hold out"), val=float(val), test=0.0
+    )
+    return np.array(PARTS)[part]
 
 
 def _owners(client: Any, rows: int) -> list[Hashable]:

@@ -236,6 +236,7 @@ def test_a_loss_of_ones_own_is_kept():
             r"got none for 1 of 2 clients .1.",
         ),
         ({"val": 0.5, "test": 0.5}, "leave examples to train on, got 0.5 and 0.5"),
+        ({"test": 0}, "test must be above 0, .* got 0; to train on all examples .* in split"),
         ({"novel": 3}, "got novel=3 of 3 clients"),
         ({"model": linear().requires_grad_(False)}, "must have parameters to train"),
         ({"model": linear(2)}, r"must give 3 outputs per example, got shape \(2, 2\)"),
@@ -419,7 +420,7 @@ def stacked_in_an_array():
         ({"x": torch.ones(12, 2, dtype=torch.int64)}, "to floats if these integers are no tokens"),
         (
             {"client": range(12)},
-            "those of a client, 1 at most, a fraction of 0.15 is none; .* to 0",
+            "those of a client, 1 at most, a fraction of 0.15 is none; give more, or raise",
         ),
     ],
 )
@@ -434,7 +435,8 @@ def test_odd_arguments_are_told_with_what_to_do(odd, told):
 
 def test_given_classes_say_how_labels_are_numbered():
     x, y, client = torch.ones(6, 2), [1, 2] * 3, [0, 0, 0, 1, 1, 1]
-    task = Task.from_arrays(x, y, client=client, model=nn.Linear(2, 9), classes=9, test=0.0)
+    every = {"client": client, "split": ["train"] * 6}
+    task = Task.from_arrays(x, y, model=nn.Linear(2, 9), classes=9, **every)
     assert task.classes == 9
 
 

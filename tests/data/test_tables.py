@@ -223,10 +223,12 @@ def test_files_that_are_no_tables_are_refused(tmp_path: Path) -> None:
 def test_clients_of_whom_nobody_can_be_tested_are_refused_unless_none_shall_be(
     tmp_path: Path,
 ) -> None:
-    path = saved(table()[:8], tmp_path / "few.csv")  # two of each
+    few = table()[:8]  # two of each
+    path = saved(few, tmp_path / "few.csv")
     with pytest.raises(UserError, match=r"of a client, 2 at most, a fraction of 0.15 is none"):
         build(config(path), 0)
-    assert not any(map(len, build(config(path, test=0.0), 0).test))
+    path = saved(few.assign(split="train"), tmp_path / "all.csv")
+    assert not any(map(len, build(config(path), 0).test))
 
 
 def config(path: str, **settings: Any) -> TaskConfig:

@@ -370,7 +370,7 @@ def test_novel_clients_are_dealt_anew_from_what_they_hold_and_known_ones_are_not
 
 def test_equal_shares_are_equal_and_the_default_ones_are_not():
     examples = made(4000)
-    config = TaskConfig(clients=10, shares="paper", test=0.0, val=0.0)
+    config = TaskConfig(clients=10, shares="paper", val=0.0)
     for shares, low, equal in (
         ("paper", 0.4, False),
         ("paper", 0.6, True),
@@ -506,6 +506,7 @@ def test_an_npz_file_is_a_task(tmp_path):
         ({"width": 8, "widths": (8, 16)}, "give width or widths, not both"),
         ({"widths": (8, 8)}, "widths must differ"),
         ({"val": 0.5, "test": 0.5}, "val . test must leave examples to train on"),
+        ({"test": 0.0}, "test must be above 0, .* got 0; to train on all examples .* in split"),
         ({"clients": 2, "novel": 0.9}, "got 2 clients of which 2 are novel"),
         ({"clients": 0}, "greater than 0"),
         ({"partition": "random"}, "class_shares"),

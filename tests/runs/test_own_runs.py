@@ -201,6 +201,13 @@ def test_a_plot_names_clients_by_how_well_they_are_served(run: Run, tmp_path: Pa
         run.plot(tmp_path / "run.text")
 
 
+def test_a_plot_of_one_evaluation_has_whole_rounds() -> None:
+    run = hyperfed.train("fedavg", make_task(), **QUICK | {"rounds": 2, "evaluate_every": 2})
+    rounds = run.plot().axes[0]
+    low, high = rounds.get_xlim()
+    assert [tick for tick in rounds.get_xticks() if low <= tick <= high] == [2]
+
+
 def test_losses_are_told_by_name(tmp_path: Path) -> None:
     task = make_task(name="lost", novel=0)
     keys = QUICK | {"rounds": 4, "faults": {"drop": 0.5}}

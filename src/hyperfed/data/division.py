@@ -321,7 +321,7 @@ def _hold_out(
         val = 0.15 if config.val is None else config.val
         test = 0.15 if config.test is None else config.test
         part = partitions.hold_out(groups, rng, val=val, test=test)
-        if test and not (part == partitions.TEST).any():
+        if not (part == partitions.TEST).any():
             raise UserError(partitions.too_few_to_test(groups, test))
     if config.fraction == 1:
         return part

@@ -377,6 +377,9 @@ def _split(
             f"{val} and {test}; lower them"
         )
         return None
+    if split is None and test == 0:
+        problems.append(partitions.UNTESTED)
+        return None
     if not len(owner):
         return None  # same_length has said so
     groups = owner.numpy()
@@ -396,7 +399,7 @@ def _split(
             "val and test, give them some, or leave these clients out"
         )
         return None
-    if split is None and test and not (part == partitions.TEST).any():
+    if split is None and not (part == partitions.TEST).any():
         problems.append(partitions.too_few_to_test(groups, test))
         return None
     one_class = torch.zeros(len(owner), dtype=torch.int64).numpy()

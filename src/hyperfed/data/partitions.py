@@ -109,6 +109,12 @@ def hold_out(
     return part
 
 
+UNTESTED = (
+    "test must be above 0, so that models are tested, got 0; to train on all examples of your own "
+    "data, say so of each in split"
+)
+
+
 def too_few_to_test(groups: Integers, test: float) -> str:
     """Returns what is wrong where groups are so small that a fraction of each comes to nothing.
 
@@ -118,8 +124,8 @@ def too_few_to_test(groups: Integers, test: float) -> str:
     """
     return (
         "there must be examples to test with, but of those of a client, "
-        f"{int(np.bincount(groups).max())} at most, a fraction of {test} is none; give more, raise "
-        "test, or set it to 0 for models that are not tested"
+        f"{int(np.bincount(groups).max())} at most, a fraction of {test} is none; give more, or "
+        "raise test"
     )
 
 

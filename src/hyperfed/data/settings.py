@@ -225,6 +225,8 @@ class TaskConfig:
             raise ValueError("give width or widths, not both")
         if self.widths is not None and len(set(self.widths)) < len(self.widths):
             raise ValueError(f"widths must differ, got {self.widths}")
+        if self.test == 0:
+            raise ValueError(partitions.UNTESTED)
         if (self.val or 0) + (self.test or 0) >= 1:
             raise ValueError(
                 f"val + test must leave examples to train on, got {self.val} + {self.test}"

@@ -96,7 +96,7 @@ def _over_rounds(
             axes.plot(*zip(*points, strict=True), marker=".", color=colour, label=label)
     axes.axvline(best_round, color="0.6", linewidth=1, zorder=1, label="best validation round")
     axes.set_xlabel("round")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.set_ylabel(metric.axis("{}"))
     axes.legend(frameon=False)
 

@@ -208,7 +208,7 @@ def _name_horizontal(axes: "Axes", axis: str) -> None:
 
     axes.set_xlabel(AXES[axis][0])
     if axis in ("rounds", "client-visits"):
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
 def _box(axes: "Axes", index: int, values: Sequence[float]) -> None:
