@@ -9,6 +9,7 @@ since a step does the same at all of them.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import hypot
 from statistics import median, median_low
 
 import torch
@@ -60,7 +61,7 @@ def too_large(
     """
     found: dict[int, str] = {}
     positions = list(replies)
-    told = [_floating(payloads[p]) for p in positions] if payloads else []
+    told = [_by_kind(payloads[p])[0] for p in positions] if payloads else []
     more = _beside_others(_norms(told)) if told and all(told) else [1.0] * len(positions)
     for lengths in _measured([replies[p] for p in positions], [likes[p] for p in positions]):
         judged = lengths.judged()
@@ -87,35 +88,38 @@ def _beside_others(lengths: Sequence[float]) -> list[float]:
 
 def _measured(replies: Sequence[Tree], likes: Sequence[Tree | None]) -> list[Lengths]:
     """Returns the lengths of floating-point leaves and, where there are any, of integer ones."""
-    kinds = ([_floating(tree) for tree in replies], [_integer(tree) for tree in replies])
-    sent = ([_floating(tree or {}) for tree in likes], [_integer(tree or {}) for tree in likes])
-    return [_lengths(*both) for both in zip(kinds, sent, strict=True) if both[0] and both[0][0]]
+    own = [_by_kind(tree) for tree in replies]
+    sent = [_by_kind(tree or {}) for tree in likes]
+    kinds = zip(zip(*own, strict=True), zip(*sent, strict=True), strict=True)
+    return [_lengths(*both) for both in kinds if both[0][0]]
 
 
 def _lengths(replies: Sequence[Sequence[Tensor]], sent: Sequence[Sequence[Tensor]]) -> Lengths:
     pairs = zip(replies, sent, strict=True)
     changes = [torch._foreach_sub([*own], [*base]) if base else own for own, base in pairs]
-    everything = [*replies, *changes, *sent]
-    lengths = iter(_norms([leaves for leaves in everything if leaves]))
-    told = [next(lengths) if leaves else 0.0 for leaves in everything]
+    told = _norms([*replies, *changes, *sent])
     c = len(replies)
     return Lengths(told[:c], told[c : 2 * c], told[2 * c :])
 
 
 def _norms(vectors: Sequence[Sequence[Tensor]]) -> list[float]:
-    """Returns the Euclidean norm of each list of tensors; an accelerator is waited for once."""
-    norms = [
-        torch.linalg.vector_norm(torch.stack([n.double() for n in torch._foreach_norm([*leaves])]))
-        for leaves in vectors
-    ]
-    told: list[float] = torch.stack(norms).tolist()
-    return told
+    """Returns the Euclidean norm of each list of tensors, 0 of an empty one.
+
+    Each tensor is measured once, such as a model that was sent to all; an accelerator is waited for
+    once.
+    """
+    distinct = {id(leaf): leaf for leaves in vectors for leaf in leaves}
+    norms = torch._foreach_norm([*distinct.values()])
+    told = dict(zip(distinct, torch.stack([*norms]).tolist(), strict=True))
+    return [hypot(*(told[id(leaf)] for leaf in leaves)) for leaves in vectors]
 
 
-def _floating(tree: Tree) -> list[Tensor]:
-    return [leaf for _, leaf in sorted(trees.leaves(tree)) if leaf.is_floating_point()]
-
-
-def _integer(tree: Tree) -> list[Tensor]:
-    whole = [leaf for _, leaf in sorted(trees.leaves(tree)) if not leaf.is_floating_point()]
-    return [leaf.double() for leaf in whole if leaf.ndim and leaf.dtype != torch.bool]
+def _by_kind(tree: Tree) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns the leaves that are measured, in the order of paths: floating-point and integer."""
+    floating, integer = [], []
+    for _, leaf in sorted(trees.leaves(tree)):
+        if leaf.is_floating_point():
+            floating.append(leaf)
+        elif leaf.ndim and leaf.dtype != torch.bool:
+            integer.append(leaf.double())
+    return floating, integer

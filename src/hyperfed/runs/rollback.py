@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hyperfed import trees
@@ -27,9 +28,8 @@ class Snapshot:
         self._attributes = dict(vars(server))
         tensors = state.of(vars(server))
         copies, now = (dict(trees.leaves(tree)) for tree in (self._tensors, tensors))
-        if copies.keys() == now.keys() and all(_alike(copies[path], now[path]) for path in now):
-            for path, leaf in now.items():
-                copies[path].copy_(leaf)
+        if now and copies.keys() == now.keys() and all(_alike(copies[p], now[p]) for p in now):
+            torch._foreach_copy_([copies[path] for path in now], [*now.values()])
         else:
             self._tensors = trees.clone(tensors)
 

@@ -64,6 +64,8 @@ def adapter_parts(module: nn.Module) -> set[nn.Module]:
 
 def frozen_of(module: nn.Module) -> Model:
     """Returns {name: value} of all that is frozen: references, not copies."""
+    if all(parameter.requires_grad for parameter in module.parameters()):
+        return {}  # at a glance, of most networks and before each round
     moving = {**parameters_of(module), **buffers_of(module)}
     named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     return {name: value.detach() for name, value in named.items() if name not in moving}
