@@ -3,6 +3,8 @@
 import gc
 import os
 import shutil
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -55,3 +57,17 @@ def hyperfed_data() -> Path:
     if folder is None:
         pytest.skip("NOT TESTED on real data: set HYPERFED_DATA to the folder of data sets")
     return Path(folder)
+
+
+@pytest.fixture
+def as_before() -> Iterator[None]:
+    """Gives back what a job changes, which has a process of its own elsewhere."""
+    import torch  # which not every test needs
+
+    threads = torch.get_num_threads()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)

@@ -4,13 +4,11 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from commands import start
 from hyperfed.apps.cli import main
@@ -52,6 +50,8 @@ set.method.phase_one_rounds = 4
 """
 DEADLINE = 120.0
 
+pytestmark = pytest.mark.usefixtures("as_before")
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -59,18 +59,6 @@ def folder(tmp_path: Path) -> Path:
     path.parent.mkdir(parents=True)
     path.write_text(TABLE)
     return path.parents[1]
-
-
-@pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
-    """What a process of its own may change."""
-    threads = torch.get_num_threads()
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
 
 
 def planned(folder: Path, cells: str = "*", **options: Any) -> list[Job]:

@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from hyperfed.metrics import ACCURACY, Metric, named
-from hyperfed.runs import learned, measured, statistics
+from hyperfed.runs import bound, learned, measured, statistics
 from hyperfed.runs.computed import Computed, read_record
 from hyperfed.runs.experiments import Experiment, Measure
 from hyperfed.runs.measured import UNITS, Cell, Measurement, Verdict
@@ -273,6 +273,7 @@ class _Writer:
             for measure in experiment.measures:
                 self._column(experiment, column, measure)
         self._served(experiment)
+        self._bounds(experiment)
         if self._draw:
             self._along(experiment)
             self._learned(experiment)
@@ -351,6 +352,20 @@ class _Writer:
                     curves.setdefault(noise, []).append((float(match[1]), accuracy))
                 if curves:
                     self._noise(f"{experiment.id}-{cell}", one, curves)
+
+    def _bounds(self, experiment: Experiment) -> None:
+        """Adds both sides of PeFLL's bound, of the runs that it was measured of."""
+        for cell, (column, row) in experiment.cells.items():
+            group = measured.alike(self._found.get((experiment.id, cell), []))[:1]
+            read = [bound.read(one.record.path / bound.FILE) for of in group for one in of]
+            if runs := [sides for sides in read if sides is not None]:
+                rows, told = bound.in_words(runs)
+                of = f"{experiment.columns[column].about}: {experiment.rows[row].about}"
+                header = ["variance of networks", "of models", "error in training"]
+                header += ["+ for clients", "+ for examples", "= bound", "error of unseen clients"]
+                self.say(
+                    f"#### {of}, both sides of theorem 4.2", told, _table(header, rows, left=0)
+                )
 
     def _learned(self, experiment: Experiment) -> None:
         """Adds the figures that a table names, of records of the cells that have what they show.

@@ -31,9 +31,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from hyperfed.errors import UserError
@@ -100,6 +100,25 @@ class Served:
 
 
 @dataclass(frozen=True, config=_STRICT)
+class Bound:
+    """At which points both sides of PeFLL's theorem 4.2 are measured when a run is done.
+
+    They are all pairs of two variances, chosen without a look at the data.
+
+    Attributes:
+        networks: variances of the Gaussians around hypernetwork and descriptor network.
+        models: variances of those around clients' models.
+        delta: probability that the bound does not hold, for all points together.
+        draws: of networks and models at each point.
+    """
+
+    networks: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)]
+    models: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)]
+    delta: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    draws: PositiveInt = 20
+
+
+@dataclass(frozen=True, config=_STRICT)
 class About:
     """What ``[table]`` says.
 
@@ -114,6 +133,7 @@ class About:
             ``depth1``, ``depth2`` or ``cifar10`` of ``cifar10-0.1`` -> what the number is. The
             report draws what was measured along it.
         served: how novel clients are served beside what the settings say; None for not at all.
+        bound: of a run that is done (:mod:`hyperfed.runs.bound`); None for none.
         set: settings of every cell.
     """
 
@@ -125,6 +145,7 @@ class About:
     figures: tuple[FigureName, ...] = ()
     along: dict[str, str] = field(default_factory=dict)
     served: Served | None = None
+    bound: Bound | None = None
     set: Settings = field(default_factory=dict)
 
 

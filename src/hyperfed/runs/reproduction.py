@@ -21,10 +21,10 @@ from types import FrameType
 import torch
 
 from hyperfed.errors import UserError
+from hyperfed.runs import bound, experiments, measured, records
 from hyperfed.runs import config as configuration
-from hyperfed.runs import experiments, measured, records
 from hyperfed.runs.config import RunConfig, TooShortError
-from hyperfed.runs.experiments import Experiment
+from hyperfed.runs.experiments import Bound, Experiment
 from hyperfed.runs.origin import Origin
 from hyperfed.runs.progress import watch
 from hyperfed.runs.records import RunFolder
@@ -94,9 +94,17 @@ class Job:
         }
 
     @property
+    def bound(self) -> Bound | None:
+        """Where a bound is to be measured still; by one draw where rounds are scaled."""
+        wanted = self.experiment.table.bound
+        if wanted is None or (self.folder / bound.FILE).exists():
+            return None
+        return wanted if self.origin.scale == 1 else replace(wanted, draws=1)
+
+    @property
     def done(self) -> bool:
-        """Whether there is a record of it, with all that novel clients are served further."""
-        return self.trained_or_served and not self.further
+        """Whether there is a record of it, with all that is found out of a run that is done."""
+        return self.trained_or_served and not self.further and self.bound is None
 
     @property
     def rounds(self) -> int:
@@ -232,7 +240,7 @@ def carry_out(job: Job, tell: Tell) -> None:
         done = job.trained_or_served
         if not done:
             done = _serve(job) if job.trained else _train(job, tell, stopping)
-        done = done and _serve_further(job, stopping)
+        done = done and _serve_further(job, stopping) and _measure_bound(job, stopping)
     except UserError as error:
         tell(("failed", str(error), False))
     except Exception as error:
@@ -278,6 +286,8 @@ def _train(job: Job, tell: Tell, stopping: _Stopping) -> bool:
         run = Run.resume(job.folder)
     else:
         run = Run(job.config)
+        if job.bound:
+            bound.check(run.config, run.task)  # and not after hours
         run.folder = _new(job)
     with closing(run):
         stopping.watch(run)
@@ -344,6 +354,20 @@ def _serve_further(job: Job, stopping: _Stopping) -> bool:
             with closing(run.served_otherwise(settings, samples=samples)) as otherwise:
                 novel = records.as_written(otherwise.evaluate_novel(draws))
             atomic_write(path, f"{json.dumps({'novel': novel}, indent=2)}\n".encode())
+    return True
+
+
+def _measure_bound(job: Job, stopping: _Stopping) -> bool:
+    """Measures the bound that the table is of, and returns whether it came to the end."""
+    if (wanted := job.bound) is None:
+        return True
+    points: list[bound.Measured] = []
+    with closing(Run.open(job.folder)) as run:
+        for point in bound.sides(run, wanted):
+            if stopping.asked:
+                return False
+            points.append(point)
+        bound.write(job.folder / bound.FILE, run.summary, wanted, points)
     return True
 
 

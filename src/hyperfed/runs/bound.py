@@ -1,26 +1,41 @@
 """Both sides of PeFLL's theorem 4.2 on a trained run, and by how much they are apart.
 
+A table of experiments says at which points (:class:`hyperfed.runs.experiments.Bound`). Where the
+run is done they go into a file beside its record.
+
 The theorem is about models that are drawn, and so is what is measured here: hypernetwork and
 descriptor network from Gaussians around what was trained, and each client's model from one around
 what they make of all the client's training examples. The loss is the error rate, which is bounded.
 """
 
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
 from math import sqrt
+from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from hyperfed import trees
 from hyperfed.errors import UserError, check_positive
 from hyperfed.federation import Split, Task
+from hyperfed.runs import experiments, statistics
 from hyperfed.runs.config import RunConfig
 from hyperfed.runs.serving import Served
+from hyperfed.system.files import atomic_write
+from hyperfed.system.provenance import commit
 from hyperfed.system.randomness import generator
 from hyperfed.theory.pefll import gaussian_kl, generalization_bound
 from hyperfed.training import apply
+
+FILE = "bound.json"
+"""Beside a record."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +85,124 @@ class Measured:
     def vacuous(self) -> bool:
         """Whether it says no more than that an error rate is at most 1."""
         return self.bound >= 1
+
+
+@dataclass(frozen=True)
+class Sides:
+    """Both sides at several points, of which the bound holds for all together.
+
+    Attributes:
+        delta: probability that it does not.
+        draws: of networks and models at each point.
+        known_error: the error rate of the trained models themselves on known clients' test
+            examples.
+        unseen_error: the same on novel clients'.
+        points: what was measured, at least one.
+        commit: of the code; None where it is not known.
+    """
+
+    delta: float
+    draws: int
+    known_error: float
+    unseen_error: float
+    points: tuple[Measured, ...]
+    commit: str | None
+
+    @property
+    def without_divergence(self) -> float:
+        """What so few clients and examples add, even where nothing differs from its prior."""
+        terms = generalization_bound(
+            0,
+            meta_kl=0,
+            client_kls=[0],
+            clients=self.points[0].clients,
+            samples=self.points[0].samples,
+            delta=self.delta / len(self.points),
+        )
+        return sum(terms.values())
+
+
+def sides(run: Served, wanted: experiments.Bound) -> Iterator[Measured]:
+    """Measures both sides at all points of a table, one after the other.
+
+    Raises:
+        UserError: the theorem is not about this run.
+    """
+    pairs = list(product(wanted.networks, wanted.models))
+    for pair in pairs:  # a union over all of them
+        yield measure(run, Variances(*pair), delta=wanted.delta / len(pairs), draws=wanted.draws)
+
+
+def write(
+    path: Path, summary: Mapping[str, Any], wanted: experiments.Bound, points: Sequence[Measured]
+) -> None:
+    """Writes what was measured of a run beside the errors that its summary has.
+
+    Raises:
+        UserError: the disk refuses.
+    """
+    known, unseen = (1 - float(summary[f"{who}_accuracy"]) for who in ("test", "novel"))
+    found = Sides(wanted.delta, wanted.draws, known, unseen, tuple(points), commit())
+    atomic_write(path, f"{json.dumps(asdict(found), indent=2)}\n".encode())
+
+
+def read(path: Path) -> Sides | None:
+    """Reads what was measured of a run; None where nothing was.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    try:
+        return _SIDES.validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValidationError) as error:
+        raise UserError(
+            f"{path} must hold both sides of a bound, but: {error}; remove it, and make it again "
+            "by the command that made the record"
+        ) from error
+
+
+_SIDES = TypeAdapter(Sides)
+
+
+def in_words(runs: Sequence[Sides]) -> tuple[list[list[str]], str]:
+    """Returns the rows of a table, the mean over runs of each point, and what they come to.
+
+    Args:
+        runs: of one cell with several seeds, at least one, with the same points.
+
+    Returns:
+        Rows of the two variances, the terms of the right side, their sum ± its deviation over runs,
+        and the left side; and a paragraph.
+    """
+    rows, least = [], []
+    for of_point in zip(*(run.points for run in runs), strict=True):
+        at = of_point[0].variances
+        terms = [fmean(one.terms[name] for one in of_point) for name in of_point[0].terms]
+        right = statistics.spread([one.bound for one in of_point])
+        left = fmean(one.unseen_error for one in of_point)
+        rows.append(
+            [
+                f"{at.networks:g}",
+                f"{at.model:g}",
+                *(f"{term:.3g}" for term in terms),
+                f"{right.mean:.3g}" + ("" if right.std is None else f" ± {right.std:.1g}"),
+                f"{left:.3g}",
+            ]
+        )
+        least.append(right.mean)
+    first = runs[0]
+    verdict = "vacuous: no error rate exceeds 1" if min(least) >= 1 else "below 1"
+    return rows, (
+        f"{first.points[0].clients} clients with at least {first.points[0].samples} examples, "
+        f"{first.draws} draws at each point; with probability {1 - first.delta:g} the bound holds "
+        f"at all points together. The least is {min(least):.3g}, {verdict}. So few clients and "
+        f"examples add {fmean(run.without_divergence for run in runs):.3g} even where nothing "
+        "differs from its prior. The trained models themselves err on "
+        f"{fmean(run.unseen_error for run in runs):.1%} of the test examples of unseen clients and "
+        f"on {fmean(run.known_error for run in runs):.1%} of those of known ones."
+    )
 
 
 def measure(run: Served, variances: Variances, *, delta: float = 0.05, draws: int = 20) -> Measured:
