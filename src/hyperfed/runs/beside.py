@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from hyperfed.metrics import ACCURACY, Metric, named
-from hyperfed.runs import bound, learned, measured, statistics
+from hyperfed.runs import bound, grids, learned, measured, statistics
 from hyperfed.runs.computed import Computed, read_record
 from hyperfed.runs.experiments import Experiment, Measure
 from hyperfed.runs.measured import UNITS, Cell, Measurement, Verdict
@@ -142,11 +142,15 @@ def of_methods(folder: Path, experiments: Sequence[Experiment]) -> dict[str, str
 def _lines(
     found: Mapping[Cell, list[Measurement]], experiment: Experiment, column: str, measure: str
 ) -> Iterator[_Line]:
-    """Yields the cells of a column that have records, those of several settings several times."""
+    """Yields the cells of a column that have records, those of several settings several times.
+
+    Of each grid it is the best point alone.
+    """
     metric = experiment.measures[measure].metric
+    worse = grids.worse(found, experiment, column)
     for row, part in experiment.rows.items():
         cell = f"{column}-{row}"
-        if (experiment.id, cell) not in found:
+        if (experiment.id, cell) not in found or row in worse:
             continue
         published = experiment.published(measure, cell)
         for group in measured.alike(found[experiment.id, cell]):
@@ -293,6 +297,8 @@ class _Writer:
         part = experiment.columns[column]
         self.say(f"#### {part.about}: {told.about or told.metric} ({unit})")
         self.say("\n".join(f"- {remark}" for remark in part.remarks))
+        for name in experiment.grids:
+            self.say(*self._grid(experiment, column, measure, name))
         notes: list[str] = []
         rows = [self._row(line, lines, notes) for line in lines]
         header = ["method", "published", "measured", "seeds", "verdict"]
@@ -311,6 +317,18 @@ class _Writer:
         self.say("\n".join(remarks))
         if self._draw and unit == "%" and len(lines) > 1:
             self._figure(f"{experiment.id}-{column}-{measure}", _cells(lines, notes, told))
+
+    def _grid(self, experiment: Experiment, column: str, measure: str, name: str) -> list[str]:
+        """Returns what each point of a grid came to, side by side."""
+        header, rows = grids.matrix(self._found, experiment, column, measure, name)
+        if not rows:
+            return []
+        chosen = next(iter(experiment.measures.values()))
+        return [
+            f"{experiment.grids[name].about}, point by point; the best by "
+            f"{chosen.about or chosen.metric} is bold, * marks a part of the rounds:",
+            _table(header, rows, left=0),
+        ]
 
     def _figure(self, name: str, svg: str) -> None:
         self.figures[name] = svg

@@ -28,8 +28,9 @@ import difflib
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import field
+from dataclasses import field, replace
 from fnmatch import fnmatchcase
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -54,6 +55,9 @@ FigureName = Literal[
     "rounds",
 ]
 """What a report can draw of a table's records (:mod:`hyperfed.runs.learned`)."""
+
+Tried = Annotated[tuple[int | float, ...], Field(min_length=2)]
+"""Values of a setting."""
 
 _STRICT = ConfigDict(extra="forbid")
 
@@ -193,6 +197,9 @@ class Row:
         set: its settings; without ``method`` the row is called as its method.
         columns: in which it has a cell, patterns as of files; a leading ``!`` takes cells away.
         cells: settings of single cells, by column.
+        grid: setting -> values that are tried: the row becomes one for each point, called
+            ``ROW-SETTING<value>-...`` by the last part of a setting's name, and the report has them
+            side by side.
         published: measure -> column -> what the paper says.
         like: the row whose published numbers stand for its own.
         judged: as a column's.
@@ -203,6 +210,9 @@ class Row:
     set: Settings = field(default_factory=dict)
     columns: tuple[str, ...] = ("*",)
     cells: dict[str, Settings] = field(default_factory=dict)
+    grid: dict[str, Annotated[tuple[int | float, ...], Field(min_length=2)]] = field(
+        default_factory=dict
+    )
     published: dict[str, dict[str, Any]] = field(default_factory=dict)
     like: str | None = None
     judged: bool = True
@@ -218,6 +228,21 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Grid:
+    """A row that is tried with several values of some settings.
+
+    Attributes:
+        about: its name in the paper.
+        values: setting, by the last part of its name -> the values.
+        points: values, one for each setting -> the row of that point.
+    """
+
+    about: str
+    values: dict[str, Tried]
+    points: dict[tuple[float, ...], str]
+
+
+@dataclass(frozen=True)
 class Experiment:
     """A table of a paper.
 
@@ -227,7 +252,8 @@ class Experiment:
         table: what it says of itself.
         measures: by name.
         columns: by name.
-        rows: by name.
+        rows: by name, those of grids point by point.
+        grids: by the name of the row that has it; the first measure tells which point is best.
     """
 
     id: str
@@ -236,6 +262,7 @@ class Experiment:
     measures: dict[str, Measure]
     columns: dict[str, Column]
     rows: dict[str, Row]
+    grids: dict[str, Grid] = field(default_factory=dict)
 
     @property
     def cells(self) -> dict[str, tuple[str, str]]:
@@ -432,10 +459,35 @@ def _experiment(path: Path, written: Mapping[str, Any]) -> Experiment:
         raise UserError("\n  - ".join([f"{path} must be a table, but:", *told])) from error
     if problems := list(_problems(found)):
         raise UserError("\n  - ".join([f"{path} must be a table, but:", *problems]))
-    return found
+    return _with_grids(found)
 
 
 _EXPERIMENT = TypeAdapter(Experiment)
+
+
+def _with_grids(experiment: Experiment) -> Experiment:
+    """Returns a table with a row for each point of a row's grid."""
+    rows: dict[str, Row] = {}
+    grids: dict[str, Grid] = {}
+    for name, row in experiment.rows.items():
+        if not row.grid:
+            rows[name] = row
+            continue
+        values = {setting.rpartition(".")[2]: tried for setting, tried in row.grid.items()}
+        method = row.set.get("method", name)
+        method = {"name": method} if isinstance(method, str) else {"name": name, **method}
+        points = {}
+        for point in product(*values.values()):
+            called = [f"{setting}{value:g}" for setting, value in zip(values, point, strict=True)]
+            about = [f"{setting}={value:g}" for setting, value in zip(values, point, strict=True)]
+            points[point] = "-".join([name, *called])
+            rows[points[point]] = replace(
+                row,
+                about=f"{row.about}, {', '.join(about)}",
+                set={**row.set, "method": method, **dict(zip(row.grid, point, strict=True))},
+            )
+        grids[name] = Grid(row.about, values, points)
+    return replace(experiment, rows=rows, grids=grids)
 
 
 def _problems(experiment: Experiment) -> Iterator[str]:
@@ -452,6 +504,11 @@ def _problems(experiment: Experiment) -> Iterator[str]:
         for name, part in known.items():
             if part.like is not None and part.like not in known:
                 yield f"{kind}.{name}.like: must be one of {', '.join(known)}, came {part.like}"
+    for name, row in rows.items():
+        if len({setting.rpartition(".")[2] for setting in row.grid}) < len(row.grid):
+            yield f"rows.{name}.grid: settings must differ in the last part of their names"
+        if row.like is not None and row.like in rows and rows[row.like].grid:
+            yield f"rows.{name}.like: must be a row without a grid, came {row.like}"
     for name, row in rows.items():
         for column in row.cells:
             if column not in columns or not row.has(column):

@@ -45,6 +45,7 @@ def _eighth(summary: Mapping[str, Any]) -> Number:
 
 UNITS: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], Number]]] = MappingProxyType(
     {
+        "val_accuracy": _percent("val_accuracy"),
         **{
             key: _percent(key)
             for split in ("test", "novel")
