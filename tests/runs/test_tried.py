@@ -127,7 +127,7 @@ def test_points_stand_side_by_side_and_the_best_is_chosen_by_the_first_measure(
     assert grids.matrix(found, made, "half", "val", "fedavg") == ([], [])
     chosen = set(made.grids["adapted"].points.values()) - grids.worse(found, made, "digits")
     assert chosen == {"adapted-local_lr0.1-adapt_lr0.05"}
-    scaled = {cell: of for cell, of in found.items() if of[0].origin.scale < 1}
+    scaled = {cell: of for cell, of in found.items() if of[-1].origin.scale < 1}
     assert grids.best(scaled, made, "digits", "adapted") == "adapted-local_lr0.02-adapt_lr0.5"
 
 
