@@ -57,6 +57,7 @@ def test_published_numbers_are_those_of_the_papers() -> None:
         ("pfllib/fashion_mnist", "test", "dirichlet-gpfl", 97.81, 0.09),
         ("pfedhn/table2", "S", "cifar10-75-pfedhn", 85.38, 1.21),
         ("pfedhn/table2", "L", "cifar100-75-lg_fedavg", 23.01, 1.41),
+        ("pfedkt/fig2", "test", "cifar10-hypernetwork-adam", 93.84, None),
         ("pfedkt/table4", "test", "shakespeare-pfedkt", 25.33, 0.01),
         ("itpfl/table2", "novel", "geo-1k-itpfl", 41.57, 1.17),
         ("itpfl/fig3", "novel", "cifar100-0.5-itpfl", 29.3, 1.1),
