@@ -145,5 +145,11 @@ def test_a_report_has_the_grid_and_the_best_point_beside_other_rows(tmp_path: Pa
     (best,) = [cell for cell in ("0.1", "0.02") if f"| FedAvg, local_lr={cell} |" in told]
     found, _ = measured.collect(tmp_path, [made])
     assert grids.best(found, made, "half", "fedavg") == f"fedavg-local_lr{best}"
+    (one,) = found[made.id, "half-local"]
+    evaluated = {e.split: e for e in one.record.evaluations}
+    for metric, split in (("val_accuracy", "val"), ("test_accuracy", "test")):
+        scored = list(one.scores(metric).clients.values())
+        assert scored == list(evaluated[split].client_accuracy)
+    assert evaluated["val"].client_accuracy != evaluated["test"].client_accuracy
     assert "| Local |" in told
     assert "Per-FedAvg, point by point" not in text

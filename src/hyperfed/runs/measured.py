@@ -94,7 +94,8 @@ class Measurement:
 
     def scores(self, metric: str) -> Scores:
         """Returns the accuracy of each client that the metric is about."""
-        split = "novel" if metric.startswith("novel") else "test"
+        split = metric.partition("_")[0]
+        split = split if split in ("val", "novel") else "test"
         found = statistics.scores(self.record, split)
         size, of_client = metric.removeprefix(OF_SIZE), self.summary.get("sizes", ())
         if size not in of_client:
