@@ -150,6 +150,10 @@ def jobs(folder: Path, *, seeds: int = 1, scale: float = 1.0, text: str = TABLE)
     return plan(experiments.read(path), ["digits-pefll"], seeds=seeds, scale=scale, out=folder)
 
 
+def shown(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def told(job: Job) -> list[tuple[object, ...]]:
     messages: list[tuple[object, ...]] = []
     carry_out(job, messages.append)
@@ -183,11 +187,11 @@ def test_a_table_has_both_sides_of_each_run_beside_its_record_and_in_the_report(
     made = beside.report(tmp_path, [both[0].experiment]).text
     totals = [[sum(point["terms"].values()) for point in points] for points in found]
     means = [(first + second) / 2 for first, second in zip(*totals, strict=True)]
-    assert f"The least is {min(means):.3g}, vacuous" in made
+    assert f"The least is {shown(min(means))}, vacuous" in made
     unseen = (found[0][1]["unseen_error"] + found[1][1]["unseen_error"]) / 2
     (row,) = [line for line in made.splitlines() if line.startswith("| 0.01 | 1e+10 |")]
     deviation = abs(totals[0][1] - totals[1][1]) / math.sqrt(2)
-    assert f"| {means[1]:.3g} ± {deviation:.1g} | {unseen:.3g} |" in row
+    assert f"| {shown(means[1])} ± {shown(deviation)} | {shown(unseen)} |" in row
 
     job = both[0]
     (job.folder / "bound.json").unlink()
@@ -241,5 +245,6 @@ def test_a_bound_below_one_is_told_apart_from_one_that_says_nothing(run: Run) ->
     of = bound.Sides(0.05, 1, 0.5, 0.25, (point, low), None)
     rows, told = bound.in_words([of])
     assert "The least is 0.75, below 1." in told
+    assert rows[0][3].isdecimal() or "," in rows[0][3]
     assert rows[1][2:6] == ["0.25", "0.25", "0.25", "0.75"]
     assert "25.0% of the test examples of unseen clients and on 50.0% of those of known" in told

@@ -186,9 +186,9 @@ def in_words(runs: Sequence[Sides]) -> tuple[list[list[str]], str]:
             [
                 f"{at.networks:g}",
                 f"{at.model:g}",
-                *(f"{term:.3g}" for term in terms),
-                f"{right.mean:.3g}" + ("" if right.std is None else f" ± {right.std:.1g}"),
-                f"{left:.3g}",
+                *map(_shown, terms),
+                _shown(right.mean) + ("" if right.std is None else f" ± {_shown(right.std)}"),
+                _shown(left),
             ]
         )
         least.append(right.mean)
@@ -197,12 +197,17 @@ def in_words(runs: Sequence[Sides]) -> tuple[list[list[str]], str]:
     return rows, (
         f"{first.points[0].clients} clients with at least {first.points[0].samples} examples, "
         f"{first.draws} draws at each point; with probability {1 - first.delta:g} the bound holds "
-        f"at all points together. The least is {min(least):.3g}, {verdict}. So few clients and "
+        f"at all points together. The least is {_shown(min(least))}, {verdict}. So few clients and "
         f"examples add {fmean(run.without_divergence for run in runs):.3g} even where nothing "
         "differs from its prior. The trained models themselves err on "
         f"{fmean(run.unseen_error for run in runs):.1%} of the test examples of unseen clients and "
         f"on {fmean(run.known_error for run in runs):.1%} of those of known ones."
     )
+
+
+def _shown(value: float) -> str:
+    """Returns a number with three digits, or whole."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def measure(run: Served, variances: Variances, *, delta: float = 0.05, draws: int = 20) -> Measured:
