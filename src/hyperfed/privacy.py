@@ -234,7 +234,7 @@ class Releases:
 
     Attributes:
         kept: {"multipliers": (k,) of a :class:`Ledger`, "answers": {question: answer}}, {} where
-            nothing was let out.
+            nothing was let out; with {"runs": (k,) int64} where runs were named, 0 of no name.
     """
 
     def __init__(
@@ -255,6 +255,7 @@ class Releases:
         budget: float,
         *,
         keep: bool = True,
+        run: int = 0,
     ) -> Tensor:
         """Returns ``value`` with noise, or what it was with noise when the same was asked before.
 
@@ -265,6 +266,7 @@ class Releases:
             mechanism: of the noise.
             budget: epsilon that all answers may cost, at the mechanism's delta.
             keep: to give it again for nothing; what is not kept spends each time.
+            run: whose answers alone the budget is of; 0 where it is of all.
 
         Raises:
             UserError: the budget, or a limit, would be exceeded.
@@ -275,12 +277,19 @@ class Releases:
         if question in answers:
             before: Tensor = answers[question]
             return before.to(value.device)
-        for epsilon, delta in ((budget, mechanism.delta), *self._limits):
-            ledger = Ledger(epsilon, delta).load(self.kept).after(mechanism.multiplier)
+        ledger = Ledger(math.inf, mechanism.delta).load(self.kept)
+        runs = self.kept.get("runs", torch.zeros(len(ledger.multipliers), dtype=torch.int64))
+        own = [z for z, of in zip(ledger.multipliers, runs, strict=True) if not run or of == run]
+        Ledger(budget, mechanism.delta, tuple(own)).after(mechanism.multiplier)
+        for epsilon, delta in self._limits:
+            Ledger(epsilon, delta, ledger.multipliers).after(mechanism.multiplier)
+        ledger = ledger.after(mechanism.multiplier)
         answer = value + sigma * self._noise(question)(value)
         if keep:
             answers = answers | {question: answer.detach().cpu()}
         self.kept = ledger.state() | {"answers": answers}
+        if run or runs.any():
+            self.kept["runs"] = torch.cat([runs, torch.tensor([run])])
         return answer
 
 

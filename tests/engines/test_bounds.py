@@ -49,6 +49,12 @@ def test_a_client_is_not_among_those_that_it_is_measured_by() -> None:
     assert judged([of(1, 0), of(1, 0), of(1e30, 0)]) == {2}
 
 
+def test_leaves_are_compared_by_name_in_whatever_order_they_come() -> None:
+    sent = of(100, 0)
+    backwards = [dict(reversed(of(*values).items())) for values in ((100.1, 0), (100, 0.1))]
+    assert judged([*backwards, of(300, 0)], sent, factor=5) == {2}
+
+
 def test_where_most_send_models_what_counts_is_the_change() -> None:
     sent = of(100, 100)
     models = [of(100.1, 100), of(100, 100.1), of(100, 99.9)]

@@ -221,7 +221,9 @@ def let_out(
         call.released, lambda sigma: f"{call.question(sigma)}-{call.turn}", noise, limits
     )
     keep = told.numel() <= KEPT
-    noisy = releases.release(told, private.sensitivity, private, private.epsilon, keep=keep)
+    noisy = releases.release(
+        told, private.sensitivity, private, private.epsilon, keep=keep, run=private.run
+    )
     return replace(answer, tree=moved(centre, noisy), released=releases.kept)
 
 

@@ -44,6 +44,7 @@ class PrivateUpdates:
         multiplier: the noise's standard deviation over the sensitivity.
         epsilon: what all answers of a client may cost together.
         delta: at which that is told.
+        run: whose answers alone epsilon is of, where a site has a limit for all runs; 0 for all.
     """
 
     where: Where
@@ -51,6 +52,7 @@ class PrivateUpdates:
     multiplier: float
     epsilon: float
     delta: float
+    run: int = 0
 
     @property
     def sensitivity(self) -> float:

@@ -22,7 +22,7 @@ from hyperfed.engines.flower.site import Shard, Site
 from hyperfed.engines.flower.wire import Request, pack_request, unpack_response
 from hyperfed.engines.updates import PrivateUpdates
 from hyperfed.methods import fedavg
-from hyperfed.privacy import multiplier_of, seeded_noise
+from hyperfed.privacy import Ledger, multiplier_of, seeded_noise
 from hyperfed.system.randomness import generator
 from hyperfed.training import Steps
 from hyperfed.trees import Tree
@@ -111,6 +111,20 @@ def test_the_site_s_own_epsilon_holds(tmp_path: Path) -> None:
     policy = Policy(smallest_reply=1, smallest_batch=1, epsilon=0.9 * BUDGET)
     refused = asked(site_in(tmp_path, policy=policy), request())
     assert "must stay within epsilon 3.6" in str(refused)
+
+
+def test_epsilon_is_for_one_run_where_the_site_has_its_own_for_all(tmp_path: Path) -> None:
+    both = Ledger(math.inf, 1e-3, (Z, Z)).spent
+    policy = Policy(smallest_reply=1, smallest_batch=1, epsilon=1.001 * both)
+
+    def told(serial: int, run: int) -> Tree | Exception:
+        return asked(site_in(tmp_path, policy=policy), request(serial, run=run))
+
+    assert isinstance(told(1, run=1), dict)
+    assert "must stay within epsilon 4 at" in str(told(2, run=1))
+    assert isinstance(told(3, run=2), dict)
+    assert "must stay within epsilon 4 at" in str(told(4, run=1))
+    assert f"must stay within epsilon {policy.epsilon:g} at" in str(told(5, run=3))
 
 
 def test_the_account_is_on_the_disk_before_the_answer_leaves(

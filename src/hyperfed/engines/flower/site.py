@@ -254,7 +254,7 @@ class Site:
             device=self._device,
             secret=True,
             limits=() if self._policy is None else self._policy.limits,
-            private=_with_noise(self._private, request),
+            private=self._with_noise(request),
         )
         answers: dict[int, Tree | Exception] = {}
         remembers: set[int] = set()
@@ -365,6 +365,25 @@ class Site:
             Diary(self.state, self._policy).evaluate(name)
         return found
 
+    def _with_noise(self, request: Request) -> PrivateUpdates | None:
+        """Returns how answers are made private, with as much noise as a request says.
+
+        Where the policy has a limit for all runs, the run's epsilon is for the run alone: both are
+        known to be spent from the site's disk.
+
+        Raises:
+            UserError: it says none, though there must be some.
+        """
+        private = self._private
+        if private is None or private.where == "central":
+            return private
+        if request.multiplier is None:
+            raise UserError(
+                "a request must say how much noise answers are to have, but this does not"
+            )
+        run = 0 if self._policy is None else request.run
+        return replace(private, multiplier=request.multiplier, run=run)
+
     def _check_private(self, call: Call, task: Task) -> None:
         """Finds out whether the answer to a call lets out no more than it may.
 
@@ -379,19 +398,6 @@ class Site:
                     "a client whose answers are private must be asked for no other, but was asked "
                     f"to {call.step}; leave it out, or make it no novel one"
                 )
-
-
-def _with_noise(private: PrivateUpdates | None, request: Request) -> PrivateUpdates | None:
-    """Returns how answers are made private, with as much noise as a request says.
-
-    Raises:
-        UserError: it says none, though there must be some.
-    """
-    if private is None or private.where == "central":
-        return private
-    if request.multiplier is None:
-        raise UserError("a request must say how much noise answers are to have, but this does not")
-    return replace(private, multiplier=request.multiplier)
 
 
 def _check_distinct(request: Request) -> None:
