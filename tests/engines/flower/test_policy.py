@@ -116,6 +116,14 @@ DEPARTURES: dict[str, tuple[Callable[[Site], Any], str]] = {
         lambda site: asked(site, batches=Steps(1, 4)),
         "a reply must be of 11 examples at least here, came 4",
     ),
+    "steps without end": (
+        lambda site: asked(site, batches=Steps(10**9, 12)),
+        "a step must be on 10000000 examples at most here, those that come again too, came 12000",
+    ),
+    "passes without end": (
+        lambda site: asked(site, batches=Epochs(10**9, 12)),
+        "a step must be on 10000000 examples at most here",
+    ),
     "a client of few": (
         lambda site: asked(site, client=1, batches=HONEST),
         "a reply must be of 11 examples at least here, came 7",

@@ -21,8 +21,10 @@ from hyperfed.engines.flower.policy import Policy
 from hyperfed.engines.flower.site import Shard, Site
 from hyperfed.engines.flower.wire import Request, pack_request, unpack_response
 from hyperfed.engines.updates import PrivateUpdates
+from hyperfed.errors import UserError
 from hyperfed.methods import fedavg
 from hyperfed.privacy import Ledger, multiplier_of, seeded_noise
+from hyperfed.runs.private import charge
 from hyperfed.system.randomness import generator
 from hyperfed.training import Steps
 from hyperfed.trees import Tree
@@ -147,18 +149,18 @@ def test_the_account_is_on_the_disk_before_the_answer_leaves(
     assert any("released" in path for path in synced)
 
 
-def test_the_server_s_records_have_what_sites_say_was_spent(tmp_path: Path) -> None:
+def served(folder: Path, private: PrivateUpdates) -> FlowerEngine:
+    """Has three clients of two sites train for a round; returns who asked them."""
     task = make_task()
-    private = replace(PRIVATE, multiplier=2 * Z)
     config = fedavg.Config(**ONE_STEP)
     sites = {
         node: Site(
             Shard(task, clients),
-            tmp_path / str(node),
+            folder / str(node),
             fedavg.Client,
             config,
             seed=0,
-            private=PRIVATE,
+            private=private,
         )
         for node, clients in ((1, (0, 1)), (2, (2, 3)))
     }
@@ -167,8 +169,23 @@ def test_the_server_s_records_have_what_sites_say_was_spent(tmp_path: Path) -> N
     cohort = engine.cohort([0, 1, 2], 0, training=True)
     cohort.ask(fedavg.Client.train_model, task.initial("base"), batches=config.batches)
     assert cohort.state.lost == {}
+    return engine
+
+
+def test_the_server_s_records_have_what_sites_say_was_spent(tmp_path: Path) -> None:
+    engine = served(tmp_path, replace(PRIVATE, multiplier=2 * Z))
     assert {c: kept["multipliers"].tolist() for c, kept in engine.released.items()} == {
         0: [2 * Z],
         1: [2 * Z],
         2: [2 * Z],
     }
+
+
+def test_what_sites_say_was_spent_does_not_end_the_run_of_a_trusted_server(tmp_path: Path) -> None:
+    served(tmp_path, replace(PRIVATE, multiplier=Z))  # all of epsilon, of noise of their own
+    central = replace(PRIVATE, where="central", multiplier=Z)
+    engine = served(tmp_path, central)
+    charge(engine, [0, 1, 2], central, 1)
+    assert {len(kept["multipliers"]) for kept in engine.released.values()} == {1}
+    with pytest.raises(UserError, match="must stay within epsilon 4"):
+        charge(engine, [0], central, 1)

@@ -1,6 +1,7 @@
 """Requests and responses come over the wire as they were, or not at all."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,9 +10,10 @@ import torch
 from hyperfed.data.roster import Frame
 from hyperfed.engines.calls import Call
 from hyperfed.engines.flower import wire
-from hyperfed.engines.flower.wire import Request, Response, SiteError
+from hyperfed.engines.flower.wire import Request, Response, SiteError, WireError
 from hyperfed.engines.replies import BadReplyError, DivergedError
 from hyperfed.errors import UserError
+from hyperfed.privacy import spent
 from hyperfed.training import Epochs, Steps, UnlabelledError
 from hyperfed.trees import checkpoints
 
@@ -126,3 +128,19 @@ def test_a_call_must_name_trees_that_are_there() -> None:
     _, meta = checkpoints.loads(wire.pack_request(request()), "it")
     with pytest.raises(UserError, match="must hold the trees"):
         wire.unpack_request(checkpoints.dumps({}, meta))
+
+
+@pytest.mark.parametrize(
+    "told", [[1e-300], [1e300], [5e-324], [1.0, -1.0], [0.0], [1.0] * (wire.MOST_SPENT + 1)]
+)
+def test_no_server_has_to_reckon_with_what_no_noise_costs(told: list[float]) -> None:
+    content = wire.pack_response(Response(1, 2, {0: {}}, frozenset(), {0: told}))
+    with pytest.raises(WireError):
+        wire.unpack_response(content)
+
+
+@pytest.mark.parametrize("told", [[1e-6], [1e9], [1e-6] * wire.MOST_SPENT])
+def test_whatever_sites_may_say_was_spent_has_an_epsilon(told: list[float]) -> None:
+    content = wire.pack_response(Response(1, 2, {0: {}}, frozenset(), {0: told}))
+    kept = {"multipliers": torch.tensor(wire.unpack_response(content).spent[0])}
+    assert math.isfinite(spent([kept], 1e-3)["epsilon_spent"])

@@ -272,7 +272,9 @@ class FlowerEngine:
             if not isinstance(answers[place], Exception):
                 remembers = place in response.remembers
                 self._asked.setdefault(call.cohort, {})[call.client] = remembers
-            if told := response.spent.get(place):
+            # A trusted server keeps its own account, which no site's word may use up.
+            trusted = self.private is not None and self.private.where == "central"
+            if not trusted and (told := response.spent.get(place)):
                 multipliers = torch.tensor(told, dtype=torch.float64)
                 self.released[call.client] = {"multipliers": multipliers}
         return answers

@@ -42,6 +42,7 @@ class Policy:
             outside.
         smallest_batch: examples of a batch that is trained on.
         smallest_reply: different training examples behind a reply that depends on any.
+        largest_training: examples of all batches of a step together, those that come again too.
         smallest_evaluation: examples behind counts, of each split that a client has.
         evaluations_per_day: evaluations of a client, by all runs together, in a day (UTC).
         largest_message: bytes that a server may send at once.
@@ -61,6 +62,7 @@ class Policy:
     settings: Mapping[str, tuple[FiniteFloat, FiniteFloat]] = Field(default_factory=dict)
     smallest_batch: PositiveInt = 8
     smallest_reply: PositiveInt = 11
+    largest_training: PositiveInt = 10_000_000
     smallest_evaluation: PositiveInt = 5
     evaluations_per_day: NonNegativeInt = 100
     largest_message: PositiveInt = 1 << 30
@@ -142,6 +144,12 @@ class Policy:
         if call.batches is not None:
             size = min(call.batches.size, behind)
             self._check_number(size, self.smallest_batch, "a batch")
+            drawn = call.batches.count * sum(call.batches.lengths(behind))
+            if drawn > self.largest_training:  # or nobody else would ever be answered
+                raise RefusedError(
+                    f"a step must be on {self.largest_training} examples at most here, those that "
+                    f"come again too, came {drawn}"
+                )
             behind = len({*draw(call, task, seed).tolist()})
         if info.name not in COUNTING:
             self._check_number(behind, self.smallest_reply, "a reply")

@@ -55,6 +55,12 @@ _PLACE = re.compile("[0-9]{1,9}")
 MOST_INTRODUCED = 1 << 25
 """Bytes of an introduction: some hundred to a client."""
 
+MOST_SPENT = 1 << 17
+"""Answers with noise that a client ever gave."""
+
+_Multiplier = Annotated[FiniteFloat, Field(ge=1e-6, le=1e9)]
+"""Of noise: what is beyond that hides nothing or is nothing else, and its square no number."""
+
 _BATCHES: Mapping[str, Callable[[int, int], Batches]] = {"Steps": Steps, "Epochs": Epochs}
 
 
@@ -139,7 +145,7 @@ class _Request:
     keep: dict[int, list[Version]]
     open: list[int]
     frozen: Annotated[str, Field(pattern="^[0-9a-f]{0,32}$")]
-    multiplier: Annotated[FiniteFloat, Field(gt=0)] | None = None
+    multiplier: _Multiplier | None = None
 
 
 @validated(frozen=True, config=_PLAIN)
@@ -148,7 +154,9 @@ class _Response:
     serial: int
     errors: dict[int, tuple[str, str]]
     remembers: list[int]
-    spent: dict[int, list[Annotated[FiniteFloat, Field(gt=0)]]] = Field(default_factory=dict)
+    spent: dict[int, Annotated[list[_Multiplier], Field(max_length=MOST_SPENT)]] = Field(
+        default_factory=dict
+    )
 
 
 _WEIGHTS = "weights"
