@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -376,6 +377,16 @@ def test_a_hostile_archive_is_refused(what: str, tmp_path: Path) -> None:
     # Before the memory is asked for, which some machines would give.
     with pytest.raises(UserError, match="announces more" if what.endswith("GB") else "."):
         site.read(tmp_path / "site.npz")
+
+
+def test_a_pipe_is_no_archive_and_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "site.npz"
+    os.mkfifo(path)
+    monkeypatch.setattr(Path, "open", lambda *_: pytest.fail("it would be waited for"))
+    with pytest.raises(UserError, match="it is no file"):
+        site.read(path)
 
 
 def test_an_archive_that_unpacks_to_more_than_memory_is_refused(

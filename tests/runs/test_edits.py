@@ -104,6 +104,7 @@ RESUMED: dict[str, dict[str, Edit]] = {
         "clients in a list": setting("clients", "[4]"),
         "true clients": setting("clients", "true"),
         "10^30 clients": setting("clients", str(10**30)),
+        "clients of 5000 digits": setting("clients", "9" * 5000),
         "no seed": setting("seed", "nan"),
         "a seed below zero": setting("seed", "-1"),
         "a seed of 200 bits": setting("seed", str(2**200)),

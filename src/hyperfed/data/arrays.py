@@ -275,6 +275,8 @@ def read_npz(path: Path, *, needed: Sequence[str]) -> dict[str, npt.NDArray[Any]
     """
     advice = f"write it with numpy.savez(path, {', '.join(f'{name}=...' for name in needed)})"
     try:
+        if path.exists() and not path.is_file():
+            raise OSError("it is no file")  # and a pipe would be waited for
         # Opened here, because np.load leaves the file of a damaged archive open.
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             _check_sizes(archive)

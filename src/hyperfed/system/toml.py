@@ -17,7 +17,7 @@ def read_value(text: str) -> Any:
         return float(text)
     try:
         table = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # a number can have too many digits
         return text
     value = table.pop("value")
     # More than one line, or a date: no setting takes those, so it is a string.

@@ -42,6 +42,8 @@ def test_what_a_file_does_not_name_is_strict(tmp_path: Path) -> None:
         ("[settings]\nlocal_lr = [1]", "settings.local_lr"),
         ("[settings]\nlocal_stepz = [1, 2]", "bounds local_stepz"),
         ("methods = ", "must be a TOML file"),
+        (f"smallest_batch = {'9' * 5000}", "must be a TOML file"),
+        ("x = " + "[" * 100_000, "must be a TOML file"),
     ],
 )
 def test_a_wrong_file_is_told(text: str, message: str, tmp_path: Path) -> None:

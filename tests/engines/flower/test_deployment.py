@@ -11,6 +11,7 @@ import signal
 import subprocess
 import time
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -232,18 +233,32 @@ def test_a_site_may_run_flowers_own_node_and_sites_mask_what_they_send(
     assert told["train_model"]["bytes_out"] == 8 * numbers
 
 
+def accounts(deployment: Deployment, number: int) -> dict[str, list[float]]:
+    """Returns what clients of a site have let out with noise, by what is on its disk."""
+    files = (deployment.folder / f"state{number}" / "released").glob("*.safetensors")
+    return {
+        file.name: safetensors.torch.load(file.read_bytes())["multipliers"].tolist()
+        for file in files
+    }
+
+
 def test_a_node_killed_in_mid_run_comes_back_with_what_its_clients_remember(
     federation: Deployment,
 ) -> None:
-    """FedPer's heads never travel: a site that had lost them could not go on."""
+    """FedPer's heads never travel: a site that had lost them could not go on.
+
+    Nor could a site keep to its epsilon that had lost its account.
+    """
     seen = runs(federation, 0), runs(federation, 1)
-    start(federation, "away", "fedper", "rounds=6", "evaluate_every=6", "engine.timeout=120")
+    settings = ("rounds=6", "evaluate_every=6", "engine.timeout=120", "privacy.epsilon=1.0")
+    start(federation, "away", "fedper", *settings)
     with ExitStack() as holding:
         with held(federation, 1, seen[1]):
             waiting(federation, 1)
             # While one of its messages is answered. The other node's keep the run from going on.
             holding.enter_context(held(federation, 0, seen[0]))
             federation.processes["node1"].kill()
+            spent = accounts(federation, 1)
         node = federation.processes["node1"]
         node.wait()
         until(lambda: not members(node.pid), "the end of what it had started")
@@ -266,6 +281,18 @@ def test_a_node_killed_in_mid_run_comes_back_with_what_its_clients_remember(
     assert all("its site" in lost["reason"] for lost in test["lost"])
     assert all(count > 0 for count in test["count"])
     assert said["summary"]["rounds"] == 6
+
+    # Each answer is on its account, and what was before the kill still is.
+    after, times = accounts(federation, 1), Counter(lost["client"] for lost in test["lost"])
+    assert after.keys() >= spent.keys()
+    assert all(after[name][: len(before)] == before for name, before in spent.items())
+    assert {len(answers) for answers in accounts(federation, 0).values()} == {6}
+    assert [len(answers) for _, answers in sorted(after.items())] == [
+        6 - times[client] for client in range(10, 20)
+    ]
+    private = said["summary"]["privacy"]
+    assert private["epsilon_spent"] == pytest.approx(1)
+    assert private["noise"] == "drawn at the sites, by their operating systems"
 
 
 def test_a_node_that_is_told_to_end_says_goodbye(federation: Deployment) -> None:

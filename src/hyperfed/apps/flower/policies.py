@@ -43,10 +43,10 @@ def read(path: Path | None) -> Policy:
         table = tomllib.loads(path.expanduser().read_text())
         # Lists of TOML become tuples as those of JSON do, and nothing else is converted.
         policy: Policy = _POLICY.validate_json(_POLICY_JSON.dump_json(table), strict=True)
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UserError(f"--policy must be a TOML file, but {path} is not ({error})") from error
     except ValidationError as error:
         raise UserError(f"{path} must be a policy, but {first_of(error)}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"--policy must be a TOML file, but {path} is not ({error})") from error
     if unknown := set(policy.methods or ()) - METHODS.keys():
         raise UserError(f"{path} must name methods of hyperfed, but names {min(unknown)}")
     known = {field.name for method in METHODS.values() for field in fields(method.Config)}

@@ -7,12 +7,13 @@ Nothing here may start a thread or wake an accelerator, because neither survives
 
 import gc
 
-# These are imported where they are used, since each takes seconds: to mask, to read data, and for
-# the first step of an optimiser.
+# These are imported where they are used, since each takes long: to mask, to read data, to keep
+# account of noise, and for the first step of an optimiser.
 import cryptography.hazmat.primitives.asymmetric.x25519
 import cryptography.hazmat.primitives.ciphers.aead
 import cryptography.hazmat.primitives.kdf.hkdf
 import datasets
+import dp_accounting
 import flwr.common.secure_aggregation.crypto.shamir
 import sklearn.datasets
 import sklearn.metrics
