@@ -161,6 +161,18 @@ def test_another_question_spends_until_the_budget_is_gone() -> None:
     assert list(last.kept["answers"]) == ["q", "qq", "other"]
 
 
+def test_a_budget_is_of_one_run_where_that_is_named_and_of_all_where_none_is() -> None:
+    kept: Any = {}
+    for run in (7, 9):
+        ours = releases(kept, "q" * run)
+        ours.release(torch.zeros(3), 0.1, MECHANISM, 0.3, run=run)
+        kept = ours.kept
+    assert kept["runs"].tolist() == [7, 9]
+    for run in (7, 0):
+        with pytest.raises(UserError, match=r"within epsilon 0\.3 "):
+            releases(kept, "other").release(torch.zeros(3), 0.1, MECHANISM, 0.3, run=run)
+
+
 def test_a_limit_holds_whatever_the_budget_is() -> None:
     ours = releases(limits=[(5.0, 0.01), (0.31, 0.001)])  # the latter is 0.3 at delta 0.01 no more
     with pytest.raises(UserError, match=r"within epsilon 0\.31 at delta 0\.001"):

@@ -18,7 +18,7 @@ from engines.flower.deployment import until
 from engines.flower.sites import DirectLink
 from hyperfed.apps.flower import app, executor
 from hyperfed.apps.flower.executor import CrashedError, Executor, FailedError
-from hyperfed.engines.flower.sites import STEP
+from hyperfed.engines.flower.sites import HELLO, STEP
 from hyperfed.runs import config
 from hyperfed.system import toml
 from processes import await_end, descendants, linux
@@ -93,6 +93,29 @@ def test_a_call_that_crashes_costs_that_call(lasting: bool) -> None:
     after, same = calls.call(False)
     assert (before != after, zygote) == (True, same)
     calls.close()
+
+
+def test_a_call_that_takes_more_memory_than_it_may_costs_that_call() -> None:
+    calls, most = Executor(works.takes), 3 << 30
+    with pytest.raises(FailedError, match="allocate"):
+        calls.call(most, most)
+    assert calls.call(1 << 20, most) == 1 << 20
+
+
+def test_the_memory_of_a_message_is_what_the_site_s_policy_says(tmp_path: Path) -> None:
+    settings = config.load("fedper", ["task.clients=4", "engine=flower", "engine.sites=1"])
+    run_config = {"settings": toml.dumps(config.to_dict(settings))}
+    policy = tmp_path / "policy.toml"
+    node = {"state": str(tmp_path / "state"), "clients": "0-3", "policy": str(policy)}
+    said = {}
+    for most in (1 << 40, 1):
+        policy.write_text(f"largest_memory = {most}")
+        try:
+            said[most] = Executor(app.respond_within).call(HELLO, b"", run_config, node)
+        except (FailedError, CrashedError):
+            said[most] = None
+    assert said[1] is None
+    assert said[1 << 40] == app.respond(HELLO, b"", run_config, node)
 
 
 def test_a_killed_zygote_is_replaced() -> None:

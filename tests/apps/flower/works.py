@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from hyperfed.apps.flower import app
+
 
 def who() -> tuple[int, int]:
     """Returns this process and the one that forked it."""
@@ -17,6 +19,12 @@ def who() -> tuple[int, int]:
 def begins_with() -> tuple[bool, bool]:
     """Returns whether all is imported at the beginning, and whether CUDA was awake before."""
     return "torch._dynamo" in sys.modules, torch.cuda.is_initialized()
+
+
+def takes(size: int, most: int | None) -> int:
+    """Takes so many bytes, where this process may have so many at most."""
+    app.bound_memory(most)
+    return torch.empty(size, dtype=torch.uint8).numel()  # touches none of it
 
 
 def raise_with(words: str) -> None:

@@ -189,6 +189,14 @@ def test_methods_and_settings_are_bounded(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(("most", "allowed"), [(160, True), (159, False)])
+def test_as_many_examples_are_trained_on_as_the_site_says(
+    most: int, allowed: bool, tmp_path: Path
+) -> None:
+    answer = asked(site_in(tmp_path, largest_training=most), batches=HONEST)  # 20 times 8
+    assert isinstance(answer, dict) == allowed
+
+
 def test_a_message_that_is_too_large_is_not_read(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match="must have 100 bytes at most, has"):
         asked(site_in(tmp_path, largest_message=100), batches=HONEST)

@@ -13,6 +13,7 @@ A node's config says what is there: :class:`NodeConfig`.
 """
 
 import shlex
+import sys
 import time
 import tomllib
 from collections.abc import Mapping
@@ -218,6 +219,24 @@ def respond(
     content = _INTRODUCTION.dump_json(site.source.introduce())
     read_introduction(content)  # what the server would refuse is told here too
     return content
+
+
+def respond_within(
+    kind: str, content: bytes, run_config: Mapping[str, Any], node_config: Mapping[str, Any]
+) -> bytes:
+    """Does what :func:`respond` does, in a process that has no more memory than the site allows."""
+    node = node_settings(node_config)
+    bound_memory(policies.read(Path(node.policy) if node.policy else None).largest_memory)
+    return respond(kind, content, run_config, node_config)
+
+
+def bound_memory(most: int | None) -> None:
+    """Has this process take so many bytes at most, and raise where it would take more."""
+    if most is not None and sys.platform == "linux":
+        import resource
+
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
 
 
 @client.query("hello")

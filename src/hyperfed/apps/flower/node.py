@@ -36,7 +36,7 @@ from flwr.supercore.inflatable.inflatable_utils import (
 from flwr.supercore.run import RunNotRunningException
 from flwr.supernode.fleet_http_connection import http_request_response
 
-from hyperfed.apps.flower.app import NodeConfig, respond
+from hyperfed.apps.flower.app import NodeConfig, respond_within
 from hyperfed.apps.flower.executor import CrashedError, Executor, FailedError, warm
 from hyperfed.engines.flower.grid import PAUSE, bytes_of, record_of
 from hyperfed.engines.flower.sites import pause
@@ -146,7 +146,7 @@ def serve(superlink: SuperLink, node: NodeConfig, say: Callable[[str], None]) ->
         UserError: the SuperLink refuses the node.
     """
     failure: Exception | None = None
-    executor = Executor(respond, lasting=node.device != "cpu")
+    executor = Executor(respond_within, lasting=node.device != "cpu")
     keys = None if superlink.key is None else (superlink.key, superlink.key.public_key())
     try:
         with (
@@ -193,7 +193,7 @@ class Node:
 
     Args:
         connection: what Flower's connection to a SuperLink is made of.
-        executor: of :func:`hyperfed.apps.flower.app.respond`.
+        executor: of :func:`hyperfed.apps.flower.app.respond_within`.
         node: what is at this site.
         say: told what happens.
     """

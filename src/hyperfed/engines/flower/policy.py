@@ -46,6 +46,9 @@ class Policy:
         smallest_evaluation: examples behind counts, of each split that a client has.
         evaluations_per_day: evaluations of a client, by all runs together, in a day (UTC).
         largest_message: bytes that a server may send at once.
+        largest_memory: bytes that the process of a message may take, what it begins with (less than
+            2 GB) included; None for as many as there are. Where the system is Linux, and the
+            message is answered by ``hyperfed node``.
         metrics: what clients count for beside scores and losses
             (:data:`hyperfed.metrics.ON_REQUEST`), which tells of their labels or targets.
         epsilon: what all answers with noise may cost a client, in all runs together.
@@ -66,6 +69,7 @@ class Policy:
     smallest_evaluation: PositiveInt = 5
     evaluations_per_day: NonNegativeInt = 100
     largest_message: PositiveInt = 1 << 30
+    largest_memory: PositiveInt | None = None
     metrics: tuple[str, ...] = ()
     epsilon: Annotated[FiniteFloat, Field(gt=0)] = 1.0
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-3
