@@ -1,5 +1,6 @@
 """The table of numbers in docs/security.md: each is the length of a list that tests go through."""
 
+import json
 import re
 from pathlib import Path
 
@@ -50,3 +51,16 @@ def test_the_table_counts_what_the_tests_go_through() -> None:
     told = re.findall(r"^\| ([^|]+) \| (\d+) \| [^|]+ \| [^|]+ \|$", text, re.MULTILINE)
     assert {what: int(number) for what, number in told} == {w: n for w, (n, _) in NUMBERS.items()}
     assert [what for what, (number, least) in NUMBERS.items() if number < least] == []
+
+
+def test_what_it_costs_is_what_the_record_says() -> None:
+    record = PAGE.parents[1] / "results" / "benchmarks" / "robust-2cores.json"
+    found = {
+        tuple(b["params"].values()): f"{b['extra_info']['together']:.2%}".replace("%", " %")
+        for b in json.loads(record.read_text(encoding="utf-8"))["benchmarks"]
+    }
+    told = " ".join(PAGE.read_text(encoding="utf-8").partition("**What this costs**")[2].split())
+    methods, where = ("fedavg", "pfedhn", "pefll"), ("LeNet", "digits")
+    nets, digits = ([found[task, method] for method in methods] for task in where)
+    assert f"{nets[0]} of FedAvg, {nets[1]} of pFedHN and {nets[2]} of PeFLL" in told
+    assert f"and {digits[0]}, {digits[1]} and {digits[2]} on the digits" in told
