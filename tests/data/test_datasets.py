@@ -3,6 +3,7 @@
 import io
 import os
 import time
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -79,6 +80,23 @@ def test_digits_come_without_a_download():
     assert digits.mean[0] == pytest.approx(training.mean().item(), abs=1e-4)
     assert digits.std[0] == pytest.approx(training.std(correction=0).item(), abs=1e-4)
     assert digits.fingerprint == load("digits").fingerprint
+
+
+def test_digits_are_decoded_once_for_each_version_of_scikit_learn(cached, monkeypatch):
+    first = load("digits")
+    monkeypatch.setattr(readers, "digits", mock := Mock(wraps=readers.digits, __name__="digits"))
+    again = load("digits")
+    assert not mock.called
+    tensors = first.tensors()
+    for examples in (first, again):
+        assert (examples.x.shape, examples.x.stride()) == ((1797, 1, 8, 8), (64, 64, 8, 1))
+        torch.testing.assert_close(examples.tensors(), tensors, rtol=0, atol=0)
+    plain = vars(first).keys() - tensors.keys()
+    assert {key: vars(again)[key] for key in plain} == {key: vars(first)[key] for key in plain}
+    monkeypatch.setattr(datasets, "version", lambda name: f"another {name}")
+    assert load("digits").fingerprint == first.fingerprint
+    assert mock.call_count == 1
+    assert len(list(cached.iterdir())) == 2
 
 
 def test_a_folder_of_images_is_read_pixel_by_pixel(cached, small):
