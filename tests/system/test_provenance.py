@@ -2,10 +2,19 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator
 
+import pytest
 import torch
 
 from hyperfed.system import provenance
+
+
+@pytest.fixture(autouse=True)
+def _asked_anew() -> Iterator[None]:
+    provenance.commit.cache_clear()
+    yield
+    provenance.commit.cache_clear()
 
 
 def test_versions_are_those_that_run():
@@ -27,19 +36,21 @@ def test_the_commit_is_that_of_the_code(tmp_path, monkeypatch):
     code = tmp_path / "provenance.py"
     code.write_text("")
     monkeypatch.setattr(provenance, "__file__", str(code))
-    assert provenance.commit() is None  # no checkout
+    commit = provenance.commit.__wrapped__
+    assert commit() is None  # no checkout
     git(tmp_path, "init")
     (tmp_path / "other").write_text("")
     git(tmp_path, "add", "other")
     git(tmp_path, "commit", "--message", "someone else's")
-    assert provenance.commit() is None  # a checkout, but not of this code
+    assert commit() is None  # a checkout, but not of this code
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "--message", "ours")
     git(tmp_path, "tag", "--annotate", "v1", "--message", "v1")
     head = git(tmp_path, "rev-parse", "HEAD")
-    assert provenance.commit() == head
+    assert provenance.commit() == commit() == head
     code.write_text("changed")
-    assert provenance.commit() == f"{head}-dirty"
+    assert commit() == f"{head}-dirty"
+    assert provenance.commit() == head  # of the code that this process has imported
 
 
 def test_without_git_there_is_no_commit(monkeypatch):

@@ -3,6 +3,7 @@
 import os
 import platform
 import subprocess
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -24,10 +25,12 @@ def versions() -> dict[str, str]:
     }
 
 
+@cache
 def commit() -> str | None:
     """Returns the git commit of this code, with "-dirty" where files differ from it.
 
-    None where the code is not in a checkout of its own, such as an installed package.
+    None where the code is not in a checkout of its own, such as an installed package. Git is asked
+    once: this process goes on with the code that it has imported, whatever becomes of the files.
     """
     here = Path(__file__)
     # Inside a git hook these name another repository.

@@ -39,6 +39,8 @@ def frozen_parts(module: nn.Module) -> Iterator[nn.Module]:
 
     def within(part: nn.Module, frozen: bool) -> Iterator[nn.Module]:
         trained = [parameter.requires_grad for parameter in part.parameters()]
+        if trained and all(trained):
+            return  # as is all that is in it
         frozen = not any(trained) if trained else frozen
         if frozen:
             yield part
