@@ -61,6 +61,9 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
 
+# Threads that wait for one another let go of their core: there are more of them than cores.
+test test-fast check-method: export OMP_WAIT_POLICY := passive
+
 # In their order, the slow ones first (tests/conftest.py). Some of these mostly wait, for a real
 # federation, so there are two workers more than cores. Those that share what is dear to make are
 # one group.

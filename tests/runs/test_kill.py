@@ -22,9 +22,9 @@ from toys import lengths
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("kill")]
 
 KEYS = [
-    "rounds=12",
-    "evaluate_every=3",
-    "checkpoint_every=4",
+    "rounds=8",
+    "evaluate_every=2",
+    "checkpoint_every=3",
     "cohort=2",
     "task.clients=6",
     "method.local_steps=5",
@@ -85,7 +85,7 @@ def test_kill_9_and_resume_changes_no_number(what: str, tmp_path: Path) -> None:
     method, *own = KILLED[what]
     short = [f"method.{key}={length}" for key, length in lengths(method).items()]
     keys = [*KEYS, *FAULTS, *short, *own]
-    moment = random.Random(what).randrange(1, 7)  # of 8 evaluations
+    moment = random.Random(what).randrange(1, 6)  # of 8 evaluations
     process = start("run", method, *keys, "--quiet", "--out", str(tmp_path / "killed"))
     killed = kill_after(process, tmp_path / "killed", moment)
     assert not (killed / "summary.json").exists()

@@ -39,7 +39,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("deployment"), linux]
 LOOPBACK = "0100007F"
 SITES = (range(10), range(10, 20))
 NEWCOMER = 20
-RESTART = 10.0
+RESTART = 30.0
 """Seconds between two starts of a node, of which each takes a core for some."""
 LONGEST = 1500.0
 """Seconds after which a run has failed; a quiet machine takes half a minute."""
