@@ -103,6 +103,10 @@ def test_cells_that_differ_in_serving_share_a_training(folder: Path) -> None:
     assert serve == "hyperfed evaluate RUN --novel task.novel_alpha=10.0"
     (alone,) = planned(folder, "unlike-sampled")
     assert alone.trained is None
+    trained.folder.mkdir(parents=True)
+    (trained.folder / "summary.json").touch()  # it is done, whoever asked for it
+    (served,) = planned(folder, "unlike-sampled")
+    assert served.trained == trained.folder
 
 
 def test_a_scale_shortens_the_phases_too_and_leaves_each_a_round(folder: Path) -> None:

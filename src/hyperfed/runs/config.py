@@ -16,6 +16,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from decimal import ROUND_HALF_UP, Decimal
+from functools import cache
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_type_hints
@@ -379,14 +380,17 @@ def dump(config: RunConfig, path: Path) -> None:
 # Keys and values.
 
 
-def _fields(kind: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (dotted key, type) of each field of a dataclass, nested dataclasses unfolded."""
-    hints = get_type_hints(kind)
+@cache
+def _fields(kind: type, prefix: str = "") -> tuple[tuple[str, Any], ...]:
+    """Returns (dotted key, type) of each field of a dataclass, nested dataclasses unfolded."""
+    found: list[tuple[str, Any]] = []
+    hints: dict[str, Any] = get_type_hints(kind)
     for field in dataclasses.fields(kind):
         if dataclasses.is_dataclass(hints[field.name]):
-            yield from _fields(hints[field.name], f"{prefix}{field.name}.")
+            found += _fields(hints[field.name], f"{prefix}{field.name}.")
         else:
-            yield prefix + field.name, hints[field.name]
+            found.append((prefix + field.name, hints[field.name]))
+    return tuple(found)
 
 
 def _known(settings: type | None) -> dict[str, Any]:

@@ -136,6 +136,7 @@ def plan(
         (seed, cell): _job(experiment, cell, seed, scale, out)
         for seed in range(seeds)
         for cell in experiment.cells
+        if cell in cells or _folder(experiment, cell, seed, scale, out).exists()
     }
     # Whoever is first among those that share a training trains, or has done so.
     first: dict[tuple[str, ...], Job] = {}
@@ -163,9 +164,14 @@ def _job(experiment: Experiment, cell: str, seed: int, scale: float, out: Path) 
         settings += _scaled(source, config, scale)
         config = configuration.load(source, settings)
     command = shlex.join(["hyperfed", "run", source, *settings])
-    name = f"seed{seed}" if scale == 1 else f"seed{seed}-scale{scale:g}"
-    folder = out / experiment.folder(cell) / name
+    folder = _folder(experiment, cell, seed, scale, out)
     return Job(experiment, cell, seed, folder, config, Origin(experiment.id, cell, scale, command))
+
+
+def _folder(experiment: Experiment, cell: str, seed: int, scale: float, out: Path) -> Path:
+    """Returns the folder of a cell's record."""
+    name = f"seed{seed}" if scale == 1 else f"seed{seed}-scale{scale:g}"
+    return out / experiment.folder(cell) / name
 
 
 def _scaled(source: str, config: RunConfig, scale: float) -> list[str]:
