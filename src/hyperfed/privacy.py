@@ -14,7 +14,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
@@ -164,6 +164,14 @@ def secret_noise(like: Tensor) -> Tensor:
     return noise.to(dtype=like.dtype, device=like.device)
 
 
+@lru_cache(2**12)  # a search, and clients that have answered alike have spent alike
+def _epsilon(multiplier: float, delta: float) -> float:
+    """Returns the epsilon, at ``delta``, of one Gaussian query."""
+    import dp_accounting
+
+    return float(dp_accounting.get_epsilon_gaussian(multiplier, delta))
+
+
 @dataclass(frozen=True)
 class Ledger:
     """What a client has spent of its privacy by Gaussian queries, and what it will spend at most.
@@ -185,12 +193,10 @@ class Ledger:
     @property
     def spent(self) -> float:
         """The epsilon, at ``delta``, of all queries together."""
-        import dp_accounting
-
         if not self.multipliers:
             return 0.0
         precision = math.fsum(multiplier**-2 for multiplier in self.multipliers)
-        return float(dp_accounting.get_epsilon_gaussian(precision**-0.5, self.delta))
+        return _epsilon(precision**-0.5, self.delta)
 
     def after(self, multiplier: float) -> "Ledger":
         """Returns the ledger after one more query.
