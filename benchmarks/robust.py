@@ -2,11 +2,11 @@
 
 python benchmarks/robust.py --out results/robust
 writes ``robust.json`` and ``robust.md``, on the digits; runs that are there already are not made
-again. A run is told apart by its method, its
-rule, what the hostile clients do and how many they are, and nothing else: seed, data, rounds and
-the methods' settings are the same, and one seed decides which clients are hostile. The accuracy is
-that of the honest clients' models on their own test data, after the last round: a run would choose
-its best round by validation, of which hostile clients could lie too.
+again. Runs of one seed differ in their method, their rule, what the hostile clients do and how many
+they are, and in nothing else: data, rounds and the methods' settings are the same, and the seed
+decides which clients are hostile. The accuracy is that of the honest clients' models on their own
+test data, after the last round: a run would choose its best round by validation, of which hostile
+clients could lie too.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from statistics import fmean
 from typing import Any, get_args
 
 import torch
@@ -89,8 +90,9 @@ def measure(
         "aggregation": rule,
         "attack": attack,
         "share": share,
+        "seed": seed,
         "hostile": liars,
-        "accuracy": correct / total if total else None,
+        "accuracy": correct / total,
         "lost": lost,
         "void": run.summary["void_rounds"],
         "seconds": time.perf_counter() - begin,
@@ -98,17 +100,23 @@ def measure(
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:
-    """Returns the accuracies in Markdown, a row for each method and rule."""
+    """Returns accuracies in Markdown, a row for each method and rule: mean and range over seeds."""
     heads = [
         "honest" if case == HONEST else f"{case[0]} {case[1]:.0%}".replace("%", " %")
         for case in cases()
     ]
     lines = [f"| method | aggregation | {' | '.join(heads)} |", "|---" * (len(heads) + 2) + "|"]
-    of = {(r["method"], r["aggregation"], r["attack"], r["share"]): r["accuracy"] for r in found}
+    of: dict[tuple[Any, ...], list[float]] = {}
+    for r in found:
+        of.setdefault((r["method"], r["aggregation"], r["attack"], r["share"]), []).append(
+            100 * r["accuracy"]
+        )
     for method in dict.fromkeys(r["method"] for r in found):
         for rule in dict.fromkeys(r["aggregation"] for r in found):
             values = [of.get((method, rule, *case)) for case in cases()]
-            shown = " | ".join("–" if value is None else f"{value:.2f}" for value in values)
+            shown = " | ".join(
+                f"{fmean(v):.0f} ({min(v):.0f} to {max(v):.0f})" if v else "–" for v in values
+            )
             lines.append(f"| `{method}` | `{rule}` | {shown} |")
     return "\n".join(lines) + "\n"
 
@@ -120,22 +128,28 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
     parser.add_argument("--rules", nargs="+", default=RULES, choices=RULES)
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=3)
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
-    one = {"rounds": asked.rounds, "seed": asked.seed}
     path = asked.out / "robust.json"
     found: list[dict[str, Any]] = []
     if path.exists():
         before = json.loads(path.read_text())
-        found = before["runs"] if one == {key: before[key] for key in one} else []
-    there = {(r["attack"], r["share"], r["method"], r["aggregation"]) for r in found}
-    for (attack, share), method, rule in product(cases(), asked.methods, asked.rules):
-        if (attack, share, method, rule) in there:
+        found = before["runs"] if before["rounds"] == asked.rounds else []
+    there = {(r["seed"], r["attack"], r["share"], r["method"], r["aggregation"]) for r in found}
+    for seed, (attack, share), method, rule in product(
+        range(asked.seeds), cases(), asked.methods, asked.rules
+    ):
+        if (seed, attack, share, method, rule) in there:
             continue
-        found.append(measure(method, rule, attack, share, **one))
+        found.append(measure(method, rule, attack, share, rounds=asked.rounds, seed=seed))
         print(json.dumps(found[-1]), flush=True)
-        record = {**one, "commit": commit(), "versions": versions(), "runs": found}
+        record = {
+            "rounds": asked.rounds,
+            "commit": commit(),
+            "versions": versions(),
+            "runs": found,
+        }
         atomic_write(path, json.dumps(record, indent=1).encode())
         atomic_write(asked.out / "robust.md", table(found).encode())
 

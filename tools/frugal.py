@@ -2,6 +2,7 @@
 
     python tools/frugal.py grid      # the server's rate of every hypernetwork, on one grid
     python tools/frugal.py record    # one division of CIFAR-10 into results/frugal
+    python tools/frugal.py record --rounds 2000    # the same for longer, into results/frugal_2000
 
 What is done already is skipped, so a stopped command goes on where it was.
 
@@ -43,7 +44,13 @@ TASK: Mapping[str, Any] = {
 
 
 def train(
-    method: str, kind: str, seed: int, rates: Mapping[str, float], out: Path | None = None
+    method: str,
+    kind: str,
+    seed: int,
+    rates: Mapping[str, float],
+    out: Path | None = None,
+    *,
+    rounds: int = ROUNDS,
 ) -> hyperfed.Run:
     """Trains a method with a hypernetwork."""
     return hyperfed.train(
@@ -51,9 +58,9 @@ def train(
         out=out,
         seed=seed,
         task=TASK,
-        rounds=ROUNDS,
+        rounds=rounds,
         cohort=1,
-        evaluate_every=ROUNDS // 4,
+        evaluate_every=rounds // 4,
         method={"local_steps": 20, "batch_size": 32, **rates, **KINDS[kind]},
         progress=False,
     )
@@ -63,7 +70,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("what", choices=["grid", "record"])
     parser.add_argument("--methods", nargs="+", default=list(SERVER_RATES))
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of record; 400")
     asked = parser.parse_args()
+    usual = asked.rounds == ROUNDS
+    folder = RESULTS if usual else RESULTS.with_name(f"{RESULTS.name}_{asked.rounds}")
     torch.set_num_threads(1)
     grid = Grid(RESULTS / "grid.jsonl")
     for method, kind in product(asked.methods, KINDS):
@@ -71,5 +81,5 @@ if __name__ == "__main__":
         for rate in SERVER_RATES[method] if asked.what == "grid" else ():
             grid.reached(of, {"lr": rate}, partial(train, method, kind, OTHER_SEED))
         for seed in SEEDS if asked.what == "record" else ():
-            trained = partial(train, method, kind, seed, grid.best(of))
-            record(RESULTS / f"{method}_{kind}" / f"seed{seed}", trained)
+            trained = partial(train, method, kind, seed, grid.best(of), rounds=asked.rounds)
+            record(folder / f"{method}_{kind}" / f"seed{seed}", trained)

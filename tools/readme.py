@@ -1,4 +1,4 @@
-"""Writes the tables of README.md, docs/howto/few_labels.md and docs/deploy.md.
+"""Writes the tables of README.md and of three pages of the documentation.
 
     make readme
 
@@ -21,8 +21,7 @@ from statistics import fmean
 from hyperfed.methods import METHODS
 
 README = Path(__file__).parents[1] / "README.md"
-FEW_LABELS = README.parent / "docs" / "howto" / "few_labels.md"
-DEPLOY = README.parent / "docs" / "deploy.md"
+DOCS = README.parent / "docs"
 SENT = re.compile(r"Sent: (.+?)(?= (?:Kept|Aggregated|Averaged|Evaluated|A novel client)\b|\n\n|$)")
 BEGIN, END = "<!-- {}: written by make readme -->\n", "<!-- {}: end -->\n"
 ACCURACIES = ("test_accuracy", "novel_accuracy")
@@ -128,14 +127,16 @@ SECTIONS: Mapping[str, Callable[[], str]] = {
 }
 """Name -> what makes what stands there in README.md."""
 
-OF_FEW_LABELS: Mapping[str, Callable[[], str]] = {
-    name: partial(table_of_records, name.replace(" ", "_"), best_first=True)
-    for name in ("few labels", "many labels")
+DOCUMENTS: Mapping[Path, Mapping[str, Callable[[], str]]] = {
+    README: SECTIONS,
+    DOCS / "howto" / "few_labels.md": {
+        name: partial(table_of_records, name.replace(" ", "_"), best_first=True)
+        for name in ("few labels", "many labels")
+    },
+    DOCS / "deploy.md": {"sent": table_of_sent},
+    DOCS / "security.md": {"robust": (RESULTS / "robust" / "robust.md").read_text},
 }
-
-
-OF_DEPLOY: Mapping[str, Callable[[], str]] = {"sent": table_of_sent}
-"""The same of docs/deploy.md."""
+"""The same of every document that has such tables."""
 
 
 def written(text: str, sections: Mapping[str, Callable[[], str]] = SECTIONS) -> str:
@@ -155,10 +156,6 @@ def written(text: str, sections: Mapping[str, Callable[[], str]] = SECTIONS) -> 
 
 
 if __name__ == "__main__":
-    for document, tables in (
-        (README, SECTIONS),
-        (FEW_LABELS, OF_FEW_LABELS),
-        (DEPLOY, OF_DEPLOY),
-    ):
+    for document, tables in DOCUMENTS.items():
         text = written(document.read_text(encoding="utf-8"), tables)
         document.write_text(text, encoding="utf-8")
