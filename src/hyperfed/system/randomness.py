@@ -32,13 +32,8 @@ def seeded(seed: int, *keys: str | int) -> Iterator[None]:
     # An accelerator has a global generator of its own, which manual_seed sets too.
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices=devices):
-        # For each kind that is not awake it keeps the call's stack for good, which takes long.
-        seed_all = torch.default_generator.manual_seed if _asleep() else torch.manual_seed
+        # Of each kind of accelerator, there or not, PyTorch would keep the call's stack for good.
+        alone = torch.accelerator.current_accelerator() is None
+        seed_all = torch.default_generator.manual_seed if alone else torch.manual_seed
         seed_all(derive(seed, *keys))
         yield
-
-
-def _asleep() -> bool:
-    """Returns whether no accelerator has begun to compute in this process."""
-    kind = torch.accelerator.current_accelerator()
-    return kind is None or (kind.type == "cuda" and not torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
