@@ -12,12 +12,11 @@ from hyperfed.runs.config import RunConfig, cohort_size
 from hyperfed.runs.records import Evaluation
 from hyperfed.runs.report import (
     COLOURS,
-    DASHES,
-    MARKERS,
     FinishedRun,
     Row,
     check_ending,
     comparison,
+    look,
     metric_of,
     new_figure,
     save,
@@ -194,9 +193,7 @@ def _line(
     axes.plot(
         places,
         values,
-        color=COLOURS[index % len(COLOURS)],
-        linestyle=DASHES[index % len(DASHES)],
-        marker=MARKERS[index % len(MARKERS)],
+        **look(index, "linestyle", "marker"),
         markevery=[rounds.index(row.best_round)],
         label=row.label,
         zorder=2,
@@ -213,21 +210,20 @@ def _name_horizontal(axes: "Axes", axis: str) -> None:
 
 def _box(axes: "Axes", index: int, values: Sequence[float]) -> None:
     """Draws a box and a point for each client."""
-    colour = COLOURS[index % len(COLOURS)]
+    own = look(index, "marker")
     axes.boxplot(
         values,
         positions=[index],
         widths=0.5,
         showfliers=False,  # every client has its point
-        medianprops={"color": colour, "linewidth": 2},
+        medianprops={"color": own["color"], "linewidth": 2},
     )
     aside = np.random.default_rng(index).uniform(-0.15, 0.15, len(values))
     axes.scatter(
         index + aside,
         values,
         s=14,
-        color=colour,
-        marker=MARKERS[index % len(MARKERS)],
+        **own,
         alpha=0.6,
         linewidths=0,
         zorder=3,

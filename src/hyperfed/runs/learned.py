@@ -17,7 +17,7 @@ import numpy.typing as npt
 from hyperfed.errors import UserError
 from hyperfed.runs.config import RunConfig, to_dict
 from hyperfed.runs.records import Evaluation
-from hyperfed.runs.report import COLOURS, DASHES, MARKERS, FinishedRun, new_figure
+from hyperfed.runs.report import FinishedRun, look, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -207,8 +207,7 @@ def draw_weights(run: FinishedRun) -> "Figure":
             axes.plot(
                 rounds,
                 weights[:, TARGET, client],
-                color=COLOURS[client % len(COLOURS)],
-                linestyle=DASHES[client % len(DASHES)],
+                **look(client, "linestyle"),
                 linewidth=2.5 if client == TARGET else 1.2,
                 label=f"{client}, itself" if client == TARGET else str(client),
             )
@@ -277,8 +276,7 @@ def _over_distance(
             values,
             s=16,
             alpha=0.7,
-            color=COLOURS[index % len(COLOURS)],
-            marker=MARKERS[index % len(MARKERS)],
+            **look(index, "marker"),
             label=name,
         )
     _name(axes, across, "accuracy of a novel client (%)")
@@ -302,9 +300,7 @@ def draw_gap(runs: Mapping[str, Sequence[FinishedRun]]) -> "Figure":
         axes.plot(
             places,
             values,
-            color=COLOURS[index % len(COLOURS)],
-            linestyle=DASHES[index % len(DASHES)],
-            marker=MARKERS[index % len(MARKERS)],
+            **look(index, "linestyle", "marker"),
             label=name,
         )
     axes.axhline(0, color="0.6", linewidth=1, zorder=1)
@@ -372,8 +368,7 @@ def _over_rounds(
             axes.plot(
                 rounds,
                 values,
-                color=COLOURS[index % len(COLOURS)],
-                linestyle=DASHES[index % len(DASHES)],
+                **look(index, "linestyle"),
                 label="_" if at else name,  # of which a legend says nothing
             )
     _name(axes, "round", up)

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
@@ -40,6 +40,12 @@ PERSONAL = 0.01
 """By which part of the metric a client's own model must be better than another client's."""
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+
+
+def look(index: int, *of: Literal["linestyle", "marker"]) -> dict[str, Any]:
+    """Returns how what belongs to one of many is drawn: its colour, and what else is asked for."""
+    every = {"color": COLOURS, "linestyle": DASHES, "marker": MARKERS}
+    return {kind: every[kind][index % len(every[kind])] for kind in ("color", *of)}
 
 
 class FinishedRun(Protocol):

@@ -6,7 +6,7 @@ from io import StringIO
 from typing import TYPE_CHECKING
 
 from hyperfed.runs.experiments import Published
-from hyperfed.runs.report import COLOURS, DASHES, MARKERS
+from hyperfed.runs.report import COLOURS, look
 from hyperfed.runs.statistics import Spread
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def draw_cells(curves: Sequence[Curve], dots: Sequence[Dot], label: str) -> str:
     for index, curve in enumerate(curves):
         if not curve.points:
             continue
-        style = {"color": COLOURS[index % len(COLOURS)], "linestyle": DASHES[index % len(DASHES)]}
+        style = look(index, "linestyle")
         if curve.points[-1][0] == 0:
             left.axhline(curve.points[-1][1], label=curve.name, **style)
         else:
@@ -114,9 +114,7 @@ def draw_series(series: Sequence[Series], across: str, up: str) -> str:
     for index, one in enumerate(series):
         axes.plot(
             *zip(*one.points, strict=True),
-            color=COLOURS[index % len(COLOURS)],
-            linestyle=DASHES[index % len(DASHES)],
-            marker=MARKERS[index % len(MARKERS)],
+            **look(index, "linestyle", "marker"),
             label=one.name,
         )
     axes.set_xscale("log")
@@ -145,18 +143,18 @@ def draw_along(lines: Mapping[str, Sequence[Place]], across: str, up: str) -> st
     ticks = sorted({place.at for places in lines.values() for place in places})
     for index, (name, found) in enumerate(lines.items()):
         places = sorted(found, key=lambda place: place.at)
-        colour, marker = COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
+        own = look(index, "marker")
         axes.errorbar(
             [ticks.index(place.at) for place in places],
             [place.measured.mean for place in places],
             yerr=[place.measured.std or 0.0 for place in places],
-            color=colour, marker=marker, capsize=3, label=name,
+            capsize=3, label=name, **own,
         )  # fmt: skip
         told = [(ticks.index(p.at), p.published.value) for p in places if p.published is not None]
         if told:
             axes.plot(
-                *zip(*told, strict=True), color=colour, marker=marker, linestyle="--",
-                markerfacecolor="none", alpha=0.6, label=f"{name}, published",
+                *zip(*told, strict=True), linestyle="--", markerfacecolor="none", alpha=0.6,
+                label=f"{name}, published", **own,
             )  # fmt: skip
     axes.set_xticks(range(len(ticks)), [f"{tick:g}" for tick in ticks])
     axes.set_xlabel(across)
