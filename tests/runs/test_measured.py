@@ -141,6 +141,18 @@ def test_a_partition_that_is_left_to_a_data_set_with_a_name_is_the_one_it_has(
     assert measured.flat(of_ones_own)["task.partition"] == '"none"'
 
 
+def test_how_answers_would_be_private_says_nothing_where_they_are_not() -> None:
+    def settings(**privacy: Any) -> dict[str, Any]:
+        own = {"epsilon": None, "clip": None, "delta": 0.1, "where": "local", "masking": False}
+        return {"task": {"name": "mine.csv"}, "privacy": own | privacy}
+
+    usual = measured.flat(settings())
+    assert measured.differing(settings(clip=3.0, delta=0.5, where="central"), usual) == {}
+    assert measured.differing(settings(clip=3.0, epsilon=8.0), usual).keys() == {"privacy.epsilon"}
+    masked = measured.flat(settings(masking=True))
+    assert measured.differing(settings(masking=True, clip=3.0), masked).keys() == {"privacy.clip"}
+
+
 def test_a_record_is_of_the_cell_that_it_names_or_after_which_its_folder_is_called(
     folder: Path,
 ) -> None:

@@ -152,7 +152,7 @@ def flat(settings: config.RunConfig | Mapping[str, Any]) -> dict[str, str]:
     """Returns {dotted key: value as TOML} of settings that change numbers, but for the seed.
 
     A partition that is left to the data set is told by its name, as records of before it could be
-    left out have it.
+    left out have it. Where nothing is private or masked, no more is told of that.
     """
     nested = settings if isinstance(settings, Mapping) else config.to_dict(settings)
     told = {}
@@ -163,6 +163,10 @@ def flat(settings: config.RunConfig | Mapping[str, Any]) -> dict[str, str]:
     unsaid = told.get("task.partition") == literal(None)
     if unsaid and nested["task"]["name"] in datasets.NAMES:
         told["task.partition"] = literal(OF_LABELLED)
+    private = told.get("privacy.epsilon", literal(None)) != literal(None)
+    if not private and told.get("privacy.masking") != literal(True):
+        for key in ("clip", "delta", "where"):
+            told.pop(f"privacy.{key}", None)
     return told
 
 
