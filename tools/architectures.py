@@ -10,10 +10,10 @@ Sixty clinics each have twelve labelled digits of 8 x 8 pixels and code their la
 ways, as in the first run; a third of them runs a small LeNet, a third a ResNet of eight layers and
 a third an MLP-Mixer, each code as often on each. Twelve of the clinics join when training is over.
 Every method gets the same rounds, cohort, local steps, batch and plain SGD, and the same local
-rates to choose from; one with a server that learns has then another rate for that, three times the
-first, at the local rate chosen. Rates are chosen by the best round's accuracy on the validation
-data of a division (a seed) that no record is of. A newcomer who trains alone does so for as many
-steps as each of the others on average.
+rates to choose from; one with a server that learns has then other rates for that, a third of the
+first and three times it, at the local rate chosen. Rates are chosen by the best round's accuracy on
+the validation data of a division (a seed) that no record is of. A newcomer who trains alone does so
+for as many steps as each of the others on average.
 """
 
 import argparse
@@ -47,7 +47,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "mh_pfedhn": {},
     "pefll": {},
 }
-SERVER_RATES = {"mh_pfedhn": (2e-3, 6e-3), "pefll": (2e-3, 6e-3)}
+SERVER_RATES = {"mh_pfedhn": (2e-3, 6e-4, 6e-3), "pefll": (2e-3, 6e-4, 6e-3)}
 """Adam's, of both."""
 
 

@@ -1,4 +1,4 @@
-"""Writes the tables of README.md and of three pages of the documentation.
+"""Writes the tables of README.md and of four pages of the documentation.
 
     make readme
 
@@ -12,7 +12,7 @@ a link for each. ``hyperfed list methods`` shows the same line.
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -105,6 +105,41 @@ def table_of_records(folder: str, *, best_first: bool = False) -> str:
     return "\n".join(lines) + "\n"
 
 
+def table_of_architectures() -> str:
+    """Returns the same for clients of each architecture, of ``results/architectures``."""
+    from architectures import ARCHITECTURES, CLIENTS, architecture  # slow, and seldom needed
+
+    methods = [path for name in METHODS if (path := RESULTS / "architectures" / name).is_dir()]
+    heads = ["clients", "architecture", *(f"`{method.name}`" for method in methods)]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for split, who in (("test", "that trained"), ("novel", "that joined afterwards")):
+        for kind in (*ARCHITECTURES, "all"):
+            taken = {i for i in range(CLIENTS) if kind in ("all", architecture(i))}
+            cells = [
+                _mean_and_range([_accuracy(one, split, taken) for one in method.glob("seed*")])
+                for method in methods
+            ]
+            lines.append(f"| {' | '.join([who, kind, *cells])} |")
+    return "\n".join(lines) + "\n"
+
+
+def _accuracy(record: Path, split: str, taken: Collection[int]) -> float:
+    """Returns the best model's accuracy on all examples of some clients.
+
+    Newcomers are served once, by that model, when training is over.
+    """
+    best = json.loads((record / "summary.json").read_text(encoding="utf-8"))["best_round"]
+    lines = map(json.loads, (record / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    of = next(
+        line
+        for line in lines
+        if line["split"] == split and (split == "novel" or line["round"] == best)
+    )
+    everybody = zip(of["clients"], of["client_accuracy"], of["count"], strict=True)
+    counted = [(own * count, count) for i, own, count in everybody if i in taken]
+    return float(sum(right for right, _ in counted) / sum(count for _, count in counted))
+
+
 def _method_of(folder: str) -> tuple[str, str]:
     """Returns the method of a folder, and how it was served."""
     for ending, how in ENDINGS.items():
@@ -133,6 +168,7 @@ DOCUMENTS: Mapping[Path, Mapping[str, Callable[[], str]]] = {
         name: partial(table_of_records, name.replace(" ", "_"), best_first=True)
         for name in ("few labels", "many labels")
     },
+    DOCS / "howto" / "architectures.md": {"architectures": table_of_architectures},
     DOCS / "deploy.md": {"sent": table_of_sent},
     DOCS / "security.md": {"robust": (RESULTS / "robust" / "robust.md").read_text},
 }

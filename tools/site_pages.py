@@ -33,6 +33,7 @@ SUMMARY = """\
     - [Few labels](howto/few_labels.md)
     - [No labels](howto/no_labels.md)
     - [Many clients](howto/many_clients.md)
+    - [Several architectures](howto/architectures.md)
     - [Adapters of a pretrained network](adapters.md)
 - Notebooks
     - [One model cannot serve all](notebooks/first_run.ipynb)
