@@ -277,12 +277,20 @@ class TestDescribedChunks:
             ours = torch.cat([tensor[row].flatten() for tensor in model.values()])
             torch.testing.assert_close(ours, expected[:9])
 
+    def test_new_features_tell_chunks_apart(self):
+        torch.manual_seed(0)
+        net = DescribedChunks({"base": {"w": torch.Size([40_000])}}, 13)
+        ids = net.ids["base"].get_parameter("weight")
+        inputs = torch.cat([torch.randn(1, 13).expand(len(ids), -1), ids], dim=1)
+        features = nn.functional.normalize(net.network[:-1](inputs), dim=1)
+        assert (features @ features.T).mean() < 0.85
+
     def test_the_size_of_its_network_does_not_follow_the_targets(self):
         small, large = (
             DescribedChunks({"base": {"w": torch.Size([count])}}, 13) for count in (400, 400_000)
         )
         numbers = [sum(p.numel() for p in net.network.parameters()) for net in (small, large)]
-        assert numbers[0] == numbers[1] == 27 * 100 + 3 * 10_100 + 101 * 400
+        assert numbers[0] == numbers[1] == 27 * 100 + 10_100 + 101 * 400
         assert large.ids["base"].weight.shape == (1000, 13)
 
     def test_only_the_size_asked_for_is_computed(self):

@@ -18,7 +18,7 @@ NETS: dict[str, dict[str, Any]] = {
     "heads": {},
     "low rank": {"head_rank": 2},
     "single": {"hyper_net": "single"},
-    "chunks": {"hyper_net": "chunks", "chunk": 5},
+    "chunks": {"hyper_net": "chunks", "chunk": 5, "chunk_hidden_layers": 2},
 }
 EXACT: dict[str, Any] = {"rtol": 0, "atol": 1e-12}
 METHODS_WITH = ["pfedhn", "pefll", "itpfl"]
@@ -101,6 +101,7 @@ def test_settings_choose_the_hypernetwork(method: str) -> None:
         if name == "low rank":
             assert net.heads["base/body/weight"].weight.shape == (20, 2)
         if name == "chunks":
+            assert [*map(type, net.network)] == [nn.Linear, nn.ReLU] * 3 + [nn.Linear]
             assert net.network[-1].weight.shape == (5, 7)
             assert net.ids["base"].weight.shape == (8, 2)  # 39 parameters in chunks of 5
 

@@ -1,7 +1,7 @@
 """What methods share whose server makes models with a hypernetwork: which one, and its start."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import ConfigDict, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
@@ -31,6 +31,7 @@ class GeneratorConfig:
             memory by about ``hidden / head_rank``.
         chunk: parameters that ``chunks`` makes at a time.
         chunk_embedding: length of the embedding of a chunk.
+        chunk_hidden_layers: what ``hidden_layers`` is to the others, for ``chunks``.
         start: whether models begin as a new hypernetwork happens to make them (the papers), or all
             of them as the target that the task brings: what it was trained for is not lost.
         hidden: width of the hypernetwork's hidden layers, of which ``hidden_layers`` follow the
@@ -42,6 +43,7 @@ class GeneratorConfig:
     head_rank: PositiveInt | None = None
     chunk: PositiveInt = 400
     chunk_embedding: PositiveInt = 13
+    chunk_hidden_layers: NonNegativeInt = 1
     start: Literal["random", "target"] = "random"
     hidden: PositiveInt = 100
     hidden_layers: NonNegativeInt = 3
@@ -79,15 +81,25 @@ class GeneratorConfig:
         if shapes is None:
             shapes = {size: shapes_of(net) for size, net in outline.models.items()}
         net: HyperNet
-        layers: dict[str, Any] = {"hidden": self.hidden, "hidden_layers": self.hidden_layers}
         if self.hyper_net == "chunks":
-            of_chunk = {"chunk": self.chunk, "embedding": self.chunk_embedding}
-            spread = _spreads(outline, shapes)
-            net = DescribedChunks(shapes, length, **layers, **of_chunk, spread=spread)
+            net = DescribedChunks(
+                shapes,
+                length,
+                chunk=self.chunk,
+                embedding=self.chunk_embedding,
+                hidden=self.hidden,
+                hidden_layers=self.chunk_hidden_layers,
+                spread=_spreads(outline, shapes),
+            )
         else:
-            kind = SingleOutput if self.hyper_net == "single" else MultiHead
-            outputs: dict[str, Any] = {"spectral_norm": spectral_norm, "rank": self.head_rank}
-            net = kind(shapes, length, **layers, **outputs)
+            net = (SingleOutput if self.hyper_net == "single" else MultiHead)(
+                shapes,
+                length,
+                hidden=self.hidden,
+                hidden_layers=self.hidden_layers,
+                spectral_norm=spectral_norm,
+                rank=self.head_rank,
+            )
         net = net.to(outline.dtype)
         if self.start == "target":
             start_at(net, outline.models)
