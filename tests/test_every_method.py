@@ -1,12 +1,19 @@
 """Every method keeps the contract: one table of methods x shared tests."""
 
+import hashlib
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
 from pydantic import ValidationError
 
+import hyperfed
 from hyperfed import trees
 from hyperfed.engines import Faults
 from hyperfed.engines.calls import Call, find_step
@@ -60,6 +67,34 @@ def test_training_changes_something_and_twice_is_the_same(method: str) -> None:
         assert not same(before, first.server.state(optimizers=False))
     else:  # a server without state, as Local's: what has trained is with the clients
         assert set(first.engine.memory) == {0, 1, 3}
+
+
+def digests() -> dict[str, str]:
+    """What is there after two rounds: method -> a hash of it."""
+    found = {}
+    for method in ALL:
+        ours = federation(method)
+        for number in range(2):
+            ours.round([0, 1, 3], number)
+        leaves = [
+            (repr(name), leaf.numpy().tobytes()) for name, leaf in trees.leaves(snapshot(ours))
+        ]
+        found[method] = hashlib.sha256(repr(leaves).encode()).hexdigest()
+    return found
+
+
+@pytest.mark.slow
+def test_another_process_gives_the_same() -> None:
+    """Where sets of names have another order."""
+    program = "import json, test_every_method; print(json.dumps(test_every_method.digests()))"
+    places = (Path(__file__).parent, Path(hyperfed.__file__).parents[1])
+    own = {"PYTHONPATH": os.pathsep.join(map(str, places)), "OMP_NUM_THREADS": "1"}
+    said = subprocess.check_output([sys.executable, "-c", program], env=os.environ | own, text=True)
+    there, threads = json.loads(said), torch.get_num_threads()
+    torch.set_num_threads(1)
+    here = digests()
+    torch.set_num_threads(threads)
+    assert [method for method in ALL if here[method] != there[method]] == []
 
 
 @pytest.mark.parametrize("net", [TwoLayers, Normed])
