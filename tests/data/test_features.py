@@ -143,6 +143,7 @@ def test_every_example_is_in_its_row_where_there_are_several_batches():
     torch.testing.assert_close(task.features, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.xdist_group("adapters")  # which import it
 def test_the_part_of_a_model_of_peft_has_the_name_it_had_before():
     peft = pytest.importorskip("peft", reason="pip install 'hyperfed[peft]'")
     net = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5), nn.Linear(5, 3)).double()

@@ -1,10 +1,12 @@
 """Adapters of PEFT and models of transformers as targets: what travels, what is handed out."""
 
+import importlib
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +30,27 @@ from hyperfed.system.randomness import seeded
 from hyperfed.training import outputs_and_features
 from toys import Federation
 
-peft = pytest.importorskip("peft", reason="pip install 'hyperfed[peft]'")
-transformers = pytest.importorskip("transformers", reason="pip install 'hyperfed[peft]'")
-
 pytestmark = [
     pytest.mark.xdist_group("adapters"),  # which share what takes seconds to import
+    pytest.mark.skipif(
+        find_spec("peft") is None or find_spec("transformers") is None,
+        reason="NOT TESTED: pip install 'hyperfed[peft]'",
+    ),
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
 ]
+
+
+class Late:
+    """A library that is imported when it is used, since every worker imports this file."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self._name), name)
+
+
+peft, transformers = Late("peft"), Late("transformers")
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(90, 8)).astype(np.float32)

@@ -23,7 +23,7 @@ from hyperfed.runs import config
 from hyperfed.system import toml
 from processes import await_end, descendants, linux
 
-pytestmark = [linux, pytest.mark.slow]
+pytestmark = [linux, pytest.mark.slow, pytest.mark.xdist_group("executor")]  # and its zygote
 
 
 @pytest.fixture(scope="module", autouse=True)
