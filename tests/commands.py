@@ -4,9 +4,11 @@ Importing takes longer than what the tests have them do. They are still processe
 kills.
 """
 
+import importlib
 import multiprocessing
 import os
 import sys
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -18,22 +20,34 @@ _CONTEXT.set_forkserver_preload(
 )
 
 
-def start(*arguments: str, said: Path | None = None) -> BaseProcess:
+def preload(*modules: str) -> None:
+    """Says what else commands need, for a worker in which none has started yet."""
+    _CONTEXT.set_forkserver_preload(["hyperfed.apps.cli", "hyperfed.runs.run", *modules])
+
+
+def start(
+    *arguments: str, said: Path | None = None, first: Callable[[], None] | None = None
+) -> BaseProcess:
     """Starts ``hyperfed ARGUMENTS``, with one thread and nothing on the terminal.
 
     Args:
         arguments: of the command line.
-        said: the file for what it prints.
+        said: the file for what it prints, behind what is in it.
+        first: called in the process before; can be pickled.
     """
-    process = _CONTEXT.Process(target=_command, args=(arguments, said or Path(os.devnull)))
+    process = _CONTEXT.Process(target=_command, args=(arguments, said or Path(os.devnull), first))
     process.start()
     return process
 
 
-def _command(arguments: tuple[str, ...], said: Path) -> None:
+def _command(arguments: tuple[str, ...], said: Path, first: Callable[[], None] | None) -> None:
     from hyperfed.apps.cli import main  # preloaded
 
     torch.set_num_threads(1)
-    with said.open("w", buffering=1) as out:
+    # As what began this process, for processes that it starts.
+    sys.modules["__main__"] = importlib.import_module("hyperfed.__main__")
+    with said.open("a", buffering=1) as out:
         sys.stdout = sys.stderr = out
+        if first is not None:
+            first()
         main(arguments)

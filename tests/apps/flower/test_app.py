@@ -1,6 +1,7 @@
 """The Flower app: what its configurations mean, and what is told where they are wrong."""
 
 import io
+import json
 import os
 import sys
 import threading
@@ -176,6 +177,13 @@ def test_a_masked_run_of_the_app_equals_a_simulation_of_it(tmp_path: Path) -> No
         "train_model": True,
         "mask_reveal": False,
         "evaluate": False,
+    }
+    notes = map(json.loads, (tmp_path / "5" / "audit.jsonl").read_text().splitlines())
+    assert {note["step"]: note["bytes_out"] for note in notes if note["step"] != "evaluate"} == {
+        "mask_keys": 2 * 32,
+        "mask_shares": 4 * 120 + 32,
+        "train_model": 8 * (64 + 1) * 200,  # of FedPer's body, each in eight bytes
+        "mask_reveal": 4 * 52,
     }
 
 

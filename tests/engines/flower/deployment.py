@@ -95,7 +95,7 @@ class Deployment:
     def __init__(self, folder: Path) -> None:
         self.folder, self.port = folder, free_port()
         self.address = f"{HOST}:{self.port}"
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.processes: dict[str, Any] = {}
         self.groups: list[int] = []
         programs = str(Path(sys.executable).parent)  # the SuperLink starts others by their names
         self.environment = os.environ | {
@@ -208,8 +208,8 @@ class Deployment:
 
 
 @contextmanager
-def deployed(folder: Path) -> Iterator[Deployment]:
-    deployment = Deployment(folder)
+def deployed(folder: Path, kind: type[Deployment] = Deployment) -> Iterator[Deployment]:
+    deployment = kind(folder)
     try:
         yield deployment
     finally:
