@@ -31,7 +31,7 @@ BIN := $(VENV)/bin
 USABLE := $(VENV)/.usable
 READY := $(VENV)/.ready
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-WORKERS = $(shell $(PYTHON) -c 'import os; print(2 + ($(CORES)))')
+WORKERS = $(shell $(PYTHON) -c 'import os; print(1 + ($(CORES)))')
 
 # Or each of the many processes below would compile the whole project anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -65,8 +65,8 @@ lint: $(READY)
 test test-fast check-method: export OMP_WAIT_POLICY := passive
 
 # In their order, the slow ones first (tests/conftest.py). Some of these mostly wait, for a real
-# federation, so there are two workers more than cores. Those that share what is dear to make are
-# one group.
+# federation, so there is a worker more than cores; each takes ten seconds to import everything.
+# Those that share what is dear to make are one group.
 test: $(READY)
 	$(MAKE) -j2 lint docs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)

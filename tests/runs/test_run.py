@@ -366,8 +366,8 @@ def test_a_users_own_windows_and_network_train_with_pfedhn() -> None:
     run = hyperfed.train(
         "pfedhn",
         task,
-        rounds=150,
-        evaluate_every=50,
+        rounds=90,
+        evaluate_every=45,
         cohort=2,
         method={"local_steps": 10, "batch_size": 16, "local_lr": 0.05, "lr": 0.05},
     )
