@@ -73,7 +73,7 @@ def test_the_command_line_leaves_the_loops_metrics_and_no_process(tmp_path: Path
     settings = config.load("pfedhn", [*KEYS, "engine.cores_per_client=1"])
     loop = Run.start(settings, tmp_path / "loop")
     assert len(list(loop.train())) == 5
-    with started("run", "pfedhn", *KEYS, *ACTORS, out=tmp_path / "ray") as process:
+    with started("run", "fedavg", *KEYS, *ACTORS, out=tmp_path / "ray") as process:
         seen = watch(process)
         output, _ = process.communicate()
     assert process.returncode == 0
@@ -87,7 +87,7 @@ def test_the_command_line_leaves_the_loops_metrics_and_no_process(tmp_path: Path
 
 
 def test_kill_9_leaves_no_process(tmp_path: Path) -> None:
-    arguments = ["run", "pfedhn", *KEYS, *ACTOR, "rounds=100000", LONG]
+    arguments = ["run", "fedavg", *KEYS, *ACTOR, "rounds=100000", LONG]
     with started(*arguments, out=tmp_path) as process:
         seen = watch(process, until="ray::Worker")
     assert process.returncode == -signal.SIGKILL
@@ -100,7 +100,7 @@ def test_a_lost_cluster_leaves_a_run_to_resume_and_no_process(
 ) -> None:
     """Of both Ray ends the process that has connected to it; of the head after a minute."""
     monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "2")
-    arguments = ["run", "pfedhn", *KEYS, *ACTOR, "rounds=100000", "checkpoint_every=1", LONG]
+    arguments = ["run", "fedavg", *KEYS, *ACTOR, "rounds=100000", "checkpoint_every=1", LONG]
     with started(*arguments, out=tmp_path, stderr=subprocess.PIPE) as process:
         seen = watch(process, until="ray::Worker.answer")
         while not list(tmp_path.glob("*/*/checkpoint/state.safetensors")):
@@ -118,7 +118,7 @@ def test_a_lost_cluster_leaves_a_run_to_resume_and_no_process(
 
 
 def test_ctrl_c_stops_after_the_round_though_it_reaches_every_process(tmp_path: Path) -> None:
-    arguments = ["run", "pfedhn", *KEYS, *ACTOR, "rounds=100000", LONG]
+    arguments = ["run", "fedavg", *KEYS, *ACTOR, "rounds=100000", LONG]
     with started(*arguments, out=tmp_path, start_new_session=True) as process:
         seen = watch(process, until="ray::Worker.answer")
         os.killpg(process.pid, signal.SIGINT)
