@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from hyperfed.metrics import ACCURACY, Metric, named
-from hyperfed.runs import bound, grids, learned, measured, statistics
+from hyperfed.runs import bound, grids, learned, measured, owed, statistics
 from hyperfed.runs.computed import Computed, read_record
 from hyperfed.runs.experiments import Experiment, Measure
 from hyperfed.runs.measured import UNITS, Cell, Measurement, Verdict
@@ -42,6 +42,13 @@ accuracy, with the 95 % interval of Student's t over clients; *noise* marks thos
 zero in it or whose seeds disagree. Of how much another seed may change, the interval knows nothing.
 *Worst tenth* is the accuracy of the clients that are served worst. *MB* is all that travelled in
 training, both ways, and *points/GB* accuracy by that; minutes are on the clock of a shared machine.
+"""
+
+OWED = """\
+What all seeds of all cells still take, by the CPU time of three short rounds and an evaluation of a
+training (`hours.jsonl`, by `tools/hours.py`), times the rounds and evaluations of its settings. One
+training does for cells that differ in how novel clients are served; what a run does once, such as
+serving those, is not in it. The machine had other programs beside it.
 """
 
 
@@ -101,14 +108,13 @@ def report(
     found, others = measured.collect(folder, experiments)
     writer = _Writer(folder, found, figures)
     writer.say(_read(folder / ABOUT) if paper is None else "")
-    writer.say("## In short", _overview(found, experiments, paper), LEGEND)
-    of_papers = groupby(experiments, key=lambda experiment: experiment.id.split("/")[0])
-    for name, tables in of_papers:
-        if paper in (None, name):
-            writer.paper(name, list(tables))
-            for table in computed:
-                if table.id.startswith(f"{name}/"):
-                    writer.computed(table)
+    asked = [each for each in experiments if paper in (None, each.id.split("/")[0])]
+    writer.say("## In short", _overview(found, asked), LEGEND, _owed(folder, found, asked))
+    for name, tables in groupby(asked, key=lambda experiment: experiment.id.split("/")[0]):
+        writer.paper(name, list(tables))
+        for table in computed:
+            if table.id.startswith(f"{name}/"):
+                writer.computed(table)
     if paper is None:
         writer.others(others)
     return Report("\n\n".join(writer.parts) + "\n", writer.figures)
@@ -180,13 +186,9 @@ def _in_words(line: _Line) -> str:
     return line.verdict.why
 
 
-def _overview(
-    found: Mapping[Cell, list[Measurement]], experiments: Sequence[Experiment], paper: str | None
-) -> str:
+def _overview(found: Mapping[Cell, list[Measurement]], experiments: Sequence[Experiment]) -> str:
     rows = []
     for experiment in experiments:
-        if paper not in (None, experiment.id.split("/")[0]):
-            continue
         cells = [found[experiment.id, c] for c in experiment.cells if (experiment.id, c) in found]
         verdicts = [
             _verdict(experiment, measure, cell, group).reproduced
@@ -207,6 +209,17 @@ def _overview(
         )
     header = ["table", "", "cells", "with records", "of its settings", "numbers reproduced"]
     return _table(header, rows, left=2)
+
+
+def _owed(
+    folder: Path, found: Mapping[Cell, list[Measurement]], experiments: Sequence[Experiment]
+) -> str:
+    """Returns what did not fit, with its hours; nothing where nothing was estimated."""
+    estimates = owed.read(folder)
+    if not estimates or not (rows := owed.rows(found, experiments, estimates)):
+        return ""
+    header = ["table", "trainings", "missing", "hours of a core", "cells without an estimate"]
+    return f"### What did not fit\n\n{OWED}\n{_table(header, rows)}"
 
 
 def _verdict(

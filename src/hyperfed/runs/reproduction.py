@@ -145,7 +145,7 @@ def plan(
         wanted = cell in cells
         if not wanted and not (job.done and not job.origin.trained):
             continue
-        key = _training(job.config)
+        key = training_of(job.config)
         leader = first.setdefault(key, job)
         if wanted:
             jobs.append(job if leader is job else _served_by(job, leader))
@@ -191,7 +191,7 @@ def _scaled(source: str, config: RunConfig, scale: float) -> list[str]:
     raise AssertionError
 
 
-def _training(config: RunConfig) -> tuple[str, ...]:
+def training_of(config: RunConfig) -> tuple[str, ...]:
     """Returns what decides what is trained."""
     settings = measured.flat(config) | {"seed": str(config.seed)}
     return tuple(f"{key}={settings[key]}" for key in settings if not key.startswith(SERVED))

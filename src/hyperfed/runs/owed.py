@@ -1,0 +1,99 @@
+"""What of the papers' tables has not been measured yet, and how long that would take.
+
+Estimates are the lines of ``hours.jsonl`` beside the records, which ``tools/hours.py`` writes.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pydantic import ConfigDict, NonNegativeFloat, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from hyperfed.errors import UserError
+from hyperfed.runs.experiments import Experiment
+from hyperfed.runs.measured import Cell, Measurement
+
+FILE = "hours.jsonl"
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class Estimate:
+    """How long a training takes.
+
+    Attributes:
+        table: ``paper/table``.
+        cells: that it does for.
+        hours: of one core, for one seed.
+        of: ``TABLE:CELL`` whose first rounds were timed for that.
+        seconds: of a core, where that is the first of these cells: of a client's visit, before and
+            after its method begins to do something else, and of an evaluation of all clients.
+    """
+
+    table: str
+    cells: tuple[str, ...]
+    hours: NonNegativeFloat
+    of: str
+    seconds: tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat] | None = None
+
+
+_ESTIMATE = TypeAdapter(Estimate)
+
+
+def read(folder: Path) -> list[Estimate]:
+    """Reads the estimates beside records; none where there is no such file.
+
+    Raises:
+        UserError: a line is damaged.
+    """
+    path = folder / FILE
+    if not path.exists():
+        return []
+    try:
+        return [_ESTIMATE.validate_json(line) for line in path.read_bytes().splitlines()]
+    except (OSError, ValidationError) as error:
+        raise UserError(
+            f"{path} must have an estimate in each line, but: {error}; remove the line and write "
+            "it again with tools/hours.py"
+        ) from error
+
+
+def rows(
+    found: Mapping[Cell, Sequence[Measurement]],
+    experiments: Sequence[Experiment],
+    estimates: Sequence[Estimate],
+) -> list[list[str]]:
+    """Returns what tables lack, each with all its seeds, and last the sum of all.
+
+    A training is there for a seed where one of its cells has a record that a verdict can rest on.
+
+    Returns:
+        Rows of the table, its trainings, how many are missing, the hours of one core that these
+        take, and how many cells nothing was estimated of; without tables that lack nothing.
+    """
+    listed, total = [], [0.0] * 4
+    for experiment in experiments:
+        own = [one for one in estimates if one.table == experiment.id]
+        seeds = range(experiment.table.seeds)
+        missing = [sum(not _there(found, one, seed) for seed in seeds) for one in own]
+        unknown = set(experiment.cells).difference(*(one.cells for one in own))
+        if not any(missing) and not unknown:
+            continue
+        hours = sum(one.hours * times for one, times in zip(own, missing, strict=True))
+        numbers = [len(own) * len(seeds), sum(missing), hours, len(unknown)]
+        total = [a + b for a, b in zip(total, numbers, strict=True)]
+        listed.append([f"`{experiment.id}`", *_shown(numbers)])
+    return [*listed, ["all", *_shown(total)]] if listed else []
+
+
+def _there(found: Mapping[Cell, Sequence[Measurement]], one: Estimate, seed: int) -> bool:
+    return any(
+        record.counts and record.summary.get("seed", 0) == seed
+        for cell in one.cells
+        for record in found.get((one.table, cell), ())
+    )
+
+
+def _shown(numbers: Sequence[float]) -> list[str]:
+    trainings, missing, hours, unknown = numbers
+    told = f"{hours:,.1f}" if hours < 10 else f"{hours:,.0f}"
+    return [f"{trainings:,.0f}", f"{missing:,.0f}", told, f"{unknown:,.0f}"]

@@ -1,0 +1,87 @@
+"""What tables lack, and the hours of it, by sums that are done by hand."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hyperfed.errors import UserError
+from hyperfed.runs import beside, experiments, owed
+from hyperfed.runs.owed import Estimate
+
+TABLE = """
+[table]
+paper = "Nobody, 2026"
+title = "Digits"
+seeds = 2
+set.task = { clients = 5, novel = 0.2 }
+
+[measures.test]
+metric = "test_accuracy"
+place = "table 1"
+
+[columns.a]
+about = "digits"
+
+[columns.b]
+about = "digits, novel clients with noise"
+
+[rows.local]
+about = "Local"
+
+[rows.fedavg]
+about = "FedAvg"
+"""
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> experiments.Experiment:
+    path = tmp_path / "made" / "table1.toml"
+    path.parent.mkdir()
+    path.write_text(TABLE)
+    return experiments.read(path)
+
+
+def record(seed: int, counts: bool = True) -> Any:
+    return SimpleNamespace(counts=counts, summary={"seed": seed})
+
+
+LOCAL = Estimate("made/table1", ("a-local", "b-local"), 3.0, "made/table1:a-local", (1, 1, 1))
+FEDAVG = Estimate("made/table1", ("a-fedavg",), 0.25, "made/table1:a-local")
+
+
+def test_a_training_is_owed_for_each_seed_without_a_record_of_any_of_its_cells(
+    table: experiments.Experiment,
+) -> None:
+    def told(found: Any, *estimates: Estimate) -> list[list[str]]:
+        return owed.rows(found, [table], estimates)
+
+    # Two trainings with two seeds each; of the fourth cell nothing was estimated.
+    assert told({}, LOCAL, FEDAVG) == [
+        ["`made/table1`", "4", "4", "6.5", "1"],
+        ["all", "4", "4", "6.5", "1"],
+    ]
+    one = {("made/table1", "b-local"): [record(1), record(0, counts=False)]}
+    assert told(one, LOCAL, FEDAVG)[0] == ["`made/table1`", "4", "3", "3.5", "1"]
+    other = {("made/table2", "b-local"): [record(1)]}
+    assert told(other, LOCAL, FEDAVG)[0][2] == "4"
+    every = Estimate("made/table1", tuple(table.cells), 1200.0, "made/table1:a-local")
+    assert told({}, every)[-1] == ["all", "2", "2", "2,400", "0"]
+    assert told({("made/table1", "a-local"): [record(0), record(1)]}, every) == []
+
+
+def test_estimates_are_lines_and_the_report_has_their_sum(
+    table: experiments.Experiment, tmp_path: Path
+) -> None:
+    assert owed.read(tmp_path) == []
+    assert "What did not fit" not in beside.report(tmp_path, [table]).text
+    line = {"table": "made/table1", "cells": ["a-local"], "hours": 1.5, "of": "made/table1:a-local"}
+    (tmp_path / owed.FILE).write_text(f"{json.dumps(line)}\n")
+    text = beside.report(tmp_path, [table]).text
+    assert "### What did not fit" in text
+    assert "| `made/table1` | 2 | 2 | 3.0 | 3 |" in text
+    (tmp_path / owed.FILE).write_text(f"{json.dumps(line | {'hours': -1})}\n")
+    with pytest.raises(UserError, match=r"hours\.jsonl must have an estimate in each line"):
+        owed.read(tmp_path)

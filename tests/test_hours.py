@@ -1,0 +1,77 @@
+"""The tool that estimates hours: what shares a measurement, and what a run comes to."""
+
+from pathlib import Path
+
+import pytest
+
+from hours import cost, hours, measure, trainings
+from hyperfed.runs import config
+
+FEW = ["task.clients=5", "task.novel=0.2", "rounds=10", "evaluate_every=4"]
+
+
+def loaded(method: str, *settings: str) -> config.RunConfig:
+    return config.load(method, [*FEW, *settings])
+
+
+def test_what_takes_no_time_shares_a_measurement_and_what_does_has_its_own() -> None:
+    one = cost(loaded("fedavg"))
+    for alike in ("rounds=99", "method.local_lr=0.5", "task.alpha=3.0", "cohort=2", "seed=4"):
+        assert cost(loaded("fedavg", alike)) == one, alike
+    for other in ("method.local_steps=7", "task.clients=6", "method.batch_size=3", "task.hidden=9"):
+        assert cost(loaded("fedavg", other)) != one, other
+
+
+def test_a_run_takes_its_visits_and_its_evaluations() -> None:
+    # Ten rounds of two clients, evaluated after 4, 8 and 10.
+    assert hours(loaded("fedavg", "cohort=2"), (9.0, 9.0, 5.0)) == pytest.approx(195 / 3600)
+    # Half of four clients; six of its rounds are of phase 1.
+    phased = loaded("itpfl", "cohort=0.5", "method.phase_one_rounds=6")
+    assert hours(phased, (1.0, 10.0, 5.0)) == pytest.approx((2 * (6 + 40) + 15) / 3600)
+
+
+def test_both_phases_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0, 6, 10, 12, 20, 39])  # rounds of 6, 2 and, with the evaluation, 19 seconds
+    monkeypatch.setattr("hours.time.process_time", lambda: next(clock))
+    phased = loaded("itpfl", "method.phase_one_rounds=6", "cohort=4", "method.local_steps=1")
+    assert measure(phased) == (3, 1, 17)
+
+
+def test_trainings_are_those_that_are_reproduced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "experiments" / "made" / "table1.toml"
+    path.parent.mkdir(parents=True)
+    path.write_text(TABLE)
+    monkeypatch.setattr("hours.ROOT", tmp_path)
+    found = trainings()
+    assert list(found) == [
+        ("made/table1", ("a-local", "b-local")),
+        ("made/table1", ("a-fedavg", "b-fedavg")),
+    ]
+    assert [one.method for one in found.values()] == ["local", "fedavg"]
+
+
+TABLE = """
+[table]
+paper = "Nobody, 2026"
+title = "Digits"
+set.task.partition = "dirichlet"
+
+[measures.test]
+metric = "test_accuracy"
+place = "table 1"
+
+[columns.a]
+about = "digits"
+
+[columns.b]
+about = "digits, novel clients of another distribution"
+set.task.novel_alpha = 0.5
+
+[rows.local]
+about = "Local"
+
+[rows.fedavg]
+about = "FedAvg"
+"""
