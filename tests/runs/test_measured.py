@@ -217,6 +217,33 @@ def test_the_report_says_what_was_measured_and_by_which_budget(folder: Path) -> 
     assert "figure made" not in text
 
 
+def test_records_of_no_table_are_compared_on_the_same_clients_where_one_trains_alone(
+    folder: Path,
+) -> None:
+    for seed in (0, 1):
+        record(folder, "local", seed, [5, 5, 5, 5], place="few/local")
+        record(folder, "fedavg", seed, [6, 6, 6, 6 + 2 * seed], place="few/fedavg")
+        record(folder, "fedavg", seed, [9, 9, 9, 9], place="none_alone/best")
+        later = record(folder, "fedavg", seed, [8, 9, 9, 9], place="few/trained")
+        last = summarise(
+            round=8, split="test", clients=[0, 1, 2, 3], count=[10] * 4, correct=[1] * 4,
+            loss=[1.0] * 4, masked_correct=[1] * 4, zeroed_correct=[1] * 4,
+            bytes_down=0, bytes_up=0, seconds=0.0,
+        )  # fmt: skip
+        RunFolder(later).append(last)
+    text = written(folder, "report.md")
+    assert row(text, "fedavg")[2:8] == [
+        *("62.5 ± 3.5", "62.5 ± 3.5", "60.0 ± 0.0", "–"),
+        *("+12.5 [6.6, 18.4]", "-25.0 [-31.3, -18.7]"),
+    ]
+    assert row(text, "trained")[2:8] == [
+        *("87.5 ± 0.0", "10.0 ± 0.0", "80.0 ± 0.0", "–"),
+        *("+37.5 [33.6, 41.4]", "best"),
+    ]
+    assert row(text, "local")[6:8] == ["–", "-37.5 [-41.4, -33.6]"]
+    assert row(text, "best")[2:] == ["90.0 ± 0.0", "90.0 ± 0.0", "90.0 ± 0.0", "–", "4.0", "1.5"]
+
+
 def test_the_page_needs_nothing_but_itself(folder: Path, capsys: Any) -> None:
     record(folder, "local", 0, [5, 5, 5, 5])
     record(folder, "fedavg", 0, [6, 6, 7, 5])

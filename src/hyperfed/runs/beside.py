@@ -40,7 +40,8 @@ since, or nothing was published; notes below each table say which.
 *Over Local* and *to the best* compare two methods on the same clients, in points of each client's
 accuracy, with the 95 % interval of Student's t over clients; *noise* marks those whose interval has
 zero in it or whose seeds disagree. Of how much another seed may change, the interval knows nothing.
-*Worst tenth* is the accuracy of the clients that are served worst. *MB* is all that travelled in
+*Worst tenth* is the accuracy of the clients that are served worst. Models are those of the best
+round by validation data; *last round* has those of the last. *MB* is all that travelled in
 training, both ways, and *points/GB* accuracy by that; minutes are on the clock of a shared machine.
 """
 
@@ -485,34 +486,69 @@ class _Writer:
 
         for name, several in groupby(sorted(others, key=group_of), key=group_of):
             self.say(f"## `{name}`", _read(self._folder / name / ABOUT))
-            rows: dict[Metric, list[list[str]]] = {}
-            own = list(several)
-            for label, group in groupby(own, key=lambda record: record.path.parent.name):
-                summaries = [record.summary or {} for record in group]
-                metric = named(summaries[0].get("metric", ACCURACY.name))
-                rows.setdefault(metric, []).append(_other(label, metric, summaries))
-            for metric, judged in rows.items():
-                tested = [f"{what} {metric.short}" for what in ("test", "worst tenth", "novel")]
-                self.say(_table(["record", "seeds", *tested, "MB", "min"], judged))
+            judged: dict[Metric, dict[str, list[RunRecord]]] = {}
+            for label, group in groupby(several, key=lambda record: record.path.parent.name):
+                runs = list(group)
+                metric = named((runs[0].summary or {}).get("metric", ACCURACY.name))
+                judged.setdefault(metric, {})[label] = runs
+            for metric, labelled in judged.items():
+                self.say(_others(metric, labelled))
 
 
-def _other(label: str, metric: Metric, summaries: Sequence[Mapping[str, Any]]) -> list[str]:
-    def over_seeds(key: str) -> str:
-        values = [s[key] for s in summaries if s.get(key) is not None]
-        if not values:
+def _others(metric: Metric, labelled: Mapping[str, Sequence[RunRecord]]) -> str:
+    """Returns a table of records by what they are called, each of several seeds.
+
+    They are compared client by client where one of them trains alone: others need not be meant to.
+    """
+    tested = [f"{what} {metric.short}" for what in ("test", "last round", "worst tenth", "novel")]
+    header = ["record", "seeds", *tested, "MB", "min"]
+    rows = [_other(label, metric, runs) for label, runs in labelled.items()]
+    scores = {label: [statistics.scores(run) for run in runs] for label, runs in labelled.items()}
+    method = {label: (runs[0].summary or {})["method"] for label, runs in labelled.items()}
+    alone = [one for label in labelled if method[label] == "local" for one in scores[label]]
+    if alone:
+        best = max(labelled, key=lambda label: metric.order(_mean(labelled[label], metric)))
+        header[6:6] = ["over Local", "to the best"]
+        for label, row in zip(labelled, rows, strict=True):
+            over = statistics.difference(scores[label], alone)
+            to_best = statistics.difference(scores[label], scores[best])
+            row[6:6] = [
+                "–" if method[label] == "local" else difference(over, metric),
+                "best" if label == best else difference(to_best, metric),
+            ]
+    return _table(header, rows)
+
+
+def _mean(runs: Sequence[RunRecord], metric: Metric) -> float | None:
+    """Returns the mean over runs of the metric on test data; None where one has none."""
+    values = [(run.summary or {}).get(f"test_{metric.name}") for run in runs]
+    return None if None in values else fmean(values)
+
+
+def _other(label: str, metric: Metric, runs: Sequence[RunRecord]) -> list[str]:
+    summaries = [run.summary or {} for run in runs]
+    last = [[e for e in run.evaluations if e.split == "test"][-1:] for run in runs]
+
+    def over_seeds(values: Sequence[float | None]) -> str:
+        there = [value for value in values if value is not None]
+        if not there:
             return "–"
-        found = statistics.spread(values)
+        found = statistics.spread(there)
         return (
             metric.shown(found.mean) if found.std is None else metric.spread(found.mean, found.std)
         )
+
+    def summed_up(key: str) -> str:
+        return over_seeds([s.get(key) for s in summaries])
 
     megabytes = fmean((s["bytes_down"] + s["bytes_up"]) / 1e6 for s in summaries)
     return [
         label,
         str(len(summaries)),
-        over_seeds(f"test_{metric.name}"),
-        over_seeds(f"worst_decile_{metric.name}"),
-        over_seeds(f"novel_{metric.name}"),
+        summed_up(f"test_{metric.name}"),
+        over_seeds([e.main.value for of in last for e in of]),
+        summed_up(f"worst_decile_{metric.name}"),
+        summed_up(f"novel_{metric.name}"),
         f"{megabytes:,.1f}",
         _minutes(summaries),
     ]
