@@ -522,7 +522,8 @@ def _others(metric: Metric, labelled: Mapping[str, Sequence[RunRecord]]) -> str:
 def _mean(runs: Sequence[RunRecord], metric: Metric) -> float | None:
     """Returns the mean over runs of the metric on test data; None where one has none."""
     values = [(run.summary or {}).get(f"test_{metric.name}") for run in runs]
-    return None if None in values else fmean(values)
+    there = [value for value in values if value is not None]
+    return fmean(there) if len(there) == len(runs) else None
 
 
 def _other(label: str, metric: Metric, runs: Sequence[RunRecord]) -> list[str]:
