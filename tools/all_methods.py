@@ -9,15 +9,18 @@ What is done already is skipped, so a stopped command goes on where it was. ``--
 of them only: several processes share the work.
 
 There are two federations of Fashion-MNIST, each with clients that join when training is over: many
-clients with few labels each, and few clients with many. Every method gets the same rounds, cohort,
-local steps, batch, plain SGD without momentum or weight decay, and local learning rates to choose
-from; a method whose server learns, too, has then three rates for that, around its default, at the
-local rate chosen. Rates are chosen by the best round's accuracy on the validation data of a
-division (a seed) that no record is of. All other settings are a method's defaults. A newcomer who
-trains does so for as many steps as each of the others on average.
+clients with few labels each, and few clients with many. The others are of the kinds that papers
+judge by: two classes each, with few and with many clients; Dirichlet; labels that each client
+codes; and clients as data sets have them: writers, alphabets and speaking roles. Every method gets
+the same rounds, cohort, local steps, batch, plain SGD without momentum or weight decay, and local
+learning rates to choose from; a method whose server learns, too, has then three rates for that,
+around its default, at the local rate chosen. Rates are chosen by the best round's accuracy on the
+validation data of a division (a seed) that no record is of. All other settings are a method's
+defaults. A newcomer who trains does so for as many steps as each of the others on average.
 """
 
 import argparse
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import partial
@@ -29,6 +32,10 @@ import torch
 import hyperfed
 from grids import ROOT, Grid, record
 from hyperfed.methods import METHODS
+
+sys.path.insert(0, str(ROOT / "examples"))
+
+import digits
 
 SEEDS, OTHER_SEED = (0, 1, 2), 3
 LOCAL_RATES = (0.03, 0.1, 0.3)
@@ -60,6 +67,8 @@ class Federation:
 
 
 IMAGES = {"name": "fashion_mnist", "model": "mlp", "hidden": 50, "partition": "dirichlet_equal"}
+CIFAR = {"name": "cifar10", "novel": 1 / 6}
+NATURAL = {"partition": "natural", "novel": 1 / 6}
 FEDERATIONS = {
     "few_labels": Federation(
         IMAGES | {"clients": 120, "novel": 1 / 6, "alpha": 0.3, "examples_per_client": 20}, 20, 10
@@ -67,6 +76,22 @@ FEDERATIONS = {
     "many_labels": Federation(
         IMAGES | {"clients": 24, "novel": 1 / 6, "alpha": 0.1, "examples_per_client": 1000}, 10, 20
     ),
+    **{
+        f"two_classes_{known}": Federation(
+            CIFAR | {"clients": known * 6 // 5, "classes_per_client": 2}, min(10, known), 20, 200
+        )
+        for known in (10, 50, 100)
+    },
+    **{
+        f"dirichlet_{alpha:g}": Federation(
+            CIFAR | {"clients": 60, "partition": "dirichlet_equal", "alpha": alpha}, 10, 20, 200
+        )
+        for alpha in (0.1, 1.0)
+    },
+    "own_labels": Federation(digits.TASK, digits.COHORT, digits.LOCAL_STEPS, digits.ROUNDS),
+    "writers": Federation(NATURAL | {"name": "mnist", "clients": 300}, 20, 10),
+    "alphabets": Federation(NATURAL | {"name": "omniglot", "clients": 48}, 10, 20, 200),
+    "roles": Federation(NATURAL | {"name": "shakespeare", "clients": 120}, 10, 20),
 }
 FINETUNED = "_finetuned"
 """Ends the name of a method whose clients train on for a visit's steps when they are served."""

@@ -1,0 +1,36 @@
+"""The comparison of all methods: who takes part in each federation, and that it can be run."""
+
+from dataclasses import replace
+
+import pytest
+
+from all_methods import FEDERATIONS, train
+from hyperfed.data.settings import TaskConfig
+
+
+@pytest.mark.parametrize("name", FEDERATIONS)
+def test_a_federation_has_newcomers_and_visits_everybody(name: str) -> None:
+    federation = FEDERATIONS[name]
+    task = TaskConfig(**federation.task)
+    assert task.clients is not None
+    novel = round(task.novel * task.clients)
+    assert novel >= 2
+    assert federation.cohort <= task.clients - novel
+    assert federation.visits >= 5
+
+
+def test_clients_with_two_classes_are_as_many_as_their_name_says() -> None:
+    for known in (10, 50, 100):
+        task = FEDERATIONS[f"two_classes_{known}"].task
+        assert task["clients"] - round(task["novel"] * task["clients"]) == known
+        assert task["classes_per_client"] == 2
+
+
+def test_newcomers_without_labels_are_served_by_a_method_that_learned_to_do_without() -> None:
+    task = FEDERATIONS["own_labels"].task | {"clients": 6}
+    few = replace(FEDERATIONS["own_labels"], task=task, rounds=10, local_steps=1, cohort=1)
+    run = train("headstart_unlabelled", few, 3, {})
+    assert run.task.unlabelled
+    assert run.config.settings.label_dropout == 0.5
+    assert len(run.task.novel_ids) == 1
+    assert run.summary["novel_accuracy"] is not None
