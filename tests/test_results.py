@@ -1,0 +1,42 @@
+"""The records that are committed say what they are of, and by which command they are made again."""
+
+import json
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+
+from hyperfed.runs import config, origin
+from hyperfed.runs.records import find_runs, read_run
+
+RESULTS = Path(__file__).parents[1] / "results"
+RUNS = find_runs(RESULTS)
+FIRST = [
+    next(runs) for _, runs in groupby(RUNS, key=lambda path: path.relative_to(RESULTS).parts[0])
+]
+
+
+def test_every_record_has_its_seed_commit_data_and_settings() -> None:
+    for path in RUNS:
+        summary = json.loads((path / "summary.json").read_bytes())
+        assert type(summary["seed"]) is int, path
+        assert len(summary["commit"]) >= 40, path
+        assert summary["data_fingerprint"], path
+        assert (path / "metrics.jsonl").exists(), path
+        assert (path / "config.toml").exists(), path
+
+
+@pytest.mark.parametrize("path", FIRST, ids=lambda path: path.relative_to(RESULTS).parts[0])
+def test_a_record_can_be_trained_again_from_its_settings(path: Path) -> None:
+    settings, record = config.load(str(path / "config.toml")), read_run(path)
+    assert record.summary is not None
+    assert settings.seed == record.summary["seed"]
+    assert settings.rounds == record.summary["rounds"]
+    assert settings.method == record.summary["method"]
+
+
+def test_what_was_served_in_another_way_says_of_which_record() -> None:
+    for path in RUNS:
+        of = origin.read(path)
+        if of is not None and of.trained:
+            assert (path / of.trained / "summary.json").exists(), path
