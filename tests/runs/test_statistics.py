@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from scipy import stats
 
+from hyperfed.metrics import named
 from hyperfed.runs.records import summarise
 from hyperfed.runs.statistics import Scores, difference, scores, spread
 
@@ -33,6 +34,12 @@ def test_the_interval_is_that_of_a_paired_t_test() -> None:
     assert test.pvalue > 0.05
 
 
+def test_a_client_that_is_served_as_well_does_not_gain() -> None:
+    found = difference([Scores(0, "a", {1: 0.5, 2: 0.5})], [Scores(0, "a", {1: 0.25, 2: 0.5})])
+    assert found is not None
+    assert found.gaining == 0.5
+
+
 def test_clients_of_the_same_data_count_once_and_seeds_must_agree() -> None:
     up, down = ({c: OURS[c] + step for c in OURS} for step in (0.2, -0.1))
     both = difference(
@@ -53,9 +60,10 @@ def test_clients_of_the_same_data_count_once_and_seeds_must_agree() -> None:
     assert worse.gaining == 0
 
 
-def test_runs_of_other_data_or_seeds_are_not_compared() -> None:
+def test_runs_of_other_data_seeds_or_metrics_are_not_compared() -> None:
     assert difference([Scores(0, "a", OURS)], [Scores(0, "b", OURS)]) is None
     assert difference([Scores(0, "a", OURS)], [Scores(1, "a", OURS)]) is None
+    assert difference([Scores(0, "a", OURS)], [Scores(0, "a", OURS, named("rmse"))]) is None
     one = difference([Scores(0, "a", {1: 0.5})], [Scores(0, "a", {1: 0.25})])
     assert one is not None
     assert (one.low, one.high, one.within_noise) == (None, None, True)
