@@ -1,8 +1,16 @@
 """Files are replaced whole or not at all."""
 
+import os
+
+import numpy as np
 import pytest
 
+from hyperfed.data import partition_files
+from hyperfed.engines.flower.diary import told_by
+from hyperfed.engines.flower.store import check_writable
 from hyperfed.errors import UserError
+from hyperfed.runs import config
+from hyperfed.runs.records import RunFolder
 from hyperfed.system.files import atomic_write
 
 
@@ -31,3 +39,49 @@ def test_a_failure_while_writing_leaves_the_old_file_alone(tmp_path):
 def test_a_missing_folder_is_the_users_error(tmp_path):
     with pytest.raises(UserError, match="must be writable, but: No such file"):
         atomic_write(tmp_path / "missing" / "file", b"")
+
+
+NO_FILES = {"a pipe": os.mkfifo, "a device": lambda path: path.symlink_to(os.devnull)}
+"""What is made where a file should be: whoever opens a pipe waits until somebody writes to it."""
+
+READ = {
+    "config.toml": RunFolder,
+    "metrics.jsonl": RunFolder,
+    "log.txt": RunFolder,
+    "checkpoint/state.safetensors": RunFolder,
+    "audit.jsonl": told_by,
+    "evaluations.json": check_writable,
+    "released/_ann.safetensors": check_writable,
+}
+"""Name of a file -> what looks at its folder, or at that around it, before anybody opens it."""
+
+
+@pytest.mark.parametrize("kind", NO_FILES)
+@pytest.mark.parametrize("name", READ)
+def test_nobody_waits_for_what_is_no_file_in_a_folder(name, kind, tmp_path):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    READ[name](tmp_path)
+    NO_FILES[kind](path)
+    with pytest.raises(UserError, match=f"{path} must be a file, but is a pipe, a device"):
+        READ[name](tmp_path)
+
+
+@pytest.mark.parametrize("kind", NO_FILES)
+def test_nobody_waits_for_what_is_no_file_where_one_is_named(kind, tmp_path):
+    known = np.zeros(1, dtype=np.int64)
+    reads = {
+        "run.toml": lambda path: config.load(str(path)),
+        "x.csv": lambda path: partition_files.read(path, known, 1),
+    }
+    for name, read in reads.items():
+        NO_FILES[kind](tmp_path / name)
+        with pytest.raises(UserError, match="must be a file, but is a pipe, a device"):
+            read(tmp_path / name)
+
+
+def test_what_a_link_leads_to_may_be_a_file_or_gone(tmp_path):
+    (tmp_path / "elsewhere").write_bytes(b"{}")
+    (tmp_path / "status.json").symlink_to("elsewhere")
+    (tmp_path / "log.txt").symlink_to("nowhere")
+    assert RunFolder(tmp_path).status.read_bytes() == b"{}"

@@ -26,7 +26,7 @@ from hyperfed.data.arrays import raise_all, read_npz
 from hyperfed.data.partitions import TEST, TRAIN, UNUSED, VAL, Partition
 from hyperfed.data.shares import Integers
 from hyperfed.errors import UserError
-from hyperfed.system.files import atomic_write
+from hyperfed.system.files import atomic_write, check_file
 
 NEEDED = ("client", "split")
 SUFFIXES = (".npz", ".csv")
@@ -152,6 +152,7 @@ def _few(numbers: Sequence[int] | Integers) -> str:
 
 
 def _read_csv(path: Path) -> Mapping[str, Any]:
+    check_file(path)
     try:
         with path.open(newline="", encoding="utf-8") as file:
             lines = list(csv.reader(file))

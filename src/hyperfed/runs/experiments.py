@@ -38,6 +38,7 @@ from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, TypeAdapter,
 from pydantic.dataclasses import dataclass
 
 from hyperfed.errors import UserError
+from hyperfed.system.files import check_file
 
 Settings = dict[str, Any]
 """Keys of a run as TOML nests them."""
@@ -438,6 +439,7 @@ def find_all(folder: Path) -> list[Experiment]:
 
 
 def _written(path: Path) -> dict[str, Any]:
+    check_file(path)
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -35,7 +35,14 @@ from hyperfed.runs.measures import (
     weighted_mean,
     worst_decile,
 )
-from hyperfed.system.files import PRIVATE, atomic_write, refused, remove_unfinished, sync
+from hyperfed.system.files import (
+    PRIVATE,
+    atomic_write,
+    check_files,
+    refused,
+    remove_unfinished,
+    sync,
+)
 from hyperfed.system.provenance import commit, versions
 from hyperfed.trees import Tree, tree_map
 from hyperfed.trees.checkpoints import load_latest, load_state, previous, save_latest
@@ -308,13 +315,20 @@ def _rounded(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of one run.
+    """The folder of one run, or where one is to be.
 
     Attributes:
         path: where it is.
+
+    Raises:
+        UserError: a pipe, or another thing that is no file, is in it.
     """
 
     path: Path
+
+    def __post_init__(self) -> None:
+        for folder in (self.path, self.state.parent):
+            check_files(folder)
 
     @classmethod
     def create(cls, parent: Path, experiment: str, seed: int, timestamp: datetime) -> "RunFolder":

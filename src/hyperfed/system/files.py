@@ -14,6 +14,33 @@ PRIVATE = 0o700
 """Of a folder that nobody but its owner may look into: what clients remember is somebody's data."""
 
 
+def check_file(path: Path) -> None:
+    """Finds out whether what is called ``path``, if anything is, can be opened without waiting.
+
+    Nobody may ever write to the other end of a pipe, and what is read of a device may have no end.
+
+    Raises:
+        UserError: it is a pipe, a device or a socket, or a link to one.
+    """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise UserError(f"{path} must be a file, but is a pipe, a device or a socket; remove it")
+
+
+def check_files(folder: Path) -> None:
+    """Finds out, as :func:`check_file` does, of all that is in a folder, if there is one.
+
+    Raises:
+        UserError: one of them is no file and no folder, or nobody may look.
+    """
+    try:
+        for path in folder.iterdir() if folder.is_dir() else ():
+            check_file(path)
+    except OSError as error:
+        raise UserError(
+            f"{folder} must be a folder that can be read, but: {error.strerror}; permit reading"
+        ) from error
+
+
 def atomic_write(path: Path, content: bytes | Callable[[BinaryIO], object]) -> None:
     """Replaces a file as a whole: afterwards it is the new one, or the old one untouched.
 

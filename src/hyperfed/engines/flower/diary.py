@@ -10,7 +10,7 @@ from typing import Any
 
 from hyperfed.engines.flower.policy import Policy, RefusedError
 from hyperfed.errors import UserError, one_line
-from hyperfed.system.files import append, atomic_write
+from hyperfed.system.files import append, atomic_write, check_files
 from hyperfed.system.locks import alone
 
 
@@ -90,6 +90,7 @@ def told_by(state: Path) -> Told:
     """
     today, last = datetime.now(UTC).date().isoformat(), ""
     decisions: Counter[str] = Counter()
+    check_files(state)
     # A log that is full was renamed when the next one began; its last line may be of today.
     path = state
     try:

@@ -17,7 +17,14 @@ from tempfile import TemporaryFile
 from urllib.parse import quote
 
 from hyperfed.engines.flower.wire import Version
-from hyperfed.system.files import PRIVATE, atomic_write, refused, remove_unfinished, sync
+from hyperfed.system.files import (
+    PRIVATE,
+    atomic_write,
+    check_files,
+    refused,
+    remove_unfinished,
+    sync,
+)
 from hyperfed.system.locks import alone
 from hyperfed.trees import Tree
 from hyperfed.trees.checkpoints import load_state, save_state
@@ -184,6 +191,8 @@ def check_writable(folder: Path) -> None:
     Raises:
         UserError: it cannot.
     """
+    for place in (folder, folder / "released"):
+        check_files(place)
     try:
         make_private(folder)
         with TemporaryFile(dir=folder):  # without a name, where the system can
