@@ -240,6 +240,12 @@ class TestRun:
         assert told in failure(cli("run", *arguments, "--out", out))
         assert not out.exists()
 
+    def test_refuses_a_path_that_no_system_takes(self, cli):
+        for path in (f"{'x' * 600}.toml", f"{'x' * 600}"):
+            told = failure(cli("compare", path))
+            assert "is too long" in told
+            assert len(told) < 300
+
     def test_refuses_a_folder_that_cannot_be_made(self, cli, tmp_path):
         below = tmp_path / "a file"
         below.write_text("mine")

@@ -351,3 +351,9 @@ def test_a_run_comes_to_the_last_phase_of_its_method() -> None:
 def test_names_have_commas_between_them_on_the_command_line() -> None:
     for features in ("task.features=age, height", 'task.features=["age", "height"]'):
         assert config.load("fedavg", [features]).task.features == ("age", "height")
+
+
+def test_a_name_too_long_for_a_file_is_none_in_a_folder(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(f'method = "fedper"\ntask = "{"x" * 600}"\n')
+    assert config.load(str(path)).task.name == "x" * 600

@@ -181,6 +181,9 @@ EVALUATED: dict[str, dict[str, Edit]] = {
     "summary.json": {
         "no JSON": content(lambda found: b"{"),
         "a list": content(lambda found: b"[]"),
+        "evaluated of no words": said(evaluated=3),
+        "a metric in a list": said(metric=["accuracy"]),
+        "a metric in colours": said(metric="\x1b[31m"),
         "a number": content(lambda found: b"3"),
         "nothing": content(lambda found: b""),
         "brackets": content(lambda found: b"[" * 100_000),
@@ -190,6 +193,16 @@ EVALUATED: dict[str, dict[str, Edit]] = {
         "bytes in words": said(bytes_down="many"),
         "seconds in a list": said(seconds=[1]),
         "a folder": lambda path: [path.unlink(), path.mkdir()],
+    },
+    "config.toml": {
+        "no method": content(lambda found: found.replace(b"[method]", b"[other]")),
+        "a method of no word": setting("name", "[1]"),
+        "a method in colours": content(
+            lambda found: found.replace(b'name = "fedper"', b'name = "\\u001b[31m"')
+        ),
+    },
+    "metrics.jsonl": {
+        "judged by what is not measured": line(metric="rmse", measures={}),
     },
 }
 

@@ -5,6 +5,7 @@ wrong, 3 stopped and resumable, also where what computed was lost, 1 our fault, 
 lost all the time; of ``hyperfed status``, what the run comes to.
 """
 
+import errno
 import os
 import shlex
 import signal
@@ -84,6 +85,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except UserError as error:
         say(f"error: {error}")
         sys.exit(1 if isinstance(error, LostEverybodyError) else 2)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        say(f"error: {one_line(str(error.filename), 100)} must be a path, but is too long for one")
+        sys.exit(2)
 
 
 def _show_version(wanted: bool) -> None:

@@ -438,9 +438,16 @@ def _read(path: Path, cell: str) -> dict[str, Any]:
         if isinstance(value := written.get(key), str):
             file = path.parent / value.partition(".py:")[0]
             beside = file.with_suffix(".py") if ".py:" in value else file
-            if beside.is_file():
+            if _is_file(beside):
                 written[key] = str(path.parent / value)
     return written
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # no file has so long a name
+        return False
 
 
 def _parse(overrides: Iterable[str], problems: list[str]) -> Iterator[tuple[str, Any]]:

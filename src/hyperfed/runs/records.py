@@ -23,7 +23,7 @@ from typing import Any
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from hyperfed.errors import UserError, one_line
+from hyperfed.errors import LONGEST, UserError, one_line
 from hyperfed.metrics import ACCURACY, Metric, named
 from hyperfed.runs.measures import (
     Measure,
@@ -479,9 +479,27 @@ def _check(evaluation: Evaluation) -> None:
     each = ("count", "client_accuracy", "client_loss", "client_masked_accuracy")
     if {len(told[name]) for name in each} != {len(evaluation.clients)}:
         raise ValueError("each client must have one number of each kind")
+    if evaluation.metric != ACCURACY.name and evaluation.metric not in evaluation.measures:
+        raise ValueError("what models are judged by is not measured")
+    if not all(name.isprintable() for name in (evaluation.metric, *evaluation.measures)):
+        raise ValueError("a metric's name is no word")
     of_clients = (value for name in each for value in told[name])
     if any(isinstance(n, float) and not math.isfinite(n) for n in (*told.values(), *of_clients)):
         raise ValueError("a number is not finite")
+
+
+def _check_words(config: Mapping[str, Any], summary: Mapping[str, Any]) -> None:
+    """Raises ``ValueError`` where what is shown as it is, or taken apart, is no word."""
+    method = config.get("method")
+    words = {
+        "method.name": method.get("name") if isinstance(method, dict) else None,
+        "metric": summary.get("metric", ACCURACY.name),
+        "evaluated": summary.get("evaluated") or "",
+        "novel_evaluated": summary.get("novel_evaluated") or "",
+    }
+    for key, word in words.items():
+        if not (isinstance(word, str) and word.isprintable() and len(word) <= LONGEST):
+            raise ValueError(f"{key} is {one_line(repr(word), 60)}")
 
 
 def _finite_only(value: Any) -> Any:
@@ -535,6 +553,7 @@ def read_run(path: Path) -> RunRecord:
         config, summary = tomllib.loads(settings.decode()), json.loads(numbers)
         if not isinstance(summary, dict | None):
             raise ValueError(f"the summary is {one_line(numbers.decode(), 60)}")
+        _check_words(config, summary or {})
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} must hold a TOML config and JSON summary, but: {error}") from error
     return RunRecord(path, config, tuple(folder.evaluations()), summary)

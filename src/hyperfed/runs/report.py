@@ -452,7 +452,7 @@ def _numbers(run: FinishedRun) -> dict[str, Any]:
     found = {name: summary.get(key) for name, key in keys.items()}
     found |= {"metric": metric, "more": more}
     try:
-        _ROW.validate_python({"label": "", **found})
+        row = _ROW.validate_python({"label": "", **found})
     except ValidationError as error:
         wrong = error.errors()[0]
         raise UserError(
@@ -460,7 +460,7 @@ def _numbers(run: FinishedRun) -> dict[str, Any]:
             f"{keys.get(str(wrong['loc'][0]), 'place')} {wrong['msg'].lower()}; restore the file, "
             "or run it again"
         ) from error
-    return found
+    return {name: getattr(row, name) for name in found}  # numbers, where those came in words
 
 
 def _labels(runs: Sequence[FinishedRun]) -> list[str]:
