@@ -54,12 +54,17 @@ def test_the_table_counts_what_the_tests_go_through() -> None:
 
 def test_what_it_costs_is_what_the_record_says() -> None:
     record = PAGE.parents[1] / "results" / "benchmarks" / "robust-2cores.json"
-    found = {
-        tuple(b["params"].values()): f"{b['extra_info']['together']:.2%}".replace("%", " %")
-        for b in json.loads(record.read_text(encoding="utf-8"))["benchmarks"]
-    }
+    found: dict[tuple[str, ...], list[str]] = {}
+    for b in json.loads(record.read_text(encoding="utf-8"))["benchmarks"]:
+        info = b["extra_info"]
+        share = info["share_of_a_round"]
+        parts = (info["together"], share["check of the state"] + share["bound on replies"])
+        found[tuple(b["params"].values())] = [f"{part:.2%}".replace("%", " %") for part in parts]
     told = " ".join(PAGE.read_text(encoding="utf-8").partition("**What this costs**")[2].split())
     methods, where = ("fedavg", "pfedhn", "pefll"), ("LeNet", "digits")
-    nets, digits = ([found[task, method] for method in methods] for task in where)
+    (nets, _), (digits, without) = (
+        zip(*(found[task, method] for method in methods), strict=True) for task in where
+    )
     assert f"{nets[0]} of FedAvg, {nets[1]} of pFedHN and {nets[2]} of PeFLL" in told
     assert f"and {digits[0]}, {digits[1]} and {digits[2]} on the digits" in told
+    assert f"of which {without[0]}, {without[1]} and {without[2]} are bound and check" in told

@@ -26,6 +26,14 @@ KEYS = {
 
 Edit = Callable[[Path], None]
 
+MEASURE = {
+    "value": 0.5,
+    "client": [0.5] * 3,
+    "client_mean": 0.5,
+    "client_std": 0.0,
+    "worst_decile": 0.5,
+}
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
@@ -203,6 +211,7 @@ EVALUATED: dict[str, dict[str, Edit]] = {
     },
     "metrics.jsonl": {
         "judged by what is not measured": line(metric="rmse", measures={}),
+        "a measure in colours": line(measures={"\x1b[31m": MEASURE}),
     },
 }
 
