@@ -217,6 +217,33 @@ def test_the_report_says_what_was_measured_and_by_which_budget(folder: Path) -> 
     assert "figure made" not in text
 
 
+def test_a_miss_has_its_sign_and_unlike_budgets_are_said_whatever_they_differ_in(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(folder, "fedavg", 0, [9, 9, 9, 9])
+    record(folder, "trained", 0, [9, 9, 9, 9], cohort=0.6)  # 2.4 of four, and would be 3 of five
+    drawn: list[Any] = []
+    monkeypatch.setattr(beside, "draw_cells", lambda curves, *_: drawn.extend(curves) or "<svg/>")
+    text = beside.report(folder / "results", experiments.find_all(folder / "experiments")).text
+    assert row(text, "FedAvg")[4] == "missed by +30.0"
+    assert row(text, "FedAvg, trained on")[8] == "4 × 2 × 50 steps"
+    assert "Budgets differ" not in text
+    assert drawn[0].points == [(4.0, 90.0)]  # MB both ways
+    record(folder, "local", 0, [5, 5, 5, 5], rounds=9)
+    text = beside.report(folder / "results", experiments.find_all(folder / "experiments")).text
+    assert "Budgets differ: Local 9 rounds of 2 with 50 steps; FedAvg 4 rounds of 2" in text
+
+
+@pytest.mark.parametrize("why", [{"scale": 0.5}, {"superseded": "of older code"}])
+def test_no_verdict_rests_on_a_scaled_record_or_a_superseded_one(
+    folder: Path, why: dict[str, Any]
+) -> None:
+    path = record(folder, "fedavg", 0, [6, 6, 6, 6])
+    assert collected(folder)[0]["made/table1", "digits-fedavg"][0].counts
+    origin.Origin("made/table1", "digits-fedavg", **why).write(path)
+    assert not collected(folder)[0]["made/table1", "digits-fedavg"][0].counts
+
+
 def test_records_of_no_table_are_compared_on_the_same_clients_where_one_trains_alone(
     folder: Path,
 ) -> None:
@@ -232,6 +259,7 @@ def test_records_of_no_table_are_compared_on_the_same_clients_where_one_trains_a
         )  # fmt: skip
         RunFolder(later).append(last)
     text = written(folder, "report.md")
+    assert "last round % | worst tenth % | novel % | over Local | to the best | MB |" in text
     assert row(text, "fedavg")[2:8] == [
         *("62.5 ± 3.5", "62.5 ± 3.5", "60.0 ± 0.0", "–"),
         *("+12.5 [6.6, 18.4]", "-25.0 [-31.3, -18.7]"),

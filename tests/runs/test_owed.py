@@ -63,6 +63,7 @@ def test_a_training_is_owed_for_each_seed_without_a_record_of_any_of_its_cells(
         ["`made/table1`", "4", "4", "6.5", "1"],
         ["all", "4", "4", "6.5", "1"],
     ]
+    assert told({})[0] == ["`made/table1`", "0", "0", "–", "4"]
     one = {("made/table1", "b-local"): [record(1), record(0, counts=False)]}
     assert told(one, LOCAL, FEDAVG)[0] == ["`made/table1`", "4", "3", "3.5", "1"]
     other = {("made/table2", "b-local"): [record(1)]}

@@ -43,13 +43,13 @@ def test_a_range_is_a_run_for_each_seed_and_anything_else_one_run():
 
 
 def test_mean_and_spread_are_those_over_the_seeds_of_a_method():
-    rows = [row("b", 0, 0.5, 0.1), row("a", 0, 0.7), row("b", 1, 0.6, 0.3), row("b", 2, 0.7, 0.2)]
+    rows = [row("b", 0, 0.5, 0.1), row("a", 0, 0.7), row("b", 1, 0.6, 0.3), row("b", 2, 0.76, 0.2)]
     b, a = over_seeds(rows)
     assert (b.method, b.seeds, a.method, a.seeds) == ("b", (0, 1, 2), "a", (0,))
-    assert b.test_mean == pytest.approx(0.6)
-    assert b.test_std == pytest.approx(0.1)  # sqrt((0.01 + 0 + 0.01) / 2)
-    assert b.worst_decile_mean == pytest.approx(0.3)
-    assert b.worst_decile_std == pytest.approx(0.05)
+    assert b.test_mean == pytest.approx(0.62)  # and not the median
+    assert b.test_std == pytest.approx(0.0172**0.5)  # sqrt((0.0144 + 0.0004 + 0.0196) / 2)
+    assert b.worst_decile_mean == pytest.approx(0.31)
+    assert b.worst_decile_std == pytest.approx(0.0172**0.5 / 2)
     assert b.novel_mean == pytest.approx(0.2)
     assert b.novel_std == pytest.approx(0.1)
     assert (b.bytes_down, b.bytes_up, b.seconds) == (2_000_000, 0, 2.0)

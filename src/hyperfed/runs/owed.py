@@ -68,7 +68,8 @@ def rows(
 
     Returns:
         Rows of the table, its trainings, how many are missing, the hours of one core that these
-        take, and how many cells nothing was estimated of; without tables that lack nothing.
+        take ("–" without any), and how many cells nothing was estimated of; without tables that
+        lack nothing.
     """
     listed, total = [], [0.0] * 4
     for experiment in experiments:
@@ -95,5 +96,5 @@ def _there(found: Mapping[Cell, Sequence[Measurement]], one: Estimate, seed: int
 
 def _shown(numbers: Sequence[float]) -> list[str]:
     trainings, missing, hours, unknown = numbers
-    told = f"{hours:,.1f}" if hours < 10 else f"{hours:,.0f}"
+    told = "–" if not trainings else f"{hours:,.1f}" if hours < 10 else f"{hours:,.0f}"
     return [f"{trainings:,.0f}", f"{missing:,.0f}", told, f"{unknown:,.0f}"]
