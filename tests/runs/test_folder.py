@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import hyperfed
 from hyperfed.errors import UserError
@@ -147,6 +148,14 @@ def in_best(name: str, value: Any) -> Any:
     return lambda tree, said: tree["best"].update({name: value})
 
 
+def in_body(edit: Any, of: Any = lambda tree: tree) -> Any:
+    """Edits what the server holds of the only target."""
+    return lambda tree, said: edit(of(tree)["server"]["body"]["base"])
+
+
+TRUTHS = torch.ones(4) > 0
+"""Of the shape of the body's bias."""
+
 EDITS: dict[str, Any] = {
     "no server": without("server"),
     "no memory": without("memory"),
@@ -163,7 +172,16 @@ EDITS: dict[str, Any] = {
     "a round after the last": meta(round=10**9),
     "bytes of no number": meta(bytes={"down": "a", "up": 0}),
     "another method": meta(method="fedavg"),
+    "seconds in words": meta(seconds="1.0"),
+    "failures in words": meta(failures="1"),
+    "a best round in words": meta(best_round="1"),
     "other data": meta(data_fingerprint="0"),
+    "a server without a weight": in_body(lambda body: body.pop("body.bias")),
+    "a server of truth values": in_body(lambda body: body.update({"body.bias": TRUTHS})),
+    "a server of other shapes": in_body(lambda body: body.update({"body.bias": torch.ones(7)})),
+    "a best server of other shapes": in_body(
+        lambda body: body.update({"body.bias": torch.ones(7)}), of=lambda tree: tree["best"]
+    ),
     "memory of nobody": lambda tree, said: tree["memory"].update(x={}),
     "a server of other parts": lambda tree, said: tree["server"].update(other={}),
     "a best without a server": lambda tree, said: tree["best"].pop("server"),

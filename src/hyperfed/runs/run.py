@@ -577,6 +577,11 @@ class Run(Served):
         self._tell_of_checkpoint()
 
     def _load(self, tree: Tree, meta: Mapping[str, Any]) -> None:
+        saved = [tree["server"], *([tree["best"]["server"]] if "best" in tree else [])]
+        ours = trees.structure(self.server.state(optimizers=False))
+        for state in saved:
+            if strange := set(ours) - set(trees.structure(state)):
+                raise ValueError(f"the server must have {min(map(str, strange))}")
         self.server.load(trees.to(tree["server"], self.engine.device))
         self.engine.memory = _numbered(tree["memory"])
         self.engine.released = _numbered(tree.get("released", {}))
@@ -584,15 +589,15 @@ class Run(Served):
         if not 0 <= self.round <= self.config.rounds:
             raise ValueError(f"round {self.round} of {self.config.rounds}")
         self._bytes = {way: index(meta["bytes"][way]) for way in ("down", "up")}
-        self._earlier, self._failures = meta["seconds"], meta["failures"]
-        self._answered, self._nobody = meta.get("answered", True), meta.get("nobody", "")
+        self._earlier, self._failures = meta["seconds"] + 0.0, index(meta["failures"])
+        self._answered, self._nobody = meta.get("answered", True), str(meta.get("nobody", ""))
         self._lost = [Lost(client, reason) for client, reason in meta["lost"]]
         self._void = [Void(number, tuple(clients)) for number, clients in meta.get("void", [])]
-        self._voided = meta.get("void_rounds", 0)
+        self._voided = index(meta.get("void_rounds", 0))
         if "best" in tree:
             best = tree["best"]
             memory = _numbered(best["memory"])
-            number, value = meta["best_round"], meta["best_accuracy"]  # of whatever metric
+            number, value = index(meta["best_round"]), meta["best_accuracy"]  # of whatever metric
             self._best = Best(number, value, best["server"], memory, best["val"])
 
 
