@@ -185,6 +185,10 @@ EDITS: dict[str, Any] = {
     "memory of nobody": lambda tree, said: tree["memory"].update(x={}),
     "a server of other parts": lambda tree, said: tree["server"].update(other={}),
     "a best without a server": lambda tree, said: tree["best"].pop("server"),
+    "a best of other counts": lambda tree, said: tree["best"]["val"].update(
+        count=torch.ones(7, dtype=torch.int64)
+    ),
+    "data in colours": meta(data_fingerprint="\x1b[31m\n"),
     "a best without counts": lambda tree, said: tree["best"].pop("val"),
     "a best of a table": in_best("memory", {"x": {}}),
 }
@@ -199,5 +203,5 @@ def test_a_checkpoint_that_somebody_edited_is_refused(edit: str, tmp_path: Path)
     save_state(folder.state, tree, said)
     with pytest.raises(UserError) as refused:
         Run.resume(folder.path, make_task())
-    assert "\n" not in str(refused.value)
+    assert str(refused.value).isprintable()
     Lock(folder.path).release()  # it left it to others

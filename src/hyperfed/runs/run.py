@@ -563,8 +563,9 @@ class Run(Served):
         ):
             if meta.get(key) != ours:
                 raise UserError(
-                    f"the checkpoint's {key} must be this run's, {ours}, came {meta.get(key)}; "
-                    "use the data and the settings that the run was started with"
+                    f"the checkpoint's {key} must be this run's, {ours}, came "
+                    f"{one_line(str(meta.get(key)), 100)}; use the data and the settings that the "
+                    "run was started with"
                 )
         try:
             self._load(tree, meta)
@@ -597,6 +598,9 @@ class Run(Served):
         if "best" in tree:
             best = tree["best"]
             memory = _numbered(best["memory"])
+            counts = [tuple(leaf.shape) for _, leaf in trees.leaves(best["val"])]
+            if len(set(counts)) != 1 or len(counts[0]) != 1:
+                raise ValueError("the best round must have one count of each kind of each client")
             number, value = index(meta["best_round"]), meta["best_accuracy"]  # of whatever metric
             self._best = Best(number, value, best["server"], memory, best["val"])
 
