@@ -28,7 +28,7 @@ from grids import ROOT, Grid, record
 RESULTS = ROOT / "results" / "frugal"
 SEEDS, OTHER_SEED = (0,), 3
 ROUNDS = 400
-SERVER_RATES = {"pfedhn": (0.01, 0.003, 0.03), "pefll": (0.002, 0.0006, 0.006, 0.0002)}
+SERVER_RATES = {"pfedhn": (0.01, 0.003, 0.03), "pefll": (0.002, 0.0006, 0.006, 0.0002, 0.00006)}
 KINDS: Mapping[str, Mapping[str, Any]] = {
     "heads": {},
     "head_rank": {"head_rank": 16},
