@@ -73,7 +73,7 @@ def test_the_command_line_leaves_the_loops_metrics_and_no_process(tmp_path: Path
     settings = config.load("pfedhn", [*KEYS, "engine.cores_per_client=1"])
     loop = Run.start(settings, tmp_path / "loop")
     assert len(list(loop.train())) == 5
-    with started("run", "fedavg", *KEYS, *ACTORS, out=tmp_path / "ray") as process:
+    with started("run", "pfedhn", *KEYS, *ACTORS, out=tmp_path / "ray") as process:
         seen = watch(process)
         output, _ = process.communicate()
     assert process.returncode == 0
