@@ -4,14 +4,14 @@
 #   docker run --rm hyperfed list methods
 #   docker run --rm -v /srv/clinic:/data:ro -v hyperfed-state:/state hyperfed \
 #     node --data /data/clinic.parquet --state /state
-#   docker run --rm -v hyperfed-work:/work hyperfed run pefll   # its run: /work/runs/pefll/...
+#   docker run --rm -v hyperfed-runs:/federation hyperfed run pefll   # /federation/runs/pefll/...
 #
 # Another PyTorch: docker build --build-arg TORCH_ARGS="--index-url ..." -t hyperfed .
 FROM python:3.11-slim
 
 ARG TORCH_ARGS="--index-url https://download.pytorch.org/whl/cpu"
 ENV PYTHONDONTWRITEBYTECODE=1 PIP_NO_CACHE_DIR=1 FLWR_TELEMETRY_ENABLED=0
-RUN useradd --uid 10001 --create-home hyperfed && install -d -o hyperfed -m 0700 /state /work
+RUN useradd --uid 10001 --create-home hyperfed && install -d -o hyperfed -m 0700 /state /federation
 
 COPY constraints.txt pyproject.toml README.md LICENSE /build/
 COPY src /build/src
@@ -20,7 +20,7 @@ RUN pip install -c /build/constraints.txt ${TORCH_ARGS} torch \
  && rm -r /build
 
 USER hyperfed
-WORKDIR /work
-VOLUME ["/state", "/work"]
+WORKDIR /federation
+VOLUME ["/state", "/federation"]
 ENTRYPOINT ["hyperfed"]
 CMD ["--help"]

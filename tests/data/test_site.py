@@ -385,7 +385,7 @@ def test_a_pipe_is_no_archive_and_is_not_waited_for(
     path = tmp_path / "site.npz"
     os.mkfifo(path)
     monkeypatch.setattr(Path, "open", lambda *_: pytest.fail("it would be waited for"))
-    with pytest.raises(UserError, match="it is no file"):
+    with pytest.raises(UserError, match="must be a file, but is a pipe"):
         site.read(path)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from hyperfed.data.examples import Examples, channel_statistics, fingerprint_of
 from hyperfed.errors import UserError
 from hyperfed.system.allocation import total_memory
+from hyperfed.system.files import check_file
 
 PARTS = ("train", "val", "test")
 """What an example is for, as a split says it; the position is its number."""
@@ -274,9 +275,8 @@ def read_npz(path: Path, *, needed: Sequence[str]) -> dict[str, npt.NDArray[Any]
         UserError: no such file, not an archive, or missing arrays.
     """
     advice = f"write it with numpy.savez(path, {', '.join(f'{name}=...' for name in needed)})"
+    check_file(path)
     try:
-        if path.exists() and not path.is_file():
-            raise OSError("it is no file")  # and a pipe would be waited for
         # Opened here, because np.load leaves the file of a damaged archive open.
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             _check_sizes(archive)

@@ -211,9 +211,7 @@ class Row:
     set: Settings = field(default_factory=dict)
     columns: tuple[str, ...] = ("*",)
     cells: dict[str, Settings] = field(default_factory=dict)
-    grid: dict[str, Annotated[tuple[int | float, ...], Field(min_length=2)]] = field(
-        default_factory=dict
-    )
+    grid: dict[str, Tried] = field(default_factory=dict)
     published: dict[str, dict[str, Any]] = field(default_factory=dict)
     like: str | None = None
     judged: bool = True
