@@ -330,3 +330,9 @@ def test_the_defaults_are_the_authors() -> None:
     official = mh_pfedhn.PRESETS["official"]
     assert official["rounds"] == 500 * official["task.clients"] // official["cohort"]
     assert mh_pfedhn.PRESETS["official_gd"] == {**official, "method.global_model": True}
+
+
+def test_few_rounds_go_by_ten_times_the_authors_rate() -> None:
+    few = mh_pfedhn.PRESETS["default"]
+    assert few["rounds"] == 200
+    assert few["method.lr"] == pytest.approx(10 * Config().lr)
