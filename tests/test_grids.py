@@ -1,6 +1,7 @@
 """The tools that make ``results/`` search rates as they say, and make no record twice."""
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 import hyperfed
-from grids import ROOT, Grid, record
+from grids import ROOT, Grid, record, remove_other_rates
 
 REACHED = {(0.1, 1.0): 0.5, (0.3, 1.0): 0.7, (0.3, 2.0): 0.9, (0.3, 3.0): 0.8}
 
@@ -47,6 +48,45 @@ def test_rates_at_which_all_diverge_reach_nothing(tmp_path: Path) -> None:
     grid = Grid(tmp_path / "grid.jsonl")
     grid.search({"method": "fedavg"}, (1.0, 3.0), (), diverges)
     assert [point["val_accuracy"] for point in grid.points({})] == [0.0, 0.0]
+
+
+def test_a_rate_at_the_end_of_those_tried_is_gone_beyond(tmp_path: Path) -> None:
+    """A hill at (1, 0.01); a point is as high as it is near, in steps of three."""
+    grid, tried = Grid(tmp_path / "grid.jsonl"), []
+
+    def train(rates: Mapping[str, float]) -> Any:
+        tried.append((rates["local_lr"], rates["lr"]))
+        away = abs(math.log(rates["local_lr"], 3)) + abs(math.log(rates["lr"] / 0.01, 3))
+        return _reaching(1 - away / 100)
+
+    for of in ({"method": "pefll"}, {"method": "pfedhn"}):
+        grid.search(of, (0.03, 0.1, 0.3), (0.1, 0.03, 0.3), train)
+        assert len(tried) == 5
+        grid.go_beyond(of, train)
+        assert tried[5:] == [(0.9, 0.03), (2.7, 0.03), (0.9, 0.01), (0.9, 0.0033)]
+        assert grid.best(of) == {"local_lr": 0.9, "lr": 0.01}
+        grid.go_beyond(of, train)
+        assert len(tried) == 9
+        tried.clear()
+
+
+def test_where_all_rates_do_alike_one_further_on_the_first_side_is_tried(tmp_path: Path) -> None:
+    grid, of = Grid(tmp_path / "grid.jsonl"), {"method": "local"}
+    grid.search(of, (0.03, 0.1, 0.3), (), lambda rates: _reaching(0.5))
+    grid.go_beyond(of, lambda rates: _reaching(0.5))
+    assert [point["rates"]["local_lr"] for point in grid.points(of)] == [0.03, 0.1, 0.3, 0.01]
+    assert grid.best(of) == {"local_lr": 0.03}
+
+
+def test_a_record_of_other_rates_is_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "seed0"
+    remove_other_rates(folder, {"lr": 0.1})  # there is none
+    folder.mkdir()
+    (folder / "config.toml").write_text('[method]\nname = "pefll"\nlr = 0.1\nlocal_lr = 0.03\n')
+    remove_other_rates(folder, {"lr": 0.1, "local_lr": 0.03})
+    assert folder.exists()
+    remove_other_rates(folder, {"lr": 0.1, "local_lr": 0.1})
+    assert not folder.exists()
 
 
 def test_a_record_is_made_once_and_is_of_this_project_wherever_it_lies(

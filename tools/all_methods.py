@@ -5,8 +5,9 @@
     python tools/all_methods.py many_labels grid
     python tools/all_methods.py many_labels record
 
-What is done already is skipped, so a stopped command goes on where it was. ``--methods`` takes some
-of them only: several processes share the work.
+What is done already is skipped, so a stopped command goes on where it was; a record of other rates
+than the best is made again. ``--methods`` takes some of them only: several processes share the
+work.
 
 There are two federations of Fashion-MNIST, each with clients that join when training is over: many
 clients with few labels each, and few clients with many. The others are of the kinds that papers
@@ -14,9 +15,11 @@ judge by: two classes each, with few and with many clients; Dirichlet; labels th
 codes; and clients as data sets have them: writers, alphabets and speaking roles. Every method gets
 the same rounds, cohort, local steps, batch, plain SGD without momentum or weight decay, and local
 learning rates to choose from; a method whose server learns, too, has then three rates for that,
-around its default, at the local rate chosen. Rates are chosen by the best round's accuracy on the
-validation data of a division (a seed) that no record is of. All other settings are a method's
-defaults. A newcomer who trains does so for as many steps as each of the others on average.
+around its default, at the local rate chosen. Where the best of a rate is the least or greatest
+that was tried, a third or three times of it is tried as well, until it is not. Rates are chosen by
+the best round's accuracy on the validation data of a division (a seed) that no record is of. All
+other settings are a method's defaults. A newcomer who trains does so for as many steps as each of
+the others on average.
 """
 
 import argparse
@@ -30,7 +33,7 @@ from typing import Any
 import torch
 
 import hyperfed
-from grids import ROOT, Grid, record
+from grids import ROOT, Grid, record, remove_other_rates
 from hyperfed.methods import METHODS
 
 sys.path.insert(0, str(ROOT / "examples"))
@@ -51,12 +54,14 @@ class Federation:
         cohort: clients of a round.
         local_steps: steps of each of them.
         rounds: of training.
+        engine: the faster of both on one core.
     """
 
     task: Mapping[str, Any]
     cohort: int
     local_steps: int
     rounds: int = 100
+    engine: str = "loop"
 
     @property
     def visits(self) -> int:
@@ -71,10 +76,16 @@ CIFAR = {"name": "cifar10", "novel": 1 / 6}
 NATURAL = {"partition": "natural", "novel": 1 / 6}
 FEDERATIONS = {
     "few_labels": Federation(
-        IMAGES | {"clients": 120, "novel": 1 / 6, "alpha": 0.3, "examples_per_client": 20}, 20, 10
+        IMAGES | {"clients": 120, "novel": 1 / 6, "alpha": 0.3, "examples_per_client": 20},
+        20,
+        10,
+        engine="vmap",
     ),
     "many_labels": Federation(
-        IMAGES | {"clients": 24, "novel": 1 / 6, "alpha": 0.1, "examples_per_client": 1000}, 10, 20
+        IMAGES | {"clients": 24, "novel": 1 / 6, "alpha": 0.1, "examples_per_client": 1000},
+        10,
+        20,
+        engine="vmap",
     ),
     **{
         f"two_classes_{known}": Federation(
@@ -88,7 +99,7 @@ FEDERATIONS = {
         )
         for alpha in (0.1, 1.0)
     },
-    "own_labels": Federation(digits.TASK, digits.COHORT, digits.LOCAL_STEPS, digits.ROUNDS),
+    "own_labels": Federation(digits.TASK, digits.COHORT, digits.LOCAL_STEPS, digits.ROUNDS, "vmap"),
     "writers": Federation(NATURAL | {"name": "mnist", "clients": 300}, 20, 10),
     "alphabets": Federation(NATURAL | {"name": "omniglot", "clients": 48}, 10, 20, 200),
     "roles": Federation(NATURAL | {"name": "shakespeare", "clients": 120}, 10, 20),
@@ -153,7 +164,7 @@ def train(
         rounds=federation.rounds,
         cohort=federation.cohort,
         evaluate_every=federation.rounds // 10,
-        engine="vmap",
+        engine=federation.engine,
         method=own | dict(rates),
         serve=finetuning,
     )
@@ -187,6 +198,8 @@ if __name__ == "__main__":
         if asked.what == "grid":
             searched = partial(train, each, federation, OTHER_SEED)
             grid.search(of, LOCAL_RATES, server_rates(each), searched)
+            grid.go_beyond(of, searched)
         for seed in SEEDS if asked.what == "record" else ():
-            trained = partial(train, each, federation, seed, grid.best(of))
-            record(results / each / f"seed{seed}", trained)
+            folder, rates = results / each / f"seed{seed}", grid.best(of)
+            remove_other_rates(folder, rates)
+            record(folder, partial(train, each, federation, seed, rates))

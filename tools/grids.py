@@ -1,15 +1,20 @@
 """What the tools that make ``results/`` have in common: grids of rates, and records of runs."""
 
 import json
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import rmtree
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import hyperfed
 
 ROOT = Path(__file__).parents[1]
+BEYOND = 3.0
+"""By what a rate at the end of those tried is multiplied, or divided, to go on."""
+
 KEPT = ("config.toml", "metrics.jsonl", "summary.json")
 """What a record is of the files of a run, the summary last: with it a record is whole."""
 
@@ -53,6 +58,28 @@ class Grid:
         for server in others:
             self.reached(of, {"local_lr": best, **server}, train)
 
+    def go_beyond(
+        self, of: Mapping[str, str], train: Callable[[Mapping[str, float]], hyperfed.Run]
+    ) -> None:
+        """Goes on for as long as a rate of the best point is the least or the greatest tried.
+
+        Args:
+            of: what is trained, and was searched before.
+            train: takes the rates.
+        """
+        while rates := self._beyond(of):
+            self.reached(of, rates, train)
+
+    def _beyond(self, of: Mapping[str, str]) -> dict[str, float] | None:
+        """Returns the next point to try; None where the best is at no end."""
+        best, points = self.best(of), self.points(of)
+        for name, rate in best.items():
+            tried = [point["rates"][name] for point in points]
+            for end, factor in ((max(tried), BEYOND), (min(tried), 1 / BEYOND)):
+                if rate == end:
+                    return best | {name: float(f"{rate * factor:.2g}")}
+        return None
+
     def reached(
         self,
         of: Mapping[str, str],
@@ -87,6 +114,16 @@ class Grid:
             raise hyperfed.UserError(f"rates of {name} must be in {self.file}; run grid before")
         best = max(points, key=lambda point: float(point["val_accuracy"]))
         return dict(best["rates"])
+
+
+def remove_other_rates(folder: Path, rates: Mapping[str, float]) -> None:
+    """Removes a record that was made with other rates than these."""
+    settings = folder / KEPT[0]
+    if (
+        settings.exists()
+        and not rates.items() <= tomllib.loads(settings.read_text())["method"].items()
+    ):
+        rmtree(folder)
 
 
 def record(folder: Path, train: Callable[[Path], hyperfed.Run]) -> None:
