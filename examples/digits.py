@@ -37,7 +37,7 @@ ROUNDS, COHORT, LOCAL_STEPS = 200, 20, 10
 """The same for every method: 4,000 visits to clients, of ten steps each."""
 
 METHODS: dict[str, dict[str, Any]] = {
-    "local": {"local_lr": 0.1},
+    "local": {"local_lr": 0.3},
     "fedavg": {"local_lr": 0.02},
     "fedper": {"local_lr": 0.1},
     "pfedhn": {"local_lr": 0.1, "lr": 0.1, "novel_lr": 0.3},

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import hyperfed
-from grids import ROOT, Grid, record, remove_other_rates
+from grids import ROOT, Grid, record
 
 REACHED = {(0.1, 1.0): 0.5, (0.3, 1.0): 0.7, (0.3, 2.0): 0.9, (0.3, 3.0): 0.8}
 
@@ -78,17 +78,6 @@ def test_where_all_rates_do_alike_one_further_on_the_first_side_is_tried(tmp_pat
     assert grid.best(of) == {"local_lr": 0.03}
 
 
-def test_a_record_of_other_rates_is_removed(tmp_path: Path) -> None:
-    folder = tmp_path / "seed0"
-    remove_other_rates(folder, {"lr": 0.1})  # there is none
-    folder.mkdir()
-    (folder / "config.toml").write_text('[method]\nname = "pefll"\nlr = 0.1\nlocal_lr = 0.03\n')
-    remove_other_rates(folder, {"lr": 0.1, "local_lr": 0.03})
-    assert folder.exists()
-    remove_other_rates(folder, {"lr": 0.1, "local_lr": 0.1})
-    assert not folder.exists()
-
-
 def test_a_record_is_made_once_and_is_of_this_project_wherever_it_lies(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,7 +94,7 @@ def test_a_record_is_made_once_and_is_of_this_project_wherever_it_lies(
 
     folder = tmp_path / "results" / "fedavg" / "seed0"
     for _ in range(2):
-        record(folder, train)
+        record(folder, {"local_lr": 0.005}, train)
     assert len(made) == 1
     assert not made[0].exists()
     assert sorted(path.name for path in folder.iterdir()) == [
@@ -116,3 +105,5 @@ def test_a_record_is_made_once_and_is_of_this_project_wherever_it_lies(
     assert 'model = "tools/architectures.py:lenet"' in (folder / "config.toml").read_text()
     accuracy = json.loads((folder / "summary.json").read_text())["test_accuracy"]
     assert f"fedavg seed0                 test {accuracy:.3f}\n" in capsys.readouterr().out
+    record(folder, {"local_lr": 0.2}, train)
+    assert len(made) == 2

@@ -202,5 +202,6 @@ if __name__ == "__main__":
             searched = partial(train, wanted, division, OTHER_SEED)
             GRID.search(of, LOCAL_RATES, SERVER_RATES.get(wanted, ()), searched)
         for seed in SEEDS if asked.what == "record" else ():
-            trained = partial(train, wanted, division, seed, GRID.best(of))
-            record(RESULTS / division / wanted / f"seed{seed}", trained)
+            best = GRID.best(of)
+            trained = partial(train, wanted, division, seed, best)
+            record(RESULTS / division / wanted / f"seed{seed}", best, trained)

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 import hyperfed
-from grids import ROOT, Grid, record, remove_other_rates
+from grids import ROOT, Grid, record
 from hyperfed.methods import METHODS
 
 sys.path.insert(0, str(ROOT / "examples"))
@@ -201,5 +201,4 @@ if __name__ == "__main__":
             grid.go_beyond(of, searched)
         for seed in SEEDS if asked.what == "record" else ():
             folder, rates = results / each / f"seed{seed}", grid.best(of)
-            remove_other_rates(folder, rates)
-            record(folder, partial(train, each, federation, seed, rates))
+            record(folder, rates, partial(train, each, federation, seed, rates))

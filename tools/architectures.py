@@ -201,4 +201,5 @@ if __name__ == "__main__":
             searched = partial(train, each, OTHER_SEED)
             grid.search(of, LOCAL_RATES, SERVER_RATES.get(each, ()), searched)
         for seed in SEEDS if asked.what == "record" else ():
-            record(RESULTS / each / f"seed{seed}", partial(train, each, seed, grid.best(of)))
+            best = grid.best(of)
+            record(RESULTS / each / f"seed{seed}", best, partial(train, each, seed, best))

@@ -7,18 +7,21 @@
 ``make readme`` writes the table of README.md from those records.
 
 Rates are chosen on the validation data of a division (a seed) that no record is of. Every method
-gets the same rates of local training, and those with a server that learns as many of that. How a
-newcomer of pFedHN is fitted is chosen on the newcomers of that division.
+gets the same rates of local training, and those with a server that learns as many of that. Where
+the best of a rate is the least or greatest that was tried, a third or three times of it is tried as
+well, until it is not. How a newcomer of pFedHN is fitted is chosen on the newcomers of that
+division. What was trained already is not again.
 """
 
 import argparse
 import json
 import sys
+from collections.abc import Mapping
+from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
 
-from grids import ROOT
+from grids import ROOT, Grid
 from grids import record as make_record
 
 sys.path.insert(0, str(ROOT / "examples"))
@@ -38,39 +41,41 @@ NOVEL_RATES = (0.1, 0.3, 1.0, 3.0)
 
 
 def points(method: str) -> list[dict[str, float]]:
-    """Returns the settings of a method's grid."""
+    """Returns the rates of a method's grid."""
     servers = [{"lr": rate} for rate in SERVER_RATES.get(method, ())] or [{}]
     return [{"local_lr": rate, **server} for rate, server in product(LOCAL_RATES, servers)]
 
 
-def grid(methods: list[str], rounds: int) -> list[dict[str, Any]]:
-    """Trains every point, prints its validation accuracy, and returns all."""
-    found: list[dict[str, Any]] = []
-    for method in methods:
-        runs = []
-        for settings in points(method):
-            run = digits.train(method, seed=OTHER_SEED, rounds=rounds, settings=settings)
-            runs.append((run.summary["val_accuracy"], settings, run))
-            found.append({"method": method, "val_accuracy": runs[-1][0], **settings})
-            print(f"{method:8}{settings}  validation {runs[-1][0]:.3f}", flush=True)
-        _, best, run = max(runs, key=lambda entry: entry[0])
-        print(f"{method:8}{best}  <- chosen", flush=True)
-        for rate in NOVEL_RATES if method == "pfedhn" else ():
-            served = run.served_otherwise([f"method.novel_lr={rate}"])
-            accuracy = served.evaluate_novel().accuracy
-            found.append({"method": method, "novel_accuracy": accuracy, "novel_lr": rate, **best})
-            print(f"{method:8}novel_lr {rate}  newcomers {accuracy:.3f}", flush=True)
-    return found
+def choose(method: str, rounds: int, results: Path) -> None:
+    """Trains every point that was not yet, goes on beyond their ends, and prints the best."""
+    grid, of = Grid(results / "grid.jsonl"), {"method": method}
+
+    def train(rates: Mapping[str, float]) -> Run:
+        return digits.train(method, seed=OTHER_SEED, rounds=rounds, settings=dict(rates))
+
+    for rates in points(method):
+        grid.reached(of, rates, train)
+    grid.go_beyond(of, train)
+    best = grid.best(of)
+    print(f"{method:8}{best}  <- chosen", flush=True)
+    if method == "pfedhn":
+        choose_for_newcomers(train(best), results / "newcomers.jsonl")
 
 
-def record(methods: list[str], rounds: int, results: Path) -> None:
+def choose_for_newcomers(run: Run, file: Path) -> None:
+    """Serves the newcomers at several rates, and writes down what each came to."""
+    with file.open("w") as lines:
+        for rate in NOVEL_RATES:
+            accuracy = run.served_otherwise([f"method.novel_lr={rate}"]).evaluate_novel().accuracy
+            lines.write(json.dumps({"novel_lr": rate, "novel_accuracy": accuracy}) + "\n")
+            print(f"novel_lr {rate}  newcomers {accuracy:.3f}", flush=True)
+
+
+def record(method: str, rounds: int, results: Path) -> None:
     """Makes the records of every seed that are missing, ``results/METHOD/seedN``."""
-    for method, seed in product(methods, SEEDS):
-
-        def trained(out: Path, method: str = method, seed: int = seed) -> Run:
-            return digits.train(method, seed=seed, rounds=rounds, out=out)
-
-        make_record(results / method / f"seed{seed}", trained)
+    for seed in SEEDS:
+        train = partial(digits.train, method, seed=seed, rounds=rounds)
+        make_record(results / method / f"seed{seed}", digits.METHODS[method], train)
 
 
 def draw(results: Path) -> None:
@@ -86,14 +91,8 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=digits.ROUNDS)
     parser.add_argument("--results", type=Path, default=RESULTS)
     asked = parser.parse_args()
-    if asked.what == "grid":
-        every = grid(asked.methods, asked.rounds)
-        asked.results.mkdir(parents=True, exist_ok=True)
-        file = asked.results / "grid.jsonl"
-        before = map(json.loads, file.read_text().splitlines()) if file.exists() else ()
-        kept = [point for point in before if point["method"] not in asked.methods]
-        file.write_text("".join(json.dumps(point) + "\n" for point in [*kept, *every]))
-    elif asked.what == "draw":
+    if asked.what == "draw":
         draw(asked.results)
     else:
-        record(asked.methods, asked.rounds, asked.results)
+        for each in asked.methods:
+            (choose if asked.what == "grid" else record)(each, asked.rounds, asked.results)

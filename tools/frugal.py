@@ -81,5 +81,6 @@ if __name__ == "__main__":
         for rate in SERVER_RATES[method] if asked.what == "grid" else ():
             grid.reached(of, {"lr": rate}, partial(train, method, kind, OTHER_SEED))
         for seed in SEEDS if asked.what == "record" else ():
-            trained = partial(train, method, kind, seed, grid.best(of), rounds=asked.rounds)
-            record(folder / f"{method}_{kind}" / f"seed{seed}", trained)
+            best = grid.best(of)
+            trained = partial(train, method, kind, seed, best, rounds=asked.rounds)
+            record(folder / f"{method}_{kind}" / f"seed{seed}", best, trained)

@@ -116,22 +116,21 @@ class Grid:
         return dict(best["rates"])
 
 
-def remove_other_rates(folder: Path, rates: Mapping[str, float]) -> None:
-    """Removes a record that was made with other rates than these."""
-    settings = folder / KEPT[0]
-    if (
-        settings.exists()
-        and not rates.items() <= tomllib.loads(settings.read_text())["method"].items()
-    ):
-        rmtree(folder)
+def record(folder: Path, rates: Mapping[str, float], train: Callable[..., hyperfed.Run]) -> None:
+    """Makes a record that is not there yet, of a run that is trained into a folder for the time.
 
-
-def record(folder: Path, train: Callable[[Path], hyperfed.Run]) -> None:
-    """Makes a record that is not there yet, of a run that is trained into a folder for the time."""
+    Args:
+        folder: of the record; what was made there with other rates is removed.
+        rates: {setting of the method: value} that ``train`` takes.
+        train: takes the folder of the run as ``out``.
+    """
     if (folder / KEPT[-1]).exists():
-        return
+        made_with = tomllib.loads((folder / KEPT[0]).read_text())["method"]
+        if rates.items() <= made_with.items():
+            return
+        rmtree(folder)
     with TemporaryDirectory() as out:
-        run = train(Path(out))
+        run = train(out=Path(out))
         keep(run, folder)
     reached = {who: run.summary.get(f"{who}_accuracy") for who in ("test", "novel")}
     told = [f"{who} {accuracy:.3f}" for who, accuracy in reached.items() if accuracy is not None]
