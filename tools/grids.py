@@ -120,7 +120,7 @@ def record(folder: Path, rates: Mapping[str, float], train: Callable[..., hyperf
     """Makes a record that is not there yet, of a run that is trained into a folder for the time.
 
     Args:
-        folder: of the record; what was made there with other rates is removed.
+        folder: of the record, which takes the place of one with other rates.
         rates: {setting of the method: value} that ``train`` takes.
         train: takes the folder of the run as ``out``.
     """
@@ -128,9 +128,10 @@ def record(folder: Path, rates: Mapping[str, float], train: Callable[..., hyperf
         made_with = tomllib.loads((folder / KEPT[0]).read_text())["method"]
         if rates.items() <= made_with.items():
             return
-        rmtree(folder)
     with TemporaryDirectory() as out:
         run = train(out=Path(out))
+        if folder.exists():
+            rmtree(folder)
         keep(run, folder)
     reached = {who: run.summary.get(f"{who}_accuracy") for who in ("test", "novel")}
     told = [f"{who} {accuracy:.3f}" for who, accuracy in reached.items() if accuracy is not None]
