@@ -4,7 +4,7 @@
     python tools/hours.py 'pfedhn/*' pefll/fig4   # some, the first ones first
 
 What is estimated already is skipped, so a stopped command goes on where it was. Of a training three
-rounds of two clients are run, the last of them evaluated, and their CPU time tells what a visit of
+rounds of one client are run, the last of them evaluated, and their CPU time tells what a visit of
 a client and an evaluation cost. A run takes as many of both as its settings say; what it does once,
 such as serving novel clients, is not in it. Trainings that differ in what takes no time only, such
 as rates, share one measurement. Each line of ``results/hours.jsonl`` says which that is.
@@ -40,9 +40,6 @@ TAKES_NO_TIME = (
 )
 """How the keys begin that do not decide what a visit or an evaluation costs."""
 
-CLIENTS = 2
-"""Of a round that is timed."""
-
 
 def cost(settings: RunConfig) -> tuple[str, ...]:
     """Returns what decides how long a visit and an evaluation take."""
@@ -57,8 +54,7 @@ def measure(settings: RunConfig) -> tuple[float, float, float]:
     few = replace(settings, rounds=3, evaluate_every=3, settings=replace(own, **short))
     seconds = []
     with closing(Run(few)) as run:
-        clients = min(CLIENTS, run.cohort_size)
-        run.config = replace(run.config, cohort=clients)
+        run.config = replace(run.config, cohort=1)
         training = run.train()
         for _ in range(3):
             began = time.process_time()
@@ -66,7 +62,7 @@ def measure(settings: RunConfig) -> tuple[float, float, float]:
             seconds.append(time.process_time() - began)
     first, second, last = seconds
     before, after = (first, second) if short else [(first + second) / 2] * 2
-    return before / clients, after / clients, max(0.0, last - second)
+    return before, after, max(0.0, last - second)
 
 
 def hours(settings: RunConfig, seconds: tuple[float, float, float]) -> float:
