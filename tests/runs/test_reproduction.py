@@ -187,12 +187,14 @@ def test_a_job_leaves_the_record_of_its_run_and_of_which_cell_it_is(folder: Path
     assert ours[0][:-1] == theirs[0][:-1]
     assert {key for key in ours[1] if ours[1][key] != theirs[1][key]} <= {
         "novel_accuracy",
+        "novel_accuracy_client_mean",
         "novel_masked_accuracy",
         "novel_zeroed_accuracy",
     }
     run = Run.open(trained.folder)
     again = run.served_otherwise(["task.novel_alpha=10.0"]).evaluate_novel()
     assert theirs[1]["novel_accuracy"] == again.accuracy
+    assert theirs[1]["novel_accuracy_client_mean"] == again.main.client_mean
     assert theirs[0][-1]["split"] == "novel"
     assert theirs[0][-1]["client_loss"] == list(again.client_loss)
     assert theirs[0][-1]["client_loss"] != ours[0][-1]["client_loss"]

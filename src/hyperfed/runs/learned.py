@@ -103,15 +103,15 @@ def generalization_gap(run: FinishedRun) -> tuple[float, float]:
     """Returns how far novel clients are from known ones, and what they lose by it.
 
     The mean over novel clients of the total variation to the nearest known one, and the accuracy of
-    novel clients less that of known ones, acc_novel - acc_train in points, both over all examples
-    (pFedHN, figure 2).
+    novel clients less that of known ones, acc_novel - acc_train in points, both means over clients
+    (pFedHN, section 5 and figure 2).
 
     Raises:
         NothingToDrawError: there are no novel clients, or no known ones that were tested.
     """
     far = [distance for distance, _ in shifted(run.evaluations, "total_variation")]
-    novel = next(e.accuracy for e in run.evaluations if e.split == "novel")
-    known = (run.summary or {}).get("test_accuracy")
+    novel = next(e.accuracy_client_mean for e in run.evaluations if e.split == "novel")
+    known = (run.summary or {}).get("test_accuracy_client_mean")
     if novel is None or known is None:
         raise NothingToDrawError(
             "a run must be done and have tested known clients to draw what novel ones lose"

@@ -45,17 +45,19 @@ def _eighth(summary: Mapping[str, Any]) -> Number:
 
 UNITS: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], Number]]] = MappingProxyType(
     {
-        "val_accuracy": _percent("val_accuracy"),
         **{
             key: _percent(key)
-            for split in ("test", "novel")
+            for split in ("val", "test", "novel")
             for key in (
                 f"{split}_accuracy",
                 f"{split}_masked_accuracy",
                 f"{split}_zeroed_accuracy",
             )
         },
-        "test_accuracy_client_mean": _percent("test_accuracy_client_mean"),
+        **{
+            key: _percent(key)
+            for key in ("test_accuracy_client_mean", "novel_accuracy_client_mean")
+        },
         **{f"{OF_SIZE}{size}": _percent(f"{OF_SIZE}{size}") for size in "SML"},
         "eighth_mebibytes": ("MiB", _eighth),
     }

@@ -20,15 +20,34 @@ def numbers(test: Evaluation, novel: Evaluation | None, others: Number) -> dict[
         others: the metric of known clients with each other's models.
     """
     main, more = test.metric, test.others
-    accuracies = main == ACCURACY.name
-    beside = [*(("masked_accuracy", "zeroed_accuracy") if accuracies else ()), *more]
-    found: dict[str, Any] = {} if accuracies else {"metric": main}
-    found |= {f"test_{name}": test.value(name) for name in (main, *beside)}
+    found: dict[str, Any] = {} if main == ACCURACY.name else {"metric": main}
+    found |= {f"test_{name}": test.value(name) for name in _named(test)}
     for name, of in {main: test.main, **more}.items():
         found |= _over_clients(name, of)
     found |= {f"others_{main}": others, "evaluated": test.evaluated}
-    found |= {f"novel_{name}": novel and novel.value(name) for name in (main, *beside)}
+    return found | numbers_of_novel(test, novel)
+
+
+def numbers_of_novel(test: Evaluation, novel: Evaluation | None) -> dict[str, Any]:
+    """Returns the part of these numbers that is of clients that joined afterwards.
+
+    Args:
+        test: of known clients, which says what is measured.
+        novel: of novel ones; None where there are none.
+    """
+    found: dict[str, Any] = {f"novel_{name}": novel and novel.value(name) for name in _named(test)}
+    found[f"novel_{test.metric}_client_mean"] = novel and novel.main.client_mean
     return found | {"novel_evaluated": novel and novel.evaluated}
+
+
+def _named(test: Evaluation) -> list[str]:
+    """Returns the metrics that there are over all examples, that of the task first."""
+    accuracies = test.metric == ACCURACY.name
+    return [
+        test.metric,
+        *(("masked_accuracy", "zeroed_accuracy") if accuracies else ()),
+        *test.others,
+    ]
 
 
 def numbers_of_sizes(test: Evaluation, sizes: Sequence[str]) -> dict[str, Number]:

@@ -9,7 +9,7 @@ import json
 import math
 import shlex
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import count
@@ -25,6 +25,7 @@ from hyperfed.runs import bound, experiments, measured, records
 from hyperfed.runs import config as configuration
 from hyperfed.runs.config import RunConfig, TooShortError
 from hyperfed.runs.experiments import Bound, Experiment
+from hyperfed.runs.numbers import numbers_of_novel
 from hyperfed.runs.origin import Origin
 from hyperfed.runs.progress import watch
 from hyperfed.runs.records import RunFolder
@@ -334,12 +335,7 @@ def _serve(job: Job) -> bool:
         folder.truncate_after(0)
         for evaluation in (*(e for e in run.evaluations if e.split != "novel"), novel):
             folder.append(evaluation)
-        numbers: Mapping[str, object] = {
-            "novel_accuracy": novel.accuracy,
-            "novel_masked_accuracy": novel.masked_accuracy,
-            "novel_zeroed_accuracy": novel.zeroed_accuracy,
-        }
-        folder.write_summary({**run.summary, **numbers})
+        folder.write_summary({**run.summary, **numbers_of_novel(novel, novel)})
     return True
 
 
