@@ -2,6 +2,8 @@
 
 import math
 
+from pydantic import ValidationError
+
 
 class UserError(ValueError):
     """The input is wrong. The message says what must hold, what came, and what to do."""
@@ -43,3 +45,14 @@ def one_line(text: str, longest: int = LONGEST) -> str:
         for letter in text[: longest + 1]
     )
     return shown if len(shown) <= longest else f"{shown[: longest - 3]}..."
+
+
+def fields_wrong(error: ValidationError) -> list[str]:
+    """Returns for each wrong field of a file its place and what is wrong."""
+    return [f"{'.'.join(map(str, it['loc']))}: {it['msg']}" for it in error.errors()]
+
+
+def told(error: Exception) -> str:
+    """Returns in a line what an error says: of a file's fields, all that are wrong."""
+    wrong = "; ".join(fields_wrong(error)) if isinstance(error, ValidationError) else str(error)
+    return one_line(wrong)

@@ -119,6 +119,19 @@ def test_all_that_is_wrong_with_a_table_is_told_at_once(table: Path) -> None:
     assert "rows.fedavg.cells: must be columns with a cell of it, came three" in str(told.value)
     assert "rows.fedavg.published: must be of test, came tests" in str(told.value)
     assert "rows.fedavg.published.tests.one: must be a number, or [mean, spread]" in str(told.value)
+    for said in ("true", "nan", "[50.0, inf]", "[50.0, -2.0]", "[50.0, true]", "[]", "[1, 2, 3]"):
+        table.write_text(TABLE.replace("= [50.0, 2.0]", f"= {said}"))
+        with pytest.raises(UserError, match=r"test\.one: must be a number, or \[mean, spread\]"):
+            experiments.read(table)
+    table.write_text(TABLE.replace("published.test.one", "published.test.three"))
+    with pytest.raises(UserError, match=r"fedavg\.published\.test: three must be a column with a "):
+        experiments.read(table)
+    # What the other row is like has a cell in that column, but is not like the other.
+    table.write_text(f"{TABLE}published.test.one = 1.0\n")
+    with pytest.raises(
+        UserError, match=r"other\.published\.test: one must be a column with a cell"
+    ):
+        experiments.read(table)
     table.write_text(TABLE.replace("judged", "judgd"))
     with pytest.raises(UserError, match=r"rows\.other\.judgd: "):
         experiments.read(table)

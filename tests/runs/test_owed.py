@@ -83,6 +83,11 @@ def test_estimates_are_lines_and_the_report_has_their_sum(
     text = beside.report(tmp_path, [table]).text
     assert "### What did not fit" in text
     assert "| `made/table1` | 2 | 2 | 3.0 | 3 |" in text
+    (tmp_path / owed.FILE).write_text(f"{json.dumps(line | {'cells': ['a-x', 'a-local']})}\n")
+    with pytest.raises(UserError, match=r"must be of cells that there are, but .* has no a-x; rem"):
+        beside.report(tmp_path, [table])
     (tmp_path / owed.FILE).write_text(f"{json.dumps(line | {'hours': -1})}\n")
-    with pytest.raises(UserError, match=r"hours\.jsonl must have an estimate in each line"):
+    with pytest.raises(
+        UserError, match=r"hours\.jsonl must have an estimate in each line.* hours: "
+    ):
         owed.read(tmp_path)

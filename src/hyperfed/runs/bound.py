@@ -23,7 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from hyperfed import trees
-from hyperfed.errors import UserError, check_positive
+from hyperfed.errors import UserError, check_positive, told
 from hyperfed.federation import Split, Task
 from hyperfed.runs import experiments, statistics
 from hyperfed.runs.config import RunConfig
@@ -158,8 +158,8 @@ def read(path: Path) -> Sides | None:
         return None
     except (OSError, ValidationError) as error:
         raise UserError(
-            f"{path} must hold both sides of a bound, but: {error}; remove it, and make it again "
-            "by the command that made the record"
+            f"{path} must hold both sides of a bound, but: {told(error)}; remove it, and make it "
+            "again by the command that made the record"
         ) from error
 
 

@@ -17,7 +17,7 @@ import torch
 from pydantic import ConfigDict, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from hyperfed.errors import UserError
+from hyperfed.errors import UserError, fields_wrong
 from hyperfed.methods.parts.complexity import Comparison, compare_hypernetworks
 from hyperfed.nets.targets import build_target
 from hyperfed.runs.experiments import About
@@ -223,9 +223,8 @@ def read(path: Path) -> Computed:
             {"id": f"{path.absolute().parent.name}/{path.stem}", **written}
         )
     except ValidationError as error:
-        told = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
         raise UserError(
-            "\n  - ".join([f"{path} must be a table that is computed, but:", *told])
+            "\n  - ".join([f"{path} must be a table that is computed, but:", *fields_wrong(error)])
         ) from error
     except (OSError, ValueError) as error:
         raise UserError(f"{path} must be a table that is computed, but: {error}") from error

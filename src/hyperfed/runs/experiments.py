@@ -25,6 +25,7 @@ beside them. In TOML::
 """
 
 import difflib
+import math
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -37,7 +38,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from hyperfed.errors import UserError
+from hyperfed.errors import UserError, fields_wrong
 from hyperfed.system.files import check_file
 
 Settings = dict[str, Any]
@@ -455,8 +456,8 @@ def _experiment(path: Path, written: Mapping[str, Any]) -> Experiment:
             {"id": f"{path.absolute().parent.name}/{path.stem}", "path": path, **written}
         )
     except ValidationError as error:
-        told = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
-        raise UserError("\n  - ".join([f"{path} must be a table, but:", *told])) from error
+        told = [f"{path} must be a table, but:", *fields_wrong(error)]
+        raise UserError("\n  - ".join(told)) from error
     if problems := list(_problems(found)):
         raise UserError("\n  - ".join([f"{path} must be a table, but:", *problems]))
     return _with_grids(found)
@@ -509,6 +510,10 @@ def _problems(experiment: Experiment) -> Iterator[str]:
             yield f"rows.{name}.grid: settings must differ in the last part of their names"
         if row.like is not None and row.like in rows and rows[row.like].grid:
             yield f"rows.{name}.like: must be a row without a grid, came {row.like}"
+    published = {
+        (columns[column].like or column, rows[row].like or row)
+        for column, row in experiment.cells.values()
+    }
     for name, row in rows.items():
         for column in row.cells:
             if column not in columns or not row.has(column):
@@ -517,10 +522,14 @@ def _problems(experiment: Experiment) -> Iterator[str]:
             if measure not in measures:
                 yield f"rows.{name}.published: must be of {', '.join(measures)}, came {measure}"
             for column, said in numbers.items():
-                if column not in columns:
-                    yield f"rows.{name}.published.{measure}: {column} must be a column"
+                if (column, name) not in published:
+                    yield (
+                        f"rows.{name}.published.{measure}: {column} must be a column with a cell "
+                        "of it, or of what is like it"
+                    )
                 pair = said if isinstance(said, list) else [said]
-                if len(pair) not in (1, 2) or not all(isinstance(n, int | float) for n in pair):
+                numeric = all(type(n) in (int, float) and math.isfinite(n) for n in pair)
+                if len(pair) not in (1, 2) or not numeric or min(pair[1:], default=0) < 0:
                     yield (
                         f"rows.{name}.published.{measure}.{column}: must be a number, or "
                         f"[mean, spread], came {said}"

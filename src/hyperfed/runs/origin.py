@@ -3,11 +3,12 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from hyperfed.errors import UserError
+from hyperfed.errors import UserError, told
 from hyperfed.system.files import atomic_write
 
 FILE = "experiment.json"
@@ -24,15 +25,15 @@ class Origin:
         command: what makes the record again; RUN is the folder that its first part prints.
         trained: the record, from this one's folder, of the training that was served here in
             another way; "" where this run was trained.
-        superseded: why no verdict can be given by it any more; "" where one can.
+        superseded: why no verdict can be given by it any more, in a line; "" where one can.
     """
 
     table: str
     cell: str
-    scale: float = 1.0
+    scale: Annotated[float, Field(gt=0, le=1)] = 1.0
     command: str = ""
     trained: str = ""
-    superseded: str = ""
+    superseded: Annotated[str, Field(pattern=r"^[^\n\r|]*$")] = ""
 
     def write(self, folder: Path) -> None:
         """Writes the file.
@@ -59,4 +60,4 @@ def read(folder: Path) -> Origin | None:
     except FileNotFoundError:
         return None
     except (OSError, ValidationError) as error:
-        raise UserError(f"{path} must say of what a record is, but: {error}") from error
+        raise UserError(f"{path} must say of what a record is, but: {told(error)}") from error

@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import ConfigDict, NonNegativeFloat, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from hyperfed.errors import UserError
+from hyperfed.errors import UserError, told
 from hyperfed.runs.experiments import Experiment
 from hyperfed.runs.measured import Cell, Measurement
 
@@ -52,8 +52,8 @@ def read(folder: Path) -> list[Estimate]:
         return [_ESTIMATE.validate_json(line) for line in path.read_bytes().splitlines()]
     except (OSError, ValidationError) as error:
         raise UserError(
-            f"{path} must have an estimate in each line, but: {error}; remove the line and write "
-            "it again with tools/hours.py"
+            f"{path} must have an estimate in each line, but: {told(error)}; remove the line and "
+            "write it again with tools/hours.py"
         ) from error
 
 
@@ -70,13 +70,22 @@ def rows(
         Rows of the table, its trainings, how many are missing, the hours of one core that these
         take ("–" without any), and how many cells nothing was estimated of; without tables that
         lack nothing.
+
+    Raises:
+        UserError: an estimate is of a cell that its table has not.
     """
     listed, total = [], [0.0] * 4
     for experiment in experiments:
         own = [one for one in estimates if one.table == experiment.id]
         seeds = range(experiment.table.seeds)
         missing = [sum(not _there(found, one, seed) for seed in seeds) for one in own]
-        unknown = set(experiment.cells).difference(*(one.cells for one in own))
+        estimated = {cell for one in own for cell in one.cells}
+        if strange := estimated - set(experiment.cells):
+            raise UserError(
+                f"{FILE} must be of cells that there are, but {experiment.id} has no "
+                f"{', '.join(sorted(strange))}; remove the line"
+            )
+        unknown = set(experiment.cells) - estimated
         if not any(missing) and not unknown:
             continue
         hours = sum(one.hours * times for one, times in zip(own, missing, strict=True))
