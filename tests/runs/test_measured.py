@@ -9,78 +9,17 @@ import pytest
 
 from hyperfed.apps.cli import main
 from hyperfed.errors import UserError
-from hyperfed.runs import beside, config, experiments, measured, origin, pages, svg
+from hyperfed.runs import beside, config, experiments, measured, origin, pages, reproduction, svg
 from hyperfed.runs.experiments import Published
 from hyperfed.runs.records import RunFolder, summarise
 from hyperfed.runs.statistics import Spread
-
-TABLE = """
-[table]
-paper = "Nobody, 2026"
-title = "Digits"
-spread = "over three seeds"
-remarks = ["Nothing is known."]
-set.rounds = 4
-set.cohort = 2
-set.task = { clients = 5, novel = 0.2 }
-
-[measures.test]
-metric = "test_accuracy"
-place = "table 1"
-
-[columns.digits]
-about = "digits, 5 clients"
-
-[rows.local]
-about = "Local"
-published.test.digits = 50
-
-[rows.fedavg]
-about = "FedAvg"
-remarks = ["It is the usual one."]
-published.test.digits = [60.0, 2.0]
-
-[rows.trained]
-about = "FedAvg, trained on"
-like = "fedavg"
-judged = false
-set.method = "fedavg"
-"""
+from made_tables import TABLE, make_table, record
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    path = tmp_path / "experiments" / "made" / "table1.toml"
-    path.parent.mkdir(parents=True)
-    path.write_text(TABLE)
+    make_table(tmp_path)
     return tmp_path
-
-
-def record(folder: Path, row: str, seed: int, correct: list[int], *, place: str = "", **keys: Any):
-    """Writes the record of a run whose four clients have ten test examples each."""
-    overrides = [f"{key}={value}" for key, value in keys.items()]
-    source = f"{folder / 'experiments' / 'made' / 'table1.toml'}:digits-{row}"
-    settings = config.load(source, [f"seed={seed}", *overrides])
-    run = RunFolder(folder / "results" / (place or f"made/table1-digits-{row}") / f"seed{seed}")
-    run.path.mkdir(parents=True)
-    config.dump(settings, run.config)
-    evaluation = summarise(
-        round=4, split="test", clients=[0, 1, 2, 3], count=[10] * 4, correct=correct,
-        loss=[1.0] * 4, masked_correct=correct, zeroed_correct=correct,
-        bytes_down=0 if row == "local" else 3_000_000,
-        bytes_up=0 if row == "local" else 1_000_000, seconds=90.0,
-    )  # fmt: skip
-    run.append(evaluation)
-    run.write_summary(
-        {
-            "method": settings.method, "seed": seed, "rounds": settings.rounds, "best_round": 4,
-            "test_accuracy": evaluation.accuracy, "test_masked_accuracy": evaluation.accuracy,
-            "novel_accuracy": None, "worst_decile_accuracy": evaluation.worst_decile_accuracy,
-            "bytes_down": evaluation.bytes_down, "bytes_up": evaluation.bytes_up,
-            "seconds": 90.0, "data_fingerprint": f"data {seed}",
-        }
-    )  # fmt: skip
-    return run.path
 
 
 def collected(folder: Path) -> Any:
@@ -122,10 +61,39 @@ def test_scaled_superseded_and_other_settings_get_no_verdict(folder: Path) -> No
 
 def test_settings_that_change_no_number_or_that_a_record_lacks_do_not_differ(folder: Path) -> None:
     path = record(folder, "fedavg", 0, [6, 6, 6, 6], **{"engine.workers": 1, "device": "cuda"})
-    text = (path / "config.toml").read_text()
-    kept = [line for line in text.splitlines() if not line.startswith("cohort")]
-    (path / "config.toml").write_text("\n".join(kept) + "\nof_another_version = 1\n")
+    lack(path, "local_momentum")
+    with (path / "config.toml").open("a") as file:
+        file.write("of_another_version = 1\n")
     assert verdict(folder, "fedavg", Published(60.0)).reproduced is True
+
+
+def lack(path: Path, key: str) -> None:
+    """Takes a setting from a record."""
+    lines = (path / "config.toml").read_text().splitlines()
+    kept = [line for line in lines if not line.startswith(f"{key} =")]
+    assert len(kept) == len(lines) - 1
+    (path / "config.toml").write_text("\n".join(kept) + "\n")
+
+
+def test_a_setting_that_a_record_lacks_is_its_default_and_not_what_the_cell_wants(
+    folder: Path,
+) -> None:
+    table = folder / "experiments" / "made" / "table1.toml"
+    table.write_text(TABLE.replace("novel = 0.2 }", "novel = 0.2, val = 0.3 }"))
+    lack(record(folder, "fedavg", 0, [6, 6, 6, 6]), "val")
+    said = verdict(folder, "fedavg", Published(60.0))
+    assert (said.reproduced, said.why) == (None, "other settings: task.val=not said for 0.3")
+    # These kept their momentum before there was a key that says so; others did not.
+    for method, kept in [("local", "true"), ("fml", "true"), ("pfedhn_pc", "true")]:
+        wanted = measured.flat(config.from_keys(method, {"method.keep_momentum": True}))
+        own = config.to_dict(config.from_keys(method, {}))
+        del own["method"]["keep_momentum"]
+        assert measured.flat(own)["method.keep_momentum"] == kept
+        assert measured.differing(own, wanted) == {}
+    own = config.to_dict(config.from_keys("fedper", {}))
+    del own["method"]["keep_momentum"]
+    wanted = measured.flat(config.from_keys("fedper", {"method.keep_momentum": True}))
+    assert measured.differing(own, wanted) == {"method.keep_momentum": ("not said", "true")}
 
 
 def test_a_partition_that_is_left_to_a_data_set_with_a_name_is_the_one_it_has(
@@ -166,9 +134,20 @@ def test_a_record_is_of_the_cell_that_it_names_or_after_which_its_folder_is_call
     found = {cell: [one.record.path for one in several] for (_, cell), several in cells.items()}
     assert found == {"digits-fedavg": [called], "digits-trained": [named]}
     assert [record.path for record in others] == [alone]
-    (named / "experiment.json").write_text('{"table": 1}')
-    with pytest.raises(UserError, match=r"experiment\.json must say of what a record is"):
-        collected(folder)
+    said = {"table": "made/table1", "cell": "digits-trained"}
+    for wrong, told in [
+        ({"table": 1}, "must say of what a record is, but: table: Input should be a valid string"),
+        ({"scale": 2}, "scale: Input should be less than or equal to 1"),
+        ({"scale": 0}, "scale: Input should be greater than 0"),
+        ({"superseded": "x |"}, "superseded: String should match"),
+        ({"table": "made/table9"}, "but there is no made/table9:digits-trained; give the folder"),
+        ({"cell": "digits-x"}, "but there is no made/table1:digits-x"),
+    ]:
+        (named / "experiment.json").write_text(json.dumps(said | wrong))
+        with pytest.raises(UserError) as refused:
+            collected(folder)
+        assert told in str(refused.value)
+        assert str(refused.value).isprintable()
 
 
 def written(folder: Path, name: str, *options: str) -> str:
@@ -234,6 +213,23 @@ def test_a_miss_has_its_sign_and_unlike_budgets_are_said_whatever_they_differ_in
     assert "Budgets differ: Local 9 rounds of 2 with 50 steps; FedAvg 4 rounds of 2" in text
 
 
+def test_of_two_records_of_a_seed_the_latter_counts_and_the_report_says_which(
+    folder: Path,
+) -> None:
+    record(folder, "fedavg", 0, [1, 1, 1, 1])
+    record(folder, "fedavg", 1, [7, 7, 7, 7])
+    latter = record(folder, "fedavg", 0, [6, 6, 6, 6], place="made_again/x")
+    origin.Origin("made/table1", "digits-fedavg").write(latter)
+    shorter = record(folder, "fedavg", 0, [2, 2, 2, 2], place="short/x", rounds=2)
+    origin.Origin("made/table1", "digits-fedavg").write(shorter)  # by other settings
+    text = written(folder, "report.md")
+    whole, other = [line for line in text.splitlines() if line.startswith("| FedAvg |")]
+    assert whole.startswith("| FedAvg | 60 ± 2 | 65.0 ± 7.1 | 2 | missed by +5.0 |")
+    assert other.startswith("| FedAvg | 60 ± 2 | 20.0 | 1 | none (1) |")
+    (told,) = [line for line in text.splitlines() if "comes again" in line]
+    assert told == "- FedAvg: seed 0 comes again; `made/table1-digits-fedavg/seed0` is left out"
+
+
 @pytest.mark.parametrize("why", [{"scale": 0.5}, {"superseded": "of older code"}])
 def test_no_verdict_rests_on_a_scaled_record_or_a_superseded_one(
     folder: Path, why: dict[str, Any]
@@ -251,9 +247,9 @@ def test_records_of_no_table_are_compared_on_the_same_clients_where_one_trains_a
         record(folder, "local", seed, [5, 5, 5, 5], place="few/local")
         record(folder, "fedavg", seed, [6, 6, 6, 6 + 2 * seed], place="few/fedavg")
         record(folder, "fedavg", seed, [9, 9, 9, 9], place="none_alone/best")
-        later = record(folder, "fedavg", seed, [8, 9, 9, 9], place="few/trained")
+        later = record(folder, "fedavg", seed, [8, 9, 9, 9], place="few/trained", best=2)
         last = summarise(
-            round=8, split="test", clients=[0, 1, 2, 3], count=[10] * 4, correct=[1] * 4,
+            round=4, split="test", clients=[0, 1, 2, 3], count=[10] * 4, correct=[1] * 4,
             loss=[1.0] * 4, masked_correct=[1] * 4, zeroed_correct=[1] * 4,
             bytes_down=0, bytes_up=0, seconds=0.0,
         )  # fmt: skip
@@ -383,15 +379,25 @@ def test_noise_and_examples_of_novel_clients_are_a_table(folder: Path) -> None:
     assert row(made.text, "no noise") == ["no noise", "50.0", "75.0"]
     assert row(made.text, "epsilon 0.1") == ["epsilon 0.1", "25.0", "–"]
     assert "made/table1-digits-fedavg" in made.figures
-    (path / "novel-n10.json").write_text("{}")
-    with pytest.raises(UserError, match="must be what evaluate --novel --json prints"):
-        beside.report(folder / "results", experiments.find_all(folder / "experiments"))
+    for wrong in ("{}", '{"novel": {"accuracy": 50}}', '{"novel": {"accuracy": NaN}}'):
+        (path / "novel-n10.json").write_text(wrong)
+        with pytest.raises(UserError, match="must be what evaluate --novel --json prints"):
+            beside.report(folder / "results", experiments.find_all(folder / "experiments"))
+
+
+def test_a_table_that_measures_what_no_summary_has_is_refused(folder: Path) -> None:
+    make_table(folder, TABLE.replace('metric = "test_accuracy"', 'metric = "test_accuracies"'))
+    with pytest.raises(UserError, match=r"measures\.test\.metric must be one of .*test_accuracies"):
+        collected(folder)
+    with pytest.raises(UserError, match=r"measures\.test\.metric must be one of"):
+        reproduction.find("made/table1", folder / "experiments", "*")
 
 
 def test_a_report_that_cannot_be_is_refused(folder: Path, capsys: Any) -> None:
     for options, said in [
         (["--out", "report.txt"], "must end in .html or .md, came report.txt"),
         (["--out", "x.md", "--paper", "other"], "a paper must be one of made (in"),
+        (["--out", "x.md", "--records", "nowhere"], "must be in a folder, but nowhere is none"),
     ]:
         with pytest.raises(SystemExit) as leaving:
             main(["report", "--experiments", str(folder / "experiments"), *options])

@@ -1,7 +1,9 @@
 """A table made again: what is planned, what a process does, and the command as a whole."""
 
+import dataclasses
 import json
 import os
+import shutil
 import signal
 import time
 from contextlib import closing
@@ -13,7 +15,7 @@ import pytest
 from commands import start
 from hyperfed.apps.cli import main
 from hyperfed.errors import UserError
-from hyperfed.runs import origin, records, reproduction
+from hyperfed.runs import config, origin, records, reproduction
 from hyperfed.runs.reproduction import Job, carry_out
 from hyperfed.runs.run import Run
 
@@ -104,10 +106,29 @@ def test_cells_that_differ_in_serving_share_a_training(folder: Path) -> None:
     assert serve == "hyperfed evaluate RUN --novel task.novel_alpha=10.0"
     (alone,) = planned(folder, "unlike-sampled")
     assert alone.trained is None
-    trained.folder.mkdir(parents=True)
-    (trained.folder / "summary.json").touch()  # it is done, whoever asked for it
-    (served,) = planned(folder, "unlike-sampled")
+    assert told(trained)[-1] == ("done",)
+    (served,) = planned(folder, "unlike-sampled")  # it is done, whoever asked for it
     assert served.trained == trained.folder
+
+
+def test_nobody_is_served_by_a_record_that_was_served_itself(folder: Path) -> None:
+    table = folder / "made" / "table1.toml"
+    table.write_text(TABLE.replace("[rows.sampled]", f"{FAR}\n[rows.sampled]"))
+    trained, served = planned(folder, "*like-sampled")
+    for job in (trained, served):
+        assert told(job)[-1] == ("done",)
+    shutil.rmtree(trained.folder)
+    (there, alone) = planned(folder, "[uf]*-sampled")
+    assert there.folder == served.folder
+    assert there.done
+    assert alone.trained is None
+
+
+FAR = """\
+[columns.far]
+about = "far"
+set.task.novel_alpha = 100.0
+"""
 
 
 def test_a_scale_shortens_the_phases_too_and_leaves_each_a_round(folder: Path) -> None:
@@ -169,10 +190,43 @@ def test_what_is_wrong_is_told_before_anything_is_written(folder: Path) -> None:
         planned(folder, seeds=0)
     (job,) = planned(folder, "like-itpfl")
     job.folder.mkdir(parents=True)
-    (job.folder / "config.toml").write_text('rounds = 7\n[method]\nname = "itpfl"\n')
+    config.dump(dataclasses.replace(job.config, rounds=7), job.folder / "config.toml")
     with pytest.raises(UserError, match=r"itpfl/seed0: rounds=7 for 6\nmove them away, or give"):
         planned(folder)
     assert [path.name for path in job.folder.iterdir()] == ["config.toml"]
+
+
+def test_a_folder_with_a_record_of_something_else_is_told(folder: Path) -> None:
+    trained, _, served = planned(folder)
+    assert told(trained)[-1] == ("done",)
+
+    def refused(*said: str, cells: str = "like-sampled", **options: Any) -> None:
+        with pytest.raises(UserError) as error:
+            planned(folder, cells, **options)
+        assert all(each in str(error.value) for each in said), error.value
+
+    other = trained.folder.with_name("seed1")
+    shutil.copytree(trained.folder, other)
+    refused(f"{other}: seed=0 for 1", seeds=2)
+    planned(folder)
+    path = trained.folder / "experiment.json"
+    honest = path.read_bytes()
+    of_another = dataclasses.replace(trained.origin, table="made/x", cell="like-itpfl", scale=0.5)
+    of_another.write(trained.folder)
+    told_of = (
+        "table=made/x for made/table1",
+        "cell=like-itpfl for like-sampled",
+        "scale=0.5 for 1.0",
+    )
+    refused(*told_of)
+    refused(*told_of, cells="unlike-sampled")  # whose clients would be served by it
+    path.write_bytes(honest)
+    summary = trained.folder / "summary.json"
+    summary.write_text(summary.read_text().replace('"seed": 0', '"seed": 1'))
+    refused("the summary's seed must be that of the settings, 0, is 1")
+    (trained.folder / "config.toml").unlink()
+    refused(f"{trained.folder}: a summary without settings")
+    assert not served.folder.exists()
 
 
 def test_a_job_leaves_the_record_of_its_run_and_of_which_cell_it_is(folder: Path) -> None:

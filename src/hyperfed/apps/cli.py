@@ -38,6 +38,7 @@ from hyperfed.errors import EngineLostError, LostEverybodyError, UserError, one_
 from hyperfed.methods import METHODS
 from hyperfed.metrics import named
 from hyperfed.runs import (
+    agreement,
     catalogue,
     clients,
     config,
@@ -297,7 +298,7 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Compare runs that are done, and say in which settings they differ."""
-    found = [records.read_run(folder) for folder in _run_folders(run_dirs)]
+    found = [agreement.read_run(folder) for folder in _run_folders(run_dirs)]
     for unfinished in (record for record in found if record.summary is None):
         say(f"warning: left out, not done: {unfinished.path}")
     done = [record for record in found if record.summary is not None]

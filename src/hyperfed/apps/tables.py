@@ -89,6 +89,8 @@ def report(
             f"a paper must be one of {', '.join(known) or 'none'} (in {experiments.resolve()}), "
             f"came {paper}; name one of them, or another folder with --experiments"
         )
+    if not records.is_dir():
+        raise UserError(f"the records must be in a folder, but {records} is none; give --records")
     counted = computed.find_all(experiments)
     made = beside.report(records, found, paper, figures=out.suffix != ".md", computed=counted)
     pages.write(made, "Measured" if paper is None else f"Measured: {paper}", out)

@@ -321,6 +321,7 @@ class _Writer:
         header += ["rounds × clients × local", "MB", "min"] + ["points/GB"] * (unit == "%")
         self.say(_table(header, rows))
         self.say("\n".join(f"- ({mark}) {note}" for mark, note in enumerate(notes, start=1)))
+        self._repeated(experiment, column)
         self.say(_budgets(lines))
         remarks = [
             f"- {row.about}: {remark}"
@@ -331,6 +332,17 @@ class _Writer:
         self.say("\n".join(remarks))
         if self._draw and unit == "%" and len(lines) > 1:
             self._figure(f"{experiment.id}-{column}-{measure}", _cells(lines, notes, told))
+
+    def _repeated(self, experiment: Experiment, column: str) -> None:
+        """Adds which records another one of their seed takes the place of."""
+        told = []
+        for row, part in experiment.rows.items():
+            for one in measured.repeated(self._found.get((experiment.id, f"{column}-{row}"), [])):
+                path = one.record.path.relative_to(self._folder)
+                told.append(
+                    f"- {part.about}: seed {one.summary['seed']} comes again; `{path}` is left out"
+                )
+        self.say("\n".join(told))
 
     def _grid(self, experiment: Experiment, column: str, measure: str, name: str) -> list[str]:
         """Returns what each point of a grid came to, side by side."""

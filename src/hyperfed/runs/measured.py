@@ -4,14 +4,16 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from hyperfed.data import datasets
 from hyperfed.data.division import OF_LABELLED
-from hyperfed.errors import UserError
-from hyperfed.runs import config, origin, records, statistics
+from hyperfed.errors import UserError, one_line
+from hyperfed.methods import METHODS
+from hyperfed.runs import agreement, config, origin, records, statistics
 from hyperfed.runs.experiments import Experiment, Published
 from hyperfed.runs.origin import Origin
 from hyperfed.runs.records import Number, RunRecord
@@ -26,6 +28,12 @@ SPREADS = 2
 """By how many published spreads it may."""
 
 MEBIBYTE = 2**20
+
+NOT_SAID = "not said"
+"""In the place of the value of a setting that a record lacks."""
+
+KEPT_MOMENTUM = ("local", "fml", "pfedhn_pc")
+"""Methods whose records of before ``keep_momentum`` have kept it."""
 
 OF_SIZE = "test_accuracy_"
 """How the mean over the clients of a target size, S, M or L, is called."""
@@ -125,36 +133,75 @@ def collect(
         experiments: all tables.
 
     Raises:
-        UserError: a record is damaged, or names a cell that there is not.
+        UserError: a record is damaged, or names a cell that there is not; or a measure of a table
+            is none.
     """
+    for experiment in experiments:
+        check_measures(experiment)
     tables = {experiment.id: experiment for experiment in experiments}
     called = {e.folder(cell): (e.id, cell) for e in experiments for cell in e.cells}
     wanted: dict[Cell, dict[str, str]] = {}
     found: dict[Cell, list[Measurement]] = defaultdict(list)
     others = []
     for path in records.find_runs(folder):
-        record = records.read_run(path)
+        record = agreement.read_run(path)
         if record.summary is None:
             continue
         of = origin.read(path)
         if of is None:
             name = "/".join(path.absolute().parts[-3:-1])
             of = Origin(*called[name]) if name in called else None
-        if of is None or of.table not in tables or of.cell not in tables[of.table].cells:
+        if of is None:
             others.append(record)
             continue
+        if of.table not in tables or of.cell not in tables[of.table].cells:
+            raise UserError(
+                f"{path / origin.FILE} must name a cell of a table, but there is no "
+                f"{one_line(f'{of.table}:{of.cell}')}; give the folder of its table with "
+                "--experiments, or remove the file"
+            )
         cell = (of.table, of.cell)
         if cell not in wanted:
             wanted[cell] = flat(config.load(tables[of.table].source(of.cell)))
         found[cell].append(Measurement(record, of, differing(record.config, wanted[cell])))
+    for several in found.values():
+        _check_copies(several)
     return dict(found), others
+
+
+def _check_copies(measurements: Sequence[Measurement]) -> None:
+    """Refuses records of a cell that are one run under several seeds."""
+    first: dict[object, Measurement] = {}
+    for one in measurements:
+        losses = tuple(e.client_loss for e in one.record.evaluations)
+        same = first.setdefault((one.summary["data_fingerprint"], losses), one)
+        if same.summary["seed"] != one.summary["seed"]:
+            raise UserError(
+                f"records of several seeds must be of several runs, but {one.record.path} has the "
+                f"numbers of {same.record.path}; remove the copy"
+            )
+
+
+def check_measures(experiment: Experiment) -> None:
+    """Finds out whether what a table measures is a number of a summary.
+
+    Raises:
+        UserError: it is not.
+    """
+    for name, measure in experiment.measures.items():
+        if measure.metric not in UNITS:
+            raise UserError(
+                f"{experiment.path}: measures.{name}.metric must be one of {', '.join(UNITS)}, "
+                f"came {one_line(measure.metric)}"
+            )
 
 
 def flat(settings: config.RunConfig | Mapping[str, Any]) -> dict[str, str]:
     """Returns {dotted key: value as TOML} of settings that change numbers, but for the seed.
 
     A partition that is left to the data set is told by its name, as records of before it could be
-    left out have it. Where nothing is private or masked, no more is told of that.
+    left out have it, and what methods did with momentum before one could say. Where nothing is
+    private or masked, no more is told of that.
     """
     nested = settings if isinstance(settings, Mapping) else config.to_dict(settings)
     told = {}
@@ -165,6 +212,8 @@ def flat(settings: config.RunConfig | Mapping[str, Any]) -> dict[str, str]:
     unsaid = told.get("task.partition") == literal(None)
     if unsaid and nested["task"]["name"] in datasets.NAMES:
         told["task.partition"] = literal(OF_LABELLED)
+    if _method(nested) in KEPT_MOMENTUM:
+        told.setdefault("method.keep_momentum", literal(True))
     private = told.get("privacy.epsilon", literal(None)) != literal(None)
     if not private and told.get("privacy.masking") != literal(True):
         for key in ("clip", "delta", "where"):
@@ -177,12 +226,27 @@ def differing(
 ) -> dict[str, tuple[str, str]]:
     """Returns key -> (its value, that of ``wanted``) of settings that differ.
 
-    A key that only one of both has, as of another version, says nothing of its value.
+    A key that the settings lack, as of an earlier version, has its default, and one that is wanted
+    of none says nothing.
     """
     own = flat(settings)
-    return {
-        key: (own[key], value) for key, value in wanted.items() if key in own and own[key] != value
-    }
+    nested = settings if isinstance(settings, Mapping) else config.to_dict(settings)
+    usual = _defaults(method) if (method := _method(nested)) in METHODS else {}
+    found = {}
+    for key, value in wanted.items():
+        if own.get(key, usual.get(key, value)) != value:
+            found[key] = (own.get(key, NOT_SAID), value)
+    return found
+
+
+@cache
+def _defaults(method: str) -> Mapping[str, str]:
+    """Returns the settings of a run without any preset."""
+    return flat(config.RunConfig(method=method, settings=METHODS[method].Config()))
+
+
+def _method(nested: Mapping[str, Any]) -> str:
+    return str(nested.get("method", {}).get("name"))
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
@@ -204,6 +268,12 @@ def alike(measurements: Iterable[Measurement]) -> list[list[Measurement]]:
         groups[key][one.summary.get("seed", 0)] = one
     found = [list(group.values()) for group in groups.values()]
     return sorted(found, key=lambda group: not group[0].counts)
+
+
+def repeated(measurements: Sequence[Measurement]) -> list[Measurement]:
+    """Returns the records of a cell that do not count, since a latter one has seed and settings."""
+    kept = {id(one) for group in alike(measurements) for one in group}
+    return [one for one in measurements if id(one) not in kept]
 
 
 @dataclass(frozen=True)
@@ -231,7 +301,10 @@ def novel_accuracy(path: Path) -> float:
         UserError: the file is damaged.
     """
     try:
-        return 100 * float(json.loads(path.read_bytes())["novel"]["accuracy"])
+        accuracy = float(json.loads(path.read_bytes())["novel"]["accuracy"])
+        if not 0 <= accuracy <= 1:
+            raise ValueError(f"its accuracy is {accuracy:g}")
+        return 100 * accuracy
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} must be what evaluate --novel --json prints: {error}") from error
 

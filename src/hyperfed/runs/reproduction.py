@@ -21,7 +21,7 @@ from types import FrameType
 import torch
 
 from hyperfed.errors import UserError
-from hyperfed.runs import bound, experiments, measured, records
+from hyperfed.runs import agreement, bound, experiments, measured, origin, records
 from hyperfed.runs import config as configuration
 from hyperfed.runs.config import RunConfig, TooShortError
 from hyperfed.runs.experiments import Bound, Experiment
@@ -142,15 +142,18 @@ def plan(
     # Whoever is first among those that share a training trains, or has done so.
     first: dict[tuple[str, ...], Job] = {}
     jobs: list[Job] = []
+    leaders: list[Job] = []
     for (_, cell), job in every.items():
-        wanted = cell in cells
-        if not wanted and not (job.done and not job.origin.trained):
-            continue
-        key = training_of(job.config)
-        leader = first.setdefault(key, job)
-        if wanted:
-            jobs.append(job if leader is job else _served_by(job, leader))
-    problems = [problem for job in jobs if (problem := _conflict(job))]
+        wanted, key = cell in cells, training_of(job.config)
+        if wanted or job.done:
+            # Who was served has no checkpoint that would serve others.
+            leader = first.get(key, job) if _was_served(job) else first.setdefault(key, job)
+            if wanted:
+                jobs.append(job if leader is job else _served_by(job, leader))
+                leaders.append(leader)
+    # Whose clients are served counts as well, whether it is asked for or not.
+    asked = {job.folder: job for job in (*jobs, *leaders)}
+    problems = [problem for job in asked.values() if (problem := _conflict(job))]
     if problems:
         told = "\n  - ".join(["folders must hold runs of these settings, but:", *problems])
         raise UserError(f"{told}\nmove them away, or give another folder with --out")
@@ -209,6 +212,12 @@ def _served_by(job: Job, leader: Job) -> Job:
     return replace(job, trained=leader.folder, origin=origin)
 
 
+def _was_served(job: Job) -> bool:
+    """Whether there is a record of it that is of the clients of another's training."""
+    of = origin.read(job.folder) if job.trained_or_served else None
+    return of is not None and bool(of.trained)
+
+
 def _serving(job: Job, trained: RunConfig) -> list[str]:
     """Returns the settings by which a job serves clients otherwise than the run that trained."""
     wanted, own = measured.flat(job.config), measured.flat(trained)
@@ -219,9 +228,22 @@ def _conflict(job: Job) -> str:
     """Returns what is wrong with a folder that is there, or nothing."""
     folder = RunFolder(job.folder)
     if not folder.config.exists():
-        return ""
-    found = measured.differing(records.read_run(job.folder).config, measured.flat(job.config))
-    told = ", ".join(f"{key}={own} for {wanted}" for key, (own, wanted) in found.items())
+        return f"{job.folder}: a summary without settings" if folder.summary.exists() else ""
+    settings = agreement.read_run(job.folder).config
+    differing = measured.differing(settings, measured.flat(job.config))
+    found = {key: f"{own} for {wanted}" for key, (own, wanted) in differing.items()}
+    if settings.get("seed") != job.seed:
+        found["seed"] = f"{settings.get('seed')} for {job.seed}"
+    if (of := origin.read(job.folder)) is not None:
+        ours = job.origin
+        for key, own, wanted in (
+            ("table", of.table, ours.table),
+            ("cell", of.cell, ours.cell),
+            ("scale", of.scale, ours.scale),
+        ):
+            if own != wanted:
+                found[key] = f"{own} for {wanted}"
+    told = ", ".join(f"{key}={text}" for key, text in found.items())
     return f"{job.folder}: {told}" if told else ""
 
 
@@ -377,7 +399,8 @@ def find(id: str, folder: Path, cells: str) -> tuple[Experiment, list[str]]:
     """Returns a table and those of its cells that fit a pattern.
 
     Raises:
-        UserError: there is no such table, or no such cell.
+        UserError: there is no such table, or no such cell, or a measure of the table is none.
     """
     experiment = experiments.find(id, folder)
+    measured.check_measures(experiment)
     return experiment, experiment.matching(cells)
