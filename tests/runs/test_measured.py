@@ -9,8 +9,10 @@ import pytest
 
 from hyperfed.apps.cli import main
 from hyperfed.errors import UserError
+from hyperfed.nets.targets import build_target
 from hyperfed.runs import beside, config, experiments, measured, origin, pages, reproduction, svg
 from hyperfed.runs.experiments import Published
+from hyperfed.runs.measured import UNITS
 from hyperfed.runs.records import RunFolder, summarise
 from hyperfed.runs.statistics import Spread
 from made_tables import TABLE, make_table, record
@@ -106,6 +108,8 @@ def test_a_partition_that_is_left_to_a_data_set_with_a_name_is_the_one_it_has(
         record(folder, row, 0, [6, 6, 6, 6], **{"task.partition": partition})
         assert verdict(folder, row, Published(60.0)).why == why
     of_ones_own = {"task": {"name": "mine.csv", "partition": None}}
+    dealt = [{"task": {"name": "mine.csv", "partition_file": f"/{at}/a.npz"}} for at in "xy"]
+    assert measured.differing(dealt[0], measured.flat(dealt[1])) == {}
     assert measured.flat(of_ones_own)["task.partition"] == '"none"'
 
 
@@ -148,6 +152,60 @@ def test_a_record_is_of_the_cell_that_it_names_or_after_which_its_folder_is_call
             collected(folder)
         assert told in str(refused.value)
         assert str(refused.value).isprintable()
+
+
+def test_records_that_differ_in_scale_or_in_being_superseded_are_not_averaged(
+    folder: Path,
+) -> None:
+    for seed, why in enumerate(
+        [{}, {"scale": 0.5}, {"superseded": "old"}, {"superseded": "older"}]
+    ):
+        path = record(folder, "fedavg", seed, [6, 6, 6, seed])
+        origin.Origin("made/table1", "digits-fedavg", **why).write(path)
+    groups = measured.alike(collected(folder)[0]["made/table1", "digits-fedavg"])
+    assert [[one.summary["seed"] for one in group] for group in groups] == [[0], [1], [2], [3]]
+
+
+def test_a_cost_is_an_eighth_of_both_ways_in_mebibytes_and_gets_no_verdict(folder: Path) -> None:
+    """Those of pFedLA's table 3: 600 rounds of ten clients, who are sent a model and return one."""
+    for target, shape, retained, published in [
+        ("pfedla_cnn", (3, 32, 32), (), 693.98),
+        ("lenet", (1, 28, 28), ("fc3", "fc1"), 312.52),
+        ("lenet", (1, 28, 28), ("fc3",), 488.65),
+    ]:
+        net = build_target(target, input_shape=shape, classes=10)
+        each = {name: value.nbytes for name, value in net.state_dict().items()}
+        down = sum(n for name, n in each.items() if name.split(".")[0] not in retained)
+        summary = {"bytes_down": 6000 * down, "bytes_up": 6000 * sum(each.values())}
+        assert round(UNITS["eighth_mebibytes"][1](summary), 2) == published
+    record(folder, "fedavg", 0, [6, 6, 6, 6])
+    (group,) = measured.alike(collected(folder)[0]["made/table1", "digits-fedavg"])
+    said = measured.verdict(group, "eighth_mebibytes", Published(1.0), judged=True)
+    assert (said.reproduced, said.why) == (None, "no accuracy")
+
+
+def test_clients_that_a_metric_is_about_are_those_of_its_split_and_size(folder: Path) -> None:
+    path = record(folder, "fedavg", 0, [1, 2, 3, 4])
+    told = json.loads((path / "summary.json").read_text())
+    novel = summarise(
+        round=4, split="novel", clients=[4], count=[10], correct=[9], loss=[1.0],
+        masked_correct=[9], zeroed_correct=[9], bytes_down=0, bytes_up=0, seconds=0.0,
+    )  # fmt: skip
+    RunFolder(path).append(novel)
+    told |= {"sizes": ["S", "M", "S", "M"], "novel_accuracy": 0.9}
+    (path / "summary.json").write_text(json.dumps(told))
+    ((one,),) = collected(folder)[0].values()
+    for metric, clients in [
+        ("test_accuracy", {0: 0.1, 1: 0.2, 2: 0.3, 3: 0.4}),
+        ("test_accuracy_S", {0: 0.1, 2: 0.3}),
+        ("test_accuracy_M", {1: 0.2, 3: 0.4}),
+        ("novel_accuracy", {4: 0.9}),
+        ("novel_zeroed_accuracy", {4: 0.9}),
+    ]:
+        assert one.scores(metric).clients == clients, metric
+    assert measured.plain("novel_zeroed_accuracy") == "novel_accuracy"
+    assert measured.plain("test_zeroed_accuracy") == "test_accuracy"
+    assert one.value("novel_accuracy") == 90
 
 
 def written(folder: Path, name: str, *options: str) -> str:

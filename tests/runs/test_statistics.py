@@ -80,6 +80,7 @@ def test_scores_are_those_of_the_best_round_and_of_novel_clients_the_last() -> N
         evaluations=[
             evaluation(1, "test", [1, 0]),
             evaluation(2, "test", [2, 0]),
+            evaluation(2, "val", [8, 0]),
             evaluation(3, "test", [3, 0]),
             evaluation(3, "novel", [7, 0]),
         ],
@@ -87,3 +88,4 @@ def test_scores_are_those_of_the_best_round_and_of_novel_clients_the_last() -> N
     )
     assert scores(done) == Scores(5, "f", {3: 0.2})
     assert scores(done, "novel").clients == {3: 0.7}
+    assert scores(done, "val").clients == {3: 0.8}
