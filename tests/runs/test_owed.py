@@ -63,6 +63,8 @@ def test_a_training_is_owed_for_each_seed_without_a_record_of_any_of_its_cells(
         ["`made/table1`", "4", "4", "6.5", "1"],
         ["all", "4", "4", "6.5", "1"],
     ]
+    elsewhere = Estimate("made/table2", ("a-local",), 100.0, "made/table2:a-local")
+    assert told({}, LOCAL, FEDAVG, elsewhere) == told({}, LOCAL, FEDAVG)
     assert told({})[0] == ["`made/table1`", "0", "0", "–", "4"]
     one = {("made/table1", "b-local"): [record(1), record(0, counts=False)]}
     assert told(one, LOCAL, FEDAVG)[0] == ["`made/table1`", "4", "3", "3.5", "1"]

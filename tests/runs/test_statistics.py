@@ -8,7 +8,7 @@ from scipy import stats
 
 from hyperfed.metrics import named
 from hyperfed.runs.records import summarise
-from hyperfed.runs.statistics import Scores, difference, scores, spread
+from hyperfed.runs.statistics import Difference, Scores, difference, scores, spread
 
 
 def test_the_spread_over_seeds_is_the_sample_deviation() -> None:
@@ -67,6 +67,12 @@ def test_runs_of_other_data_seeds_or_metrics_are_not_compared() -> None:
     one = difference([Scores(0, "a", {1: 0.5})], [Scores(0, "a", {1: 0.25})])
     assert one is not None
     assert (one.low, one.high, one.within_noise) == (None, None, True)
+
+
+def test_an_interval_that_ends_at_zero_is_noise() -> None:
+    assert Difference(0.1, 0.0, 0.2, 4, 1.0, agree=True).within_noise
+    assert Difference(-0.1, -0.2, 0.0, 4, 0.0, agree=True).within_noise
+    assert not Difference(0.1, 1e-9, 0.2, 4, 1.0, agree=True).within_noise
 
 
 def test_scores_are_those_of_the_best_round_and_of_novel_clients_the_last() -> None:
