@@ -15,6 +15,7 @@ from hyperfed.metrics import ACCURACY
 from hyperfed.runs.figures import draw_accuracy
 from hyperfed.runs.report import (
     comparison,
+    difference,
     draw_against,
     megabytes,
     paired,
@@ -23,6 +24,7 @@ from hyperfed.runs.report import (
     remark,
     table,
 )
+from hyperfed.runs.statistics import Difference
 
 
 def test_rows_are_the_summaries_in_order():
@@ -111,6 +113,8 @@ def test_numbers_that_are_not_there_are_dashes():
     assert percent(0.1234) == "12.3"
     assert ACCURACY.spread(0.5, 0.125) == "50.0 ± 12.5"
     assert megabytes(1_250_000_000) == "1250.0"
+    assert difference(None) == "–"
+    assert difference(Difference(0.0, -0.1, 0.1, 3, 0.5, agree=False)) == "+0.0 [-10.0, 10.0] noise"
 
 
 def test_figure_names_its_axes_and_runs(tmp_path):
@@ -203,6 +207,16 @@ def test_models_that_are_not_personal_are_remarked_upon(own, others, said):
     assert (told is not None) == said
     if told:
         assert f"is {percent(own)} % right and that of another client {percent(others)} %" in told
+
+
+@pytest.mark.parametrize("split", ["test", "novel"])
+def test_clients_that_numbers_are_without_are_remarked_upon(split):
+    whole = {"evaluated": "9 of 9", "novel_evaluated": "2 of 2"}
+    assert remark(whole) is None
+    key = "evaluated" if split == "test" else "novel_evaluated"
+    told = remark(whole | {key: "1 of 2"})
+    assert told is not None
+    assert told.startswith(f"evaluated 1 of 2 clients: the {split} numbers are without")
 
 
 def test_where_nothing_was_measured_nothing_is_remarked():
