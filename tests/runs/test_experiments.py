@@ -28,6 +28,7 @@ set.cohort = 3
 about = "two"
 like = "one"
 set.task.clients = 5
+set.evaluate_every = 2
 
 [rows.fedavg]
 about = "FedAvg"
@@ -42,6 +43,7 @@ judged = false
 columns = ["*", "!one"]
 set.method = "fedavg"
 set.rounds = 9
+set.evaluate_every = 1
 """
 
 
@@ -62,6 +64,7 @@ def test_the_settings_of_a_cell_are_those_of_table_column_row_and_its_own(table:
     assert (two.cohort, two.task.clients, two.settings.local_steps, two.seed) == (2, 5, 8, 4)
     other = config.load(f"{table}:two-other")
     assert (other.method, other.rounds) == ("fedavg", 9)
+    assert (two.evaluate_every, other.evaluate_every) == (2, 1)  # a row's beat a column's
 
 
 def test_a_cell_has_its_own_published_number_or_that_of_what_it_is_like(table: Path) -> None:
@@ -74,6 +77,9 @@ def test_a_cell_has_its_own_published_number_or_that_of_what_it_is_like(table: P
         "one-fedavg",
         "two-fedavg",
     ]
+    table.write_text(TABLE.replace('like = "one"', 'like = "one"\njudged = false'))
+    of_columns = experiments.read(table)
+    assert [cell for cell in of_columns.cells if of_columns.judged(cell)] == ["one-fedavg"]
     assert experiment.folder("two-other") == "paper/table1-two-other"
     assert experiment.matching("two-*") == ["two-fedavg", "two-other"]
     with pytest.raises(UserError, match=r"none fits 'x\*'; they are one-fedavg, two-fedavg"):

@@ -55,7 +55,10 @@ def test_many_runs_have_axes_of_their_own_the_best_first(tmp_path, monkeypatch):
     few = [finished(f"m{i}", test_accuracy=i / 100) for i in range(TOGETHER)]
     draw_accuracy(few, tmp_path / "a.png")
     assert len(drawn[0].axes) == 2
-    draw_accuracy([*few, finished("best", test_accuracy=0.9)], tmp_path / "b.png", "rounds")
+    best = finished("best", test_accuracy=0.9)
+    of_three = replace(best.evaluations[0], client_accuracy=(0.5, 1.0, 0.9))
+    best = replace(best, evaluations=(of_three, *best.evaluations[1:]))
+    draw_accuracy([*few, best], tmp_path / "b.png", "rounds")
     *panels, clients = [axes for axes in drawn[1].axes if axes.get_visible()]
     assert [axes.get_title() for axes in panels] == [
         "best  90.0 %",
@@ -65,9 +68,10 @@ def test_many_runs_have_axes_of_their_own_the_best_first(tmp_path, monkeypatch):
         assert len(axes.lines) == len(panels) + 1
     names = [text.get_text() for text in clients.get_yticklabels()]
     assert names == [f"m{i}" for i in range(TOGETHER)] + ["best"]  # from below
-    for points in clients.collections:
-        assert sorted(points.get_offsets()[:, 0].tolist()) == [50.0, 100.0]
-    assert {line.get_xdata()[0] for line in clients.lines} == {75.0}
+    drawn_at = [sorted(points.get_offsets()[:, 0].tolist()) for points in clients.collections]
+    assert drawn_at == [[50.0, 90.0, 100.0], *[[50.0, 100.0]] * TOGETHER]
+    medians = [line.get_xdata()[0] for line in clients.lines]
+    assert medians == [90.0, *[75.0] * TOGETHER]
 
 
 def test_the_page_has_everything_in_it_and_loads_nothing(tmp_path):
