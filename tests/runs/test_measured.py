@@ -429,6 +429,32 @@ def test_ids_of_figures_do_not_meet_on_a_page() -> None:
         assert told in page
 
 
+def test_records_that_lack_what_is_measured_are_shown_by_plain_accuracy_without_a_verdict(
+    folder: Path,
+) -> None:
+    make_table(folder, TABLE.replace('"test_accuracy"', '"test_zeroed_accuracy"'))
+    record(folder, "fedavg", 0, [6, 6, 6, 6])
+    text = written(folder, "report.md")
+    assert row(text, "FedAvg")[1:5] == ["60 ± 2", "60.0", "1", "none (1)"]
+    lacking = (
+        "test_accuracy: these records lack test_zeroed_accuracy; not measured by these records"
+    )
+    assert f"- (1) {lacking}" in text
+
+
+def test_examples_of_novel_clients_are_drawn_in_the_order_of_their_number(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = record(folder, "fedavg", 0, [6, 6, 7, 5])
+    for count, accuracy in ((10, 0.25), (30, 0.5), (100, 0.75)):
+        told = json.dumps({"novel": {"accuracy": accuracy}})
+        (path / f"novel-n{count}.json").write_text(told)
+    drawn: list[Any] = []
+    monkeypatch.setattr(beside, "draw_series", lambda series, *_: drawn.extend(series) or "<svg/>")
+    beside.report(folder / "results", experiments.find_all(folder / "experiments"))
+    assert [one.points for one in drawn] == [[(10, 25), (30, 50), (100, 75)]]
+
+
 def test_noise_and_examples_of_novel_clients_are_a_table(folder: Path) -> None:
     path = record(folder, "fedavg", 0, [6, 6, 7, 5])
     for name, accuracy in (("n10", 0.5), ("n30", 0.75), ("n10-epsilon0.1", 0.25)):
