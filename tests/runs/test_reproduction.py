@@ -94,6 +94,8 @@ def test_all_cells_come_with_one_seed_and_then_with_the_next(folder: Path) -> No
     ]
     assert [job.config.seed for job in jobs] == [0, 0, 0, 1, 1, 1]
     assert {job.config.engine.cores_per_client for job in jobs} == {1}
+    by = [job.trained and job.trained.name for job in jobs]
+    assert by == [None, None, "seed0", None, None, "seed1"]  # each by a training of its seed
 
 
 def test_cells_that_differ_in_serving_share_a_training(folder: Path) -> None:
