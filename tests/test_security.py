@@ -32,7 +32,10 @@ NUMBERS = {
     "attempts of a server at masked sums": (len(pairwise.REFUSED), 20),
     "garbage of a site in masked sums": (len(masked.EXCHANGES) * len(masked.GARBAGE), 15),
     "introductions of a site": (len(introductions.IMPOSSIBLE) + len(introductions.RAW), 30),
-    "edits of a run's files": (len(edits.CASES) + len(checkpoints.EDITS), 40),
+    "edits of a run's files": (
+        len(edits.CASES) + len(checkpoints.EDITS) + len(checkpoints.USED),
+        40,
+    ),
     "hostile archives, tables and images": (len(archives.HOSTILE) + len(tables.FILES), 40),
     "folders that name data elsewhere": (len(tables.ELSEWHERE), 5),
 }

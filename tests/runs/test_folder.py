@@ -10,6 +10,7 @@ import torch
 
 import hyperfed
 from hyperfed.errors import UserError
+from hyperfed.methods import fedper
 from hyperfed.runs import config
 from hyperfed.runs.records import RunFolder
 from hyperfed.runs.run import Run
@@ -26,8 +27,8 @@ KEYS: dict[str, Any] = {
 }
 
 
-def stopped(folder: Path, rounds: int, **keys: Any) -> RunFolder:
-    run = Run.start(config.from_keys("fedper", KEYS | keys), folder, make_task())
+def stopped(folder: Path, rounds: int, method: str = "fedper", **keys: Any) -> RunFolder:
+    run = Run.start(config.from_keys(method, KEYS | keys), folder, make_task())
     for progress in run.train():
         if progress.round == rounds:
             break
@@ -205,3 +206,74 @@ def test_a_checkpoint_that_somebody_edited_is_refused(edit: str, tmp_path: Path)
         Run.resume(folder.path, make_task())
     assert str(refused.value).isprintable()
     Lock(folder.path).release()  # it left it to others
+
+
+def in_optimizer(parameter: str, name: str, value: Any) -> Any:
+    """Another tensor of what the optimiser knows of a parameter; None takes it away."""
+
+    def edit(tree: Tree) -> None:
+        kept = tree["server"]["optimizer"][parameter]
+        kept.pop(name) if value is None else kept.update({name: value})
+
+    return edit
+
+
+def in_memory(value: Any) -> Any:
+    return lambda tree: tree["memory"].update(dict.fromkeys(tree["memory"], value))
+
+
+USED: dict[str, tuple[str, Any]] = {
+    "a head of other shapes": ("fedper", in_memory({"head": {"head.weight": torch.ones(2)}})),
+    "a head that is a number": ("fedper", in_memory({"head": torch.ones(2)})),
+    "a model without its layers": ("fedas", in_memory({"model": {"body.bias": torch.ones(4)}})),
+    # Fused, a step would read and write behind them.
+    "a momentum of one number": ("pfedhn", in_optimizer("1", "momentum_buffer", torch.ones(()))),
+    "a momentum too short": ("pfedhn", in_optimizer("1", "momentum_buffer", torch.ones(3))),
+    "an average too short": ("pefll", in_optimizer("0", "exp_avg", torch.ones(3))),
+    "steps of no number": ("pefll", in_optimizer("0", "step", torch.ones(2))),
+    "an average that is not there": ("pefll", in_optimizer("0", "exp_avg", None)),
+    "a parameter that is not there": (
+        "pfedhn",
+        lambda tree: tree["server"]["optimizer"].update({"99": {"momentum_buffer": torch.ones(1)}}),
+    ),
+}
+"""What the methods' own code would fall over: where that can be seen, before, else at first use."""
+
+
+@pytest.mark.parametrize("edit", USED)
+def test_what_cannot_be_gone_on_from_is_refused_where_it_is_used(edit: str, tmp_path: Path) -> None:
+    method, change = USED[edit]
+    folder = stopped(tmp_path, 3, method)
+    tree, said = load_state(folder.state)
+    change(tree)
+    save_state(folder.state, tree, said)
+    with pytest.raises(UserError, match="must be one that this run wrote, but does not fit"):
+        list(Run.resume(folder.path, make_task()).train())
+    Lock(folder.path).release()
+
+
+@pytest.mark.parametrize("method", ["fedas", "pfedhn", "pefll"])
+def test_what_nobody_edited_is_gone_on_from(method: str, tmp_path: Path) -> None:
+    resumed = Run.resume(stopped(tmp_path, 3, method).path, make_task())
+    list(resumed.train())
+    assert resumed.summary["rounds"] == 6
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_method_that_falls_over_later_is_not_the_checkpoint_s_fault(
+    resumed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def evaluate(self: fedper.Client, received: Tree) -> Tree:
+        if self.round == 5:
+            raise RuntimeError("a bug")
+        counts: Tree = whole(self, received)
+        return counts
+
+    whole = fedper.Client.evaluate
+    evaluate.__dict__["step"] = whole.__dict__["step"]
+    monkeypatch.setattr(fedper.Client, "evaluate", evaluate)
+    run = Run.start(config.from_keys("fedper", KEYS), tmp_path, make_task())
+    if resumed:
+        run = Run.resume(stopped(tmp_path, 3).path, make_task())
+    with pytest.raises(RuntimeError, match="a bug"):
+        list(run.train())

@@ -108,6 +108,7 @@ class Run(Served):
         self._answered = False  # whether some round had a client left
         self._nobody = ""  # why the last round without had none
         self._stop = False
+        self._unproven = False  # goes on from a checkpoint of which not all has been used yet
         self._lock: Lock | None = None
         self._reporter = Reporter(self)
         self._commit = records.commit()  # of the code that runs, whatever is checked out later
@@ -285,7 +286,8 @@ class Run(Served):
     def _train(self) -> Iterator[Progress]:
         while not self._over():
             self._reporter.tell("training")
-            self._one_round()
+            with self._proving():
+                self._one_round()
             if (
                 self.private
                 and self.private.where == "central"
@@ -295,19 +297,38 @@ class Run(Served):
             now = self.done or self.round % self.config.evaluate_every == 0
             if now:
                 self._reporter.tell("evaluating")
-            evaluation = self._evaluate() if now else {}
+            with self._proving():
+                evaluation = self._evaluate() if now else {}
+            self._unproven &= not now  # it has asked all known clients
             if self.done or self.round % self.config.checkpoint_every == 0:
                 self._checkpoint()
             lost, self._news = tuple(self._news), []
             yield Progress(self.round, self.config.rounds, lost, evaluation)
         if self.done:
             self._reporter.tell("evaluating")
-            self._finish()
+            with self._proving():
+                self._finish()
         elif self._stop:
             self._checkpoint()
 
     def _over(self) -> bool:
         return self.done or self._stop
+
+    @contextmanager
+    def _proving(self) -> Iterator[None]:
+        """Has what is raised at the first use of a checkpoint be told of that.
+
+        What clients remember has no form that anybody but their method knows, so that it cannot be
+        looked at before.
+        """
+        try:
+            yield
+        except UserError:
+            raise
+        except UNUSABLE as error:
+            if not self._unproven:
+                raise
+            raise _unfit(error) from error
 
     # Parts of a round.
 
@@ -570,11 +591,8 @@ class Run(Served):
         try:
             self._load(tree, meta)
         except UNUSABLE as error:
-            raise UserError(
-                "the checkpoint must be one that this run wrote, but does not fit "
-                f"({one_line(f'{type(error).__name__}: {error}', 200)}); restore it from a copy, "
-                "or start a new run"
-            ) from error
+            raise _unfit(error) from error
+        self._unproven = True
         self._tell_of_checkpoint()
 
     def _load(self, tree: Tree, meta: Mapping[str, Any]) -> None:
@@ -603,6 +621,15 @@ class Run(Served):
                 raise ValueError("the best round must have one count of each kind of each client")
             number, value = index(meta["best_round"]), meta["best_accuracy"]  # of whatever metric
             self._best = Best(number, value, best["server"], memory, best["val"])
+
+
+def _unfit(error: Exception) -> UserError:
+    """Returns what to raise where going on from a checkpoint raised something."""
+    return UserError(
+        "the checkpoint must be one that this run wrote, but does not fit "
+        f"({one_line(f'{type(error).__name__}: {error}', 200)}); restore it from a copy, "
+        "or start a new run"
+    )
 
 
 def _keyed(memory: Mapping[int, Tree]) -> Tree:

@@ -60,7 +60,11 @@ def moved(value: Any, device: torch.device) -> Any:
 
 
 def loaded(target: Any, state: Any) -> Any:
-    """Loads a module or an optimiser in place, and returns it; a tensor or a tree replaces it."""
+    """Loads a module or an optimiser in place, and returns it; a tensor or a tree replaces it.
+
+    Raises:
+        ValueError: what an optimiser is to know of a parameter is not of its shape.
+    """
     if isinstance(target, nn.Module):
         frozen = trees.frozen_of(target)
         kept = {name: value for name, value in target.state_dict().items() if name in frozen}
@@ -70,6 +74,27 @@ def loaded(target: Any, state: Any) -> Any:
         groups = target.state_dict()["param_groups"]
         # From the CPU: it moves what belongs elsewhere, and Adam counts its steps on the CPU.
         entries = {int(key): trees.to(entry, CPU) for key, entry in state.items()}
+        _check_shapes(target, entries)
         target.load_state_dict({"state": entries, "param_groups": groups})
         return target
     return state
+
+
+def _check_shapes(optimizer: torch.optim.Optimizer, entries: Mapping[int, Tree]) -> None:
+    """Finds out whether what an optimiser is to know of its parameters is of their shapes.
+
+    Those that can be fused (SGD, Adam) keep such tensors alone, beside the number of steps, and as
+    fused ones go through them without a look at their length, into whatever lies behind. Of others
+    nobody can tell, and a step raises what does not fit.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if "fused" not in optimizer.defaults:
+        return
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for key, entry in entries.items():
+        for name, leaf in entry.items():
+            shape = () if name == "step" else tuple(parameters[key].shape)
+            if tuple(leaf.shape) != shape:
+                raise ValueError(f"{name} of parameter {key} must be of shape {shape}")
