@@ -18,6 +18,7 @@ from hyperfed.data import arrays, site, tasks
 from hyperfed.data.roster import Frame, enrol
 from hyperfed.data.tasks import TaskConfig
 from hyperfed.engines.calls import Call
+from hyperfed.engines.flower.policy import Policy
 from hyperfed.engines.flower.site import Site
 from hyperfed.engines.flower.wire import Request
 from hyperfed.errors import UserError
@@ -228,7 +229,7 @@ def test_the_run_says_the_labels_and_a_site_may_not_say_others(tmp_path: Path) -
 
     def source(labels: str = "", *keys: str) -> Any:
         node = app.NodeConfig(state="s", data=str(path), labels=labels)
-        return app.source_of(node, config.load("fedavg", ["engine=flower", *keys]))
+        return app.source_of(node, config.load("fedavg", ["engine=flower", *keys]), Policy())
 
     declared = 'task.labels=["none", "mild", "severe"]'
     assert source("", declared).y.tolist() == [1, 2] * 15
@@ -239,6 +240,35 @@ def test_the_run_says_the_labels_and_a_site_may_not_say_others(tmp_path: Path) -
     roster = enrol([source("", declared).introduce()], run=1)
     settings = config.load("fedavg", ["engine=flower", declared])
     assert tasks.remote(settings.task, roster, 0).labels == ORDER
+
+
+@pytest.mark.parametrize("y", [WORDS[np.arange(30) % 2], np.arange(30) % 2])
+@pytest.mark.parametrize("known", ['["severe"]', '["1"]', '["mild"]'])
+def test_a_run_is_not_told_which_label_it_lacks(tmp_path: Path, y: Any, known: str) -> None:
+    """Whoever sends settings could ask so for the labels, one by one, and how often each is."""
+    app = pytest.importorskip("hyperfed.apps.flower.app")
+    node = app.NodeConfig(state="s", data=str(archive(tmp_path, y=y)))
+    settings = config.load("fedavg", ["engine=flower", f"task.labels={known}"])
+    with pytest.raises(UserError, match=r"no labels but the run's.*node --check --labels") as told:
+        app.source_of(node, settings, Policy())
+    assert "index" not in str(told.value)
+    assert "such" not in str(told.value)
+
+
+def test_what_is_held_out_is_the_site_s_to_say(tmp_path: Path) -> None:
+    """Or two evaluations, of fractions that differ by one example, would tell of that one."""
+    app = pytest.importorskip("hyperfed.apps.flower.app")
+    node = app.NodeConfig(state="s", data=str(archive(tmp_path)))
+
+    def held_out(policy: Policy, *keys: str) -> list[int]:
+        settings = config.load("fedavg", ["engine=flower", *keys])
+        return [len(part) for part in app.source_of(node, settings, policy).rows["ann"]]
+
+    assert held_out(Policy()) == held_out(Policy(), "task.test=0.15", "task.val=0.15")
+    assert held_out(Policy(val=0.25, test=0.5), "task.test=0.5") == [5, 5, 10]
+    for key in ("val", "test"):
+        with pytest.raises(UserError, match=f"task.{key} must be 0.15 here, came 0.2"):
+            held_out(Policy(), f"task.{key}=0.2")
 
 
 def test_the_command_takes_columns_and_words_and_says_them_again(

@@ -16,6 +16,7 @@ from finished_runs import evaluation
 from hyperfed.apps import cli
 from hyperfed.apps.flower import submit
 from hyperfed.data.roster import enrol
+from hyperfed.engines.flower.policy import Policy
 from hyperfed.engines.flower.site import Shard
 from hyperfed.engines.replies import NoAnswerError
 from hyperfed.errors import UserError
@@ -95,12 +96,12 @@ def test_wrong_node_configs_are_told(given: dict[str, Any], message: str) -> Non
 
 def test_a_node_may_have_some_clients_of_the_runs_own_task() -> None:
     settings = config.load("pefll", ["task.clients=6", "engine=flower"])
-    source = source_of(NodeConfig(state="s", clients="0-1,4"), settings)
+    source = source_of(NodeConfig(state="s", clients="0-1,4"), settings, Policy())
     assert isinstance(source, Shard)
     assert list(source.clients) == [0, 1, 4]
     for wrong, message in (("0-6", "among the task's 6"), ("a", "numbers such as"), ("", "either")):
         with pytest.raises(UserError, match=message):
-            source_of(node_settings({"state": "s", "clients": wrong}), settings)
+            source_of(node_settings({"state": "s", "clients": wrong}), settings, Policy())
 
 
 def test_a_run_of_the_app_equals_one_on_this_machine_and_can_be_resumed(tmp_path: Path) -> None:

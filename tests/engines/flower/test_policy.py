@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
@@ -20,7 +21,7 @@ from hyperfed.engines.flower.policy import Policy, RefusedError
 from hyperfed.engines.flower.site import Shard, Site
 from hyperfed.engines.flower.wire import Request, pack_request, unpack_response
 from hyperfed.errors import UserError
-from hyperfed.methods import fedavg, itpfl
+from hyperfed.methods import fedavg, itpfl, pfedhn
 from hyperfed.runs.evaluation import evaluate
 from hyperfed.training import Epochs, Steps
 from hyperfed.trees import Tree, model_of
@@ -51,8 +52,8 @@ def asked(
     **changes: Any,
 ) -> Tree | Exception:
     """The answer to one call; ``serial`` is also its cohort."""
-    serial = changes.pop("serial", 1)
-    call = Call(serial, 0, client, step, (model,), batches)
+    serial, payload = changes.pop("serial", 1), changes.pop("payload", (model,))
+    call = Call(serial, 0, client, step, payload, batches)
     made = Request(1, 10, serial, FRAME, {client: f"{client:06d}"}, [call], {}, {}, [serial])
     content = pack_request(replace(made, **changes))
     return unpack_response(site.handle(content)).answers[0]
@@ -140,6 +141,18 @@ DEPARTURES: dict[str, tuple[Callable[[Site], Any], str]] = {
         "this one says the same of all",
     ),
     "a client's own model": (lambda site: asked(site, "export"), "the step export is not run here"),
+    "how many examples of each class": (
+        lambda site: asked(
+            site_in(site.state, pfedhn, methods=("pfedhn",)), "class_counts", payload=()
+        ),
+        "the step class_counts is not run here",
+    ),
+    "in which shares": (
+        lambda site: asked(
+            site_in(site.state, pfedhn, methods=("pfedhn",)), "class_proportions", payload=()
+        ),
+        "the step class_proportions is not run here",
+    ),
 }
 
 
@@ -153,6 +166,16 @@ def test_a_server_that_departs_from_the_protocol_is_refused(departure: str, tmp_
     assert message in entry["decision"]
     assert entry["decision"].startswith("refused: ")
     assert entry["bytes_out"] == 0
+
+
+@pytest.mark.parametrize(("step", "batches"), [("train_model", HONEST), ("evaluate", None)])
+def test_an_error_quotes_no_example(step: str, batches: Any, tmp_path: Path) -> None:
+    """PyTorch's of a model with one output says a label that has none."""
+    narrow = {name: leaf[:1] if "head" in name else leaf for name, leaf in MODEL.items()}
+    answer = asked(site_in(tmp_path), step, model=narrow, batches=batches)
+    assert str(answer) == "IndexError: its site's audit log says more"
+    (entry,) = log(tmp_path)
+    assert re.fullmatch(r"IndexError: Target [12] is out of bounds\.", entry["decision"])
 
 
 @pytest.mark.parametrize(

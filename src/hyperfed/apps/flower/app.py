@@ -29,6 +29,7 @@ from hyperfed.data import tasks
 from hyperfed.data.roster import Introduction, Roster, enrol
 from hyperfed.data.tables import Columns
 from hyperfed.engines.flower.grid import GridLink, bytes_of, hurry, record_of
+from hyperfed.engines.flower.policy import Policy
 from hyperfed.engines.flower.site import Shard, Site, Source
 from hyperfed.engines.flower.sites import HELLO, STEP, Sites
 from hyperfed.engines.flower.store import check_writable
@@ -146,26 +147,35 @@ def node_settings(node_config: Mapping[str, Any]) -> NodeConfig:
     return node
 
 
-def source_of(node: NodeConfig, config: RunConfig) -> Source:
+def source_of(node: NodeConfig, config: RunConfig, policy: Policy) -> Source:
     """Opens the data of a node.
 
     Raises:
-        UserError: they are not there, or wrong.
+        UserError: they are not there, or wrong, or the run would have them divided otherwise.
     """
     if node.clients:
         task = tasks.build(config.task, config.seed)
         return Shard(task, _numbers(node.clients, task.clients))
-    fractions = {"val": config.task.val, "test": config.task.test}
-    given: dict[str, Any] = {
-        name: fraction for name, fraction in fractions.items() if fraction is not None
-    }
+    policy.check_division(config.task.val, config.task.test)
     declared, own = config.task.labels or (), node.label_names
     if declared and own and declared != own:
         raise UserError(
             f"the labels must be named alike by the run, {', '.join(declared)}, and by the site, "
             f"got {', '.join(own)}; leave out those of the site, or correct one of them"
         )
-    data = sitedata.read(Path(node.data), columns=node.columns, labels=declared or own, **given)
+    labels = declared or own
+    try:
+        data = sitedata.read(
+            node.data, val=policy.val, test=policy.test, columns=node.columns, labels=labels
+        )
+    except UserError as error:
+        if not declared or own:
+            raise
+        # What it says of the first label that is another, a server could ask for label by label.
+        raise UserError(
+            f"the site's data must have no labels but the run's, {', '.join(declared)}; at the "
+            "site, hyperfed node --check --labels says which others there are"
+        ) from error
     return data.at(
         site=node.site,
         size=node.size,
@@ -178,8 +188,9 @@ def source_of(node: NodeConfig, config: RunConfig) -> Source:
 def site_of(run_config: Mapping[str, Any], node_config: Mapping[str, Any]) -> Site:
     """Builds the site of a node, for one message."""
     config, node = run_settings(run_config), node_settings(node_config)
+    policy = policies.read(Path(node.policy) if node.policy else None)
     return Site(
-        source_of(node, config),
+        source_of(node, config, policy),
         Path(node.state),
         METHODS[config.method].Client,
         config.settings,
@@ -189,7 +200,7 @@ def site_of(run_config: Mapping[str, Any], node_config: Mapping[str, Any]) -> Si
         precision=config.precision,
         device=find_device(node.device),
         method=config.method,
-        policy=policies.read(Path(node.policy) if node.policy else None),
+        policy=policy,
         private=config.privacy.updates(),
         masking=config.privacy.sums(),
         metrics=config.metrics,

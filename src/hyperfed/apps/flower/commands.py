@@ -74,10 +74,17 @@ def node(
     if data is None and (check or not clients):
         raise UserError("a site must have data to check; give --data")
     found = None
+    allowed = policies.read(policy)
     if data is not None:
         columns = columns_named(client, target, features, split)
-        found = read_site(data, columns=columns, labels=listed(labels), check=True)
-    allowed = policies.read(policy)
+        found = read_site(
+            data,
+            val=allowed.val,
+            test=allowed.test,
+            columns=columns,
+            labels=listed(labels),
+            check=True,
+        )
     start: dict[str, str] = {}
     if not check and state is None:
         raise UserError("a site must have a folder for what clients remember; give --state")

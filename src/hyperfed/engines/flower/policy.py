@@ -26,6 +26,9 @@ READS_NOTHING = 1e-3
 """How far a probability must vary over a client's examples, or the model does not read them."""
 
 
+_Fraction = Annotated[float, Field(ge=0, le=0.5)]
+
+
 class RefusedError(UserError):
     """The site's policy does not allow what was asked."""
 
@@ -37,7 +40,8 @@ class Policy:
     Attributes:
         methods: the methods that it runs; None for any.
         refused_steps: steps that are never run, of any method. ``export`` hands out the personal
-            model of a client, which at a site is nobody else's business.
+            model of a client, which at a site is nobody else's business; the others (``pfedhn``
+            with a fixed descriptor) say how many examples it has of each class.
         settings: bounds of the method's settings, {name: (least, most)}; one that is no number is
             outside.
         smallest_batch: examples of a batch that is trained on.
@@ -45,6 +49,9 @@ class Policy:
         largest_training: examples of all batches of a step together, those that come again too.
         smallest_evaluation: examples behind counts, of each split that a client has.
         evaluations_per_day: evaluations of a client, by all runs together, in a day (UTC).
+        val: fraction of each client's examples for validation, where the data do not say which.
+        test: the same for testing. A run has no other: two that differ by one example would tell
+            that one from what is said of all.
         largest_message: bytes that a server may send at once.
         largest_memory: bytes that the process of a message may take, what it begins with (less than
             2 GB) included; None for as many as there are. Where the system is Linux, and the
@@ -61,13 +68,15 @@ class Policy:
     """
 
     methods: tuple[str, ...] | None = None
-    refused_steps: tuple[str, ...] = ("export",)
+    refused_steps: tuple[str, ...] = ("export", "class_counts", "class_proportions")
     settings: Mapping[str, tuple[FiniteFloat, FiniteFloat]] = Field(default_factory=dict)
     smallest_batch: PositiveInt = 8
     smallest_reply: PositiveInt = 11
     largest_training: PositiveInt = 10_000_000
     smallest_evaluation: PositiveInt = 5
     evaluations_per_day: NonNegativeInt = 100
+    val: _Fraction = 0.15
+    test: _Fraction = 0.15
     largest_message: PositiveInt = 1 << 30
     largest_memory: PositiveInt | None = None
     metrics: tuple[str, ...] = ()
@@ -89,6 +98,12 @@ class Policy:
             raise RefusedError(
                 f"a message must have {self.largest_message} bytes at most, has {len(content)}"
             )
+
+    def check_division(self, val: float | None, test: float | None) -> None:
+        """Raises ``RefusedError`` for held out fractions, as a run says them, that are not ours."""
+        for name, ours, came in (("val", self.val, val), ("test", self.test, test)):
+            if came not in (None, ours):
+                raise RefusedError(f"task.{name} must be {ours:g} here, came {came}; leave it out")
 
     def check_run(
         self,

@@ -20,17 +20,27 @@ from hyperfed.engines.flower.diary import Diary
 from hyperfed.engines.flower.pairwise import STEPS, cover, is_exchange
 from hyperfed.engines.flower.policy import COUNTING, Policy, RefusedError, guarded, is_evaluation
 from hyperfed.engines.flower.releases import KeptReleases
-from hyperfed.engines.flower.store import Draft, Store, make_private
-from hyperfed.engines.flower.wire import Request, Response, Version
+from hyperfed.engines.flower.store import (
+    Draft,
+    LostMemoryError,
+    Store,
+    SupersededError,
+    make_private,
+)
+from hyperfed.engines.flower.wire import Request, Response, SiteError, Version
 from hyperfed.engines.local.vmap import best_engine
 from hyperfed.engines.masking import SMALLEST, Masking
+from hyperfed.engines.replies import BadReplyError, DivergedError
 from hyperfed.engines.updates import PrivateUpdates
 from hyperfed.errors import UserError, one_line
 from hyperfed.federation import Client, Task
 from hyperfed.system.devices import CPU
-from hyperfed.training import Precision
+from hyperfed.training import Precision, UnlabelledError
 from hyperfed.trees import Tree
 from hyperfed.trees.checkpoints import load_state, save_state
+
+OURS = (UserError, UnlabelledError, BadReplyError, DivergedError, LostMemoryError, SupersededError)
+"""Errors whose words are all our own."""
 
 Cover: TypeAlias = Callable[[Tree], tuple[Tree, Tree]]
 """Returns the masked part that a reply makes, and what the site is to know of its masks."""
@@ -186,7 +196,7 @@ class Site:
         except Exception as error:  # concerns all that this message called, and nobody else
             everyone = dict.fromkeys(range(len(request.calls)), error)
             self._note(request, everyone, {})
-            return Response(request.session, request.serial, everyone)
+            return Response(request.session, request.serial, self._told(everyone))
 
     def _note(
         self,
@@ -216,6 +226,20 @@ class Site:
                 examples=behind.get(place, 0),
                 decision=decision,
             )
+
+    def _told(self, answers: Mapping[int, Tree | Exception]) -> Mapping[int, Tree | Exception]:
+        """Returns answers as they may leave: of errors that are not in our words the kind alone.
+
+        Theirs may quote an example, as PyTorch's of a label for which a model has no output.
+        """
+        if self._policy is None:
+            return answers
+        return {
+            place: SiteError(f"{type(answer).__name__}: its site's audit log says more")
+            if isinstance(answer, Exception) and not isinstance(answer, OURS)
+            else answer
+            for place, answer in answers.items()
+        }
 
     def _with_frozen(self, request: Request, task: Task) -> Task:
         """Returns the task with what is frozen in the run's targets.
@@ -315,7 +339,8 @@ class Site:
             for place, call in enumerate(request.calls)
         }
         spent = {place: told for place, told in spent.items() if told}
-        return Response(request.session, request.serial, answers, frozenset(remembers), spent)
+        told = self._told(answers)
+        return Response(request.session, request.serial, told, frozenset(remembers), spent)
 
     def _covering(self, call: Call, masks: Tree, task: Task) -> tuple[Call, Cover]:
         """Returns a masked call as its client runs it, and what makes of its reply what leaves.

@@ -45,7 +45,8 @@ class WireError(UserError):
 
 
 _RAISED: Mapping[str, type[Exception]] = {
-    kind.__name__: kind for kind in (UserError, UnlabelledError, BadReplyError, DivergedError)
+    kind.__name__: kind
+    for kind in (UserError, UnlabelledError, BadReplyError, DivergedError, SiteError)
 }
 """Errors that mean something to the server; all others become a :class:`SiteError`."""
 
