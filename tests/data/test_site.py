@@ -231,6 +231,8 @@ def test_the_run_says_the_labels_and_a_site_may_not_say_others(tmp_path: Path) -
         node = app.NodeConfig(state="s", data=str(path), labels=labels)
         return app.source_of(node, config.load("fedavg", ["engine=flower", *keys]), Policy())
 
+    with pytest.raises(UserError, match="numbered alike at all sites"):
+        source()
     declared = 'task.labels=["none", "mild", "severe"]'
     assert source("", declared).y.tolist() == [1, 2] * 15
     assert source("mild, severe").y.tolist() == [0, 1] * 15

@@ -1,6 +1,7 @@
 """Files are replaced whole or not at all."""
 
 import os
+import resource
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hyperfed.engines.flower.store import check_writable
 from hyperfed.errors import UserError
 from hyperfed.runs import config
 from hyperfed.runs.records import RunFolder
-from hyperfed.system.files import atomic_write
+from hyperfed.system.files import append_line, atomic_write
 
 
 def test_a_file_is_replaced_from_bytes_or_by_a_function(tmp_path):
@@ -39,6 +40,29 @@ def test_a_failure_while_writing_leaves_the_old_file_alone(tmp_path):
 def test_a_missing_folder_is_the_users_error(tmp_path):
     with pytest.raises(UserError, match="must be writable, but: No such file"):
         atomic_write(tmp_path / "missing" / "file", b"")
+
+
+def test_a_line_is_added_whole_or_not_at_all(tmp_path):
+    """Of a disk that is almost full, the system writes what there is room for, and says so."""
+    path = tmp_path / "log"
+    append_line(path, b"one")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6, hard))
+    try:
+        with pytest.raises(UserError, match="must be writable, but: File too large"):
+            append_line(path, b"two")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.read_bytes() == b"one\n"
+    append_line(path, b"three")
+    assert path.read_bytes() == b"one\nthree\n"
+
+
+def test_a_line_is_not_added_to_half_a_line(tmp_path):
+    path = tmp_path / "log"
+    path.write_bytes(b"one\ntw")  # a machine died
+    append_line(path, b"three")
+    assert path.read_bytes() == b"one\ntw\nthree\n"
 
 
 NO_FILES = {"a pipe": os.mkfifo, "a device": lambda path: path.symlink_to(os.devnull)}

@@ -90,17 +90,28 @@ def atomic_folder(path: Path, write: Callable[[Path], object]) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def append(path: Path, content: bytes) -> None:
-    """Adds to the end of a file that nobody but its owner may read, and has the disk keep it.
+def append_line(path: Path, line: bytes) -> None:
+    """Adds a line to a file that nobody but its owner may read, and has the disk keep it.
+
+    Afterwards all of it is there, or nothing: half a line would spoil the next one. Nobody else may
+    be writing meanwhile.
 
     Raises:
         UserError: the disk is full, read-only or otherwise refuses.
     """
     try:
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         try:
-            os.write(file, content)
-            os.fsync(file)
+            length = os.fstat(file).st_size
+            torn = length and os.pread(file, 1, length - 1) != b"\n"  # a machine died over it
+            left = b"\n" * bool(torn) + line + b"\n"
+            try:
+                while left:  # what there is room for is written without an error
+                    left = left[os.write(file, left) :]
+                os.fsync(file)
+            except OSError:
+                os.ftruncate(file, length)
+                raise
         finally:
             os.close(file)
     except OSError as error:

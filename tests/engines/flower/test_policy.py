@@ -258,6 +258,31 @@ def test_evaluations_of_two_runs_at_once_are_counted_one_by_one(
     assert len(waits) == 1
 
 
+def test_notes_of_two_processes_are_written_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or both would begin a new log, and one fail, or cut off what the other has just noted."""
+    waits = []
+
+    def written_while_others_wait(path: Path, line: bytes) -> None:
+        with (tmp_path / "lock").open("w") as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        waits.append(line)
+
+    monkeypatch.setattr(diary, "append_line", written_while_others_wait)
+    diary.Diary(tmp_path, Policy()).note(decision="answered")
+    assert len(waits) == 1
+
+
+@pytest.mark.parametrize("name", ["evaluations.json", "run-1/latest.json"])
+def test_a_link_to_what_is_gone_is_not_taken_for_nothing(name: str, tmp_path: Path) -> None:
+    assert isinstance(asked(site_in(tmp_path, evaluations_per_day=1), "evaluate"), dict)
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to("/a/disk/that/is/away")
+    told = asked(site_in(tmp_path, evaluations_per_day=1), "evaluate", serial=2)
+    assert str(told) == "FileNotFoundError: its site's audit log says more"
+
+
 class _Frozen:
     """A clock that stands."""
 
@@ -332,7 +357,7 @@ def test_nothing_is_answered_that_cannot_be_noted(
     def full(*_: Any) -> None:
         raise UserError("no space left")
 
-    monkeypatch.setattr(diary, "append", full)
+    monkeypatch.setattr(diary, "append_line", full)
     with pytest.raises(UserError, match="no space left"):
         asked(site_in(tmp_path), batches=HONEST)
 

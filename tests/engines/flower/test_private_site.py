@@ -18,6 +18,7 @@ from hyperfed.engines.calls import Call
 from hyperfed.engines.flower import releases
 from hyperfed.engines.flower.engine import FlowerEngine
 from hyperfed.engines.flower.site import Site
+from hyperfed.engines.flower.store import Draft, Store
 from hyperfed.engines.flower.wire import Request, pack_request, unpack_response
 from hyperfed.errors import UserError
 from hyperfed.methods import itpfl
@@ -183,6 +184,24 @@ def test_what_cannot_be_noted_does_not_leave(
     assert "damaged" in str(asked(site_in(tmp_path), request(3)))
     assert "damaged" in str(asked(site_in(tmp_path), request(4, encoder(1e-9))))
     assert first.isfinite().all()
+    file.unlink()
+    file.symlink_to(tmp_path / "a disk that is away")  # no account is not an empty one
+    assert "there must be a checkpoint" in str(asked(site_in(tmp_path), request(5)))
+
+
+LONG = "\u4e2d" * 100
+"""Of 100 letters, as a client's name may be; 900 where a file is called so."""
+
+
+def test_a_client_with_a_long_name_has_an_account_of_its_own(tmp_path: Path) -> None:
+    kept = releases.KeptReleases(tmp_path)
+    account = {"multipliers": torch.ones(1, dtype=torch.float64)}
+    kept.write(LONG, account)
+    assert kept.multipliers(LONG) == [1.0]
+    assert kept.multipliers(LONG[:-1] + "x") == kept.multipliers(LONG[:-1]) == []
+    memory = {"head": torch.ones(2)}
+    Store(tmp_path, 1).write(LONG, (1, 1), Draft(1, memory, {}, {}))
+    assert Store(tmp_path, 1).memory(LONG, (1, 1)).keys() == memory.keys()
 
 
 def test_it_is_on_the_disk_before_it_leaves(

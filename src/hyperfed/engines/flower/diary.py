@@ -5,12 +5,13 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from os.path import lexists
 from pathlib import Path
 from typing import Any
 
 from hyperfed.engines.flower.policy import Policy, RefusedError
 from hyperfed.errors import UserError, one_line
-from hyperfed.system.files import append, atomic_write, check_files
+from hyperfed.system.files import append_line, atomic_write, check_files
 from hyperfed.system.locks import alone
 
 
@@ -37,7 +38,7 @@ class Diary:
 
     def _count(self, client: str, path: Path) -> None:
         today = datetime.now(UTC).date().isoformat()
-        known = json.loads(path.read_text()) if path.exists() else {}
+        known = json.loads(path.read_text()) if lexists(path) else {}
         counts = known["clients"] if known.get("day", "") == today else {}
         if known.get("day", "") > today:  # a clock that is set back gives nothing back
             today, counts = known["day"], known["clients"]
@@ -55,10 +56,11 @@ class Diary:
             UserError: the disk refuses.
         """
         path = self._state / "audit.jsonl"
-        if path.exists() and path.stat().st_size > self._policy.largest_log:
-            path.rename(self._state / f"audit-{time.time_ns()}.jsonl")
         when = datetime.now(UTC).isoformat(timespec="seconds")
-        append(path, json.dumps({"time": when} | entry).encode() + b"\n")
+        with alone(self._state):
+            if path.exists() and path.stat().st_size > self._policy.largest_log:
+                path.rename(self._state / f"audit-{time.time_ns()}.jsonl")
+            append_line(path, json.dumps({"time": when} | entry).encode())
 
 
 @dataclass(frozen=True)

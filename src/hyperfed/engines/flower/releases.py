@@ -5,10 +5,10 @@ memory, or an old one. What was let out is on the disk before it leaves.
 """
 
 from contextlib import AbstractContextManager
+from os.path import lexists
 from pathlib import Path
-from urllib.parse import quote
 
-from hyperfed.engines.flower.store import make_private
+from hyperfed.engines.flower.store import file_name, make_private
 from hyperfed.system.files import refused, sync
 from hyperfed.system.locks import alone
 from hyperfed.trees import Tree
@@ -43,7 +43,7 @@ class KeptReleases:
             UserError: its file is damaged. Nothing may be let out then.
         """
         path = self._path(client)
-        return load_state(path)[0] if path.exists() else {}
+        return load_state(path)[0] if lexists(path) else {}  # a link to what is gone says more
 
     def multipliers(self, client: str) -> list[float]:
         """Returns the noise multipliers of all that a client has let out."""
@@ -61,4 +61,4 @@ class KeptReleases:
         sync(self._folder)  # the file's name, beside its content
 
     def _path(self, client: str) -> Path:
-        return self._folder / f"_{quote(client, safe='')}.safetensors"
+        return self._folder / f"{file_name(client)}.safetensors"

@@ -35,6 +35,7 @@ from hyperfed.engines.updates import PrivateUpdates
 from hyperfed.errors import UserError, one_line
 from hyperfed.federation import Client, Task
 from hyperfed.system.devices import CPU
+from hyperfed.system.locks import alone
 from hyperfed.training import Precision, UnlabelledError
 from hyperfed.trees import Tree
 from hyperfed.trees.checkpoints import load_state, save_state
@@ -261,7 +262,8 @@ class Site:
             raise UserError("what is frozen in the targets must have the hash that came with it")
         if weights:
             make_private(self.state)
-            save_state(path, weights, {})
+            with alone(self.state):
+                save_state(path, weights, {})
         return replace(task, models=models)
 
     def _answer(

@@ -12,6 +12,8 @@ import json
 from collections.abc import Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from hashlib import blake2b
+from os.path import lexists
 from pathlib import Path
 from tempfile import TemporaryFile
 from urllib.parse import quote
@@ -30,6 +32,9 @@ from hyperfed.trees import Tree
 from hyperfed.trees.checkpoints import load_state, save_state
 
 _SUFFIX = ".safetensors"
+
+LONGEST_FILE_NAME = 200
+"""Letters; most file systems take 255 bytes, with what we put before and after."""
 
 
 class LostMemoryError(Exception):
@@ -94,7 +99,7 @@ class Store:
                 it says may be dropped is not what the server knows now.
         """
         path = self._folder / "latest.json"
-        latest = json.loads(path.read_text()) if path.exists() else [0, 0]
+        latest = json.loads(path.read_text()) if lexists(path) else [0, 0]
         if [session, serial] < latest:
             raise SupersededError(
                 f"message {serial} of session {session} came after message {latest[1]} of session "
@@ -157,7 +162,19 @@ class Store:
 
     def _path(self, client: str, version: Version) -> Path:
         session, cohort = version
-        return self._folder / f"_{quote(client, safe='')}" / f"{session}-{cohort}{_SUFFIX}"
+        return self._folder / file_name(client) / f"{session}-{cohort}{_SUFFIX}"
+
+
+def file_name(client: str) -> str:
+    """Returns how a file or folder of a client is called: by its name, whatever letters it has.
+
+    A name that comes out too long for a file system ends in its hash; no other has a "+".
+    """
+    name = quote(client, safe="")
+    if len(name) > LONGEST_FILE_NAME:
+        digest = blake2b(client.encode(), digest_size=16).hexdigest()
+        name = f"{name[: LONGEST_FILE_NAME // 2]}+{digest}"
+    return f"_{name}"
 
 
 def make_private(folder: Path) -> None:
