@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from engines.flower.sites import DirectLink, remote
+from hyperfed.data.examples import fingerprint_of_frozen
 from hyperfed.data.roster import Frame
 from hyperfed.engines.calls import Call
 from hyperfed.engines.flower import diary
@@ -21,11 +22,12 @@ from hyperfed.engines.flower.policy import Policy, RefusedError
 from hyperfed.engines.flower.site import Shard, Site
 from hyperfed.engines.flower.wire import Request, pack_request, unpack_response
 from hyperfed.errors import UserError
-from hyperfed.methods import fedavg, itpfl, pfedhn
+from hyperfed.methods import fedala, fedas, fedavg, fedrep, itpfl, pefll, pfedhn
 from hyperfed.runs.evaluation import evaluate
+from hyperfed.system.randomness import seeded
 from hyperfed.training import Epochs, Steps
-from hyperfed.trees import Tree, model_of
-from toys import Federation, make_task
+from hyperfed.trees import Tree, frozen_of, model_of
+from toys import Federation, Stemmed, make_task
 
 TASK = make_task(examples=(12, 7, 20, 9), novel=1)
 FRAME = Frame(known=3, novel=1, shape=(5,), dtype="torch.float64", classes=3)
@@ -66,20 +68,22 @@ def log(folder: Path) -> list[dict[str, Any]]:
 HONEST = Steps(20, 8)
 
 
-def test_an_honest_run_has_the_numbers_of_one_without_a_policy(tmp_path: Path) -> None:
-    task = make_task(examples=(12, 20))
-    settings = fedavg.Config(local_steps=20, batch_size=8, local_lr=0.1)
+@pytest.mark.parametrize("method", [fedavg, pefll, fedrep, fedas, fedala], ids=lambda m: m.__name__)
+def test_an_honest_run_has_the_numbers_of_one_without_a_policy(method: Any, tmp_path: Path) -> None:
+    """Bounds of what an update is made of are none of what else a method asks for."""
+    task, name = make_task(examples=(12, 20)), method.__name__.rpartition(".")[2]
+    given: dict[str, Any] = {"local_steps": 20, "batch_size": 12, "local_lr": 0.1}
+    settings, bounds = method.Config(**given), {"local_steps": (20, 20), "batch_size": (12, 12)}
     sites = {
         node: Site(
-            Shard(task, [node]), tmp_path / str(node), fedavg.Client, settings, seed=0,
-            method="fedavg", policy=Policy(methods=("fedavg",)),
+            Shard(task, [node]), tmp_path / str(node), method.Client, settings, seed=0,
+            method=name, policy=Policy(methods=(name,), settings=bounds),
         )
         for node in range(2)
     }  # fmt: skip
-    ours = Federation("fedavg", task, local_steps=20, batch_size=8, local_lr=0.1)
-    theirs = Federation("fedavg", task, local_steps=20, batch_size=8, local_lr=0.1)
+    ours, theirs = (Federation(name, task, **given) for _ in range(2))
     link = DirectLink(sites)
-    theirs.engine = FlowerEngine(remote(task, link, sites), fedavg.Client, settings, seed=0)
+    theirs.engine = FlowerEngine(remote(task, link, sites), method.Client, settings, seed=0)
     found = []
     for each in (ours, theirs):
         each.round([0, 1], 0)
@@ -106,6 +110,33 @@ def test_what_tells_of_labels_is_counted_where_the_site_says_so_alone(tmp_path: 
     assert answer["test"]["targets"].tolist() == [y.sum().item(), y.square().sum().item()]
 
 
+BODY = {name: leaf for name, leaf in MODEL.items() if "head" not in name}
+
+
+def aligning(site: Site, **settings: Any) -> Tree | Exception:
+    """Asks for a step that draws batches of its own, beside honest ones."""
+    own = site_in(site.state, fedas, fedas.Config(**settings), methods=("fedas",))
+    return asked(own, model=BODY, batches=HONEST)
+
+
+def mixing(site: Site) -> Tree | Exception:
+    """Asks for a step that goes through examples until a loss stays the same."""
+    settings = fedala.Config(local_lr=0.1, first_epochs=10**9, loss_threshold=1e-300)
+    limited = {"methods": ("fedala",), "largest_training": 1000}
+    asked(site_in(site.state, fedala, settings, **limited), batches=HONEST)
+    (site.state / "audit.jsonl").unlink()
+    other = {name: 2 * leaf for name, leaf in MODEL.items()}
+    memory = {"begin": {0: (10, 1)}, "serial": 2}
+    return asked(site_in(site.state, fedala, settings, **limited), model=other, **memory)
+
+
+def bounded(**bounds: tuple[int, int]) -> Callable[[Site, Any], Any]:
+    def ask(site: Site, batches: Any) -> Any:
+        return asked(site_in(site.state, settings=bounds), batches=batches)
+
+    return ask
+
+
 DEPARTURES: dict[str, tuple[Callable[[Site], Any], str]] = {
     "the gradient of one example": (
         lambda site: asked(site, batches=Steps(1, 1)),
@@ -124,6 +155,27 @@ DEPARTURES: dict[str, tuple[Callable[[Site], Any], str]] = {
     "passes without end": (
         lambda site: asked(site, batches=Epochs(10**9, 12)),
         "a step must be on 10000000 examples at most here",
+    ),
+    "passes of a method's own without end": (
+        lambda site: aligning(site, align_epochs=10**9),
+        "a step must be on 10000000 examples at most here",
+    ),
+    "batches of one of a method's own": (
+        lambda site: aligning(site, align_batch_size=1),
+        "a batch must be of 4 examples at least here, came 1",
+    ),
+    "a loop of a method's own without end": (mixing, "a step must be on 1000 examples at most"),
+    "fewer steps than its settings say": (
+        lambda site: bounded(local_steps=(10, 1000))(site, Steps(1, 12)),
+        "local_steps must be 10 to 1000 here, came 1",
+    ),
+    "more steps": (
+        lambda site: bounded(local_steps=(10, 1000))(site, Steps(1001, 12)),
+        "local_steps must be 10 to 1000 here, came 1001",
+    ),
+    "smaller batches": (
+        lambda site: bounded(batch_size=(12, 64))(site, Steps(20, 11)),
+        "batch_size must be 12 to 64 here, came 11",
     ),
     "a client of few": (
         lambda site: asked(site, client=1, batches=HONEST),
@@ -210,6 +262,19 @@ def test_methods_and_settings_are_bounded(tmp_path: Path) -> None:
         "refused",
         "answered",
     ]
+
+
+@pytest.mark.parametrize(("method", "kept"), [("fedavg", 1), ("pefll", 0)])
+def test_nothing_of_a_run_that_is_refused_is_kept(method: str, kept: int, tmp_path: Path) -> None:
+    """Of one that is not, the site has what is frozen in its targets: up to a GB of a message."""
+    announced = make_task(Stemmed).models
+    weights = {"base": frozen_of(announced["base"])}
+    here = site_in(tmp_path, methods=(method,))
+    with seeded(1, "toy"):
+        other = {"base": Stemmed().double()}
+    here.source = Shard(replace(TASK, models=other), range(4))
+    asked(here, batches=HONEST, frozen=fingerprint_of_frozen(announced), weights=weights)
+    assert len([*tmp_path.glob("frozen-*")]) == kept
 
 
 @pytest.mark.parametrize(("most", "allowed"), [(160, True), (159, False)])

@@ -73,6 +73,12 @@ def test_a_tree_for_all_travels_once() -> None:
     assert len(wire.pack_request(sent)) < 500_000
 
 
+def test_a_request_of_nobody_is_refused() -> None:
+    """Of what is asked of a client a site keeps a note, and of nothing else that is sent."""
+    with pytest.raises(UserError, match="calls"):
+        wire.unpack_request(wire.pack_request(Request(1, 1, 1, FRAME, {}, [], {}, {}, [])))
+
+
 def test_a_response_comes_back_and_errors_keep_what_they_mean() -> None:
     answers = {
         0: {"w": torch.ones(2)},

@@ -4,7 +4,7 @@ A run's settings, methods' steps and all that they are given come from a server.
 site's: it is read from the site's disk, and a call that it does not allow is not run.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import torch
@@ -16,7 +16,8 @@ from hyperfed.engines.calls import Call, draw, find_step
 from hyperfed.engines.masking import SMALLEST, Masking
 from hyperfed.engines.updates import PrivateUpdates
 from hyperfed.errors import UserError
-from hyperfed.federation import Client, Task, step
+from hyperfed.federation import Client, Split, Task, step
+from hyperfed.training import Batch, Batches, Epochs
 from hyperfed.trees import Tree
 
 COUNTING = ("evaluate", "finetune")
@@ -43,10 +44,11 @@ class Policy:
             model of a client, which at a site is nobody else's business; the others (``pfedhn``
             with a fixed descriptor) say how many examples it has of each class.
         settings: bounds of the method's settings, {name: (least, most)}; one that is no number is
-            outside.
+            outside. Those of ``local_steps``, ``local_epochs`` and ``batch_size`` are also those of
+            the batches that a message asks for, where an update is made of them.
         smallest_batch: examples of a batch that is trained on.
         smallest_reply: different training examples behind a reply that depends on any.
-        largest_training: examples of all batches of a step together, those that come again too.
+        largest_training: training examples that a step reads, those that come again too.
         smallest_evaluation: examples behind counts, of each split that a client has.
         evaluations_per_day: evaluations of a client, by all runs together, in a day (UTC).
         val: fraction of each client's examples for validation, where the data do not say which.
@@ -120,10 +122,9 @@ class Policy:
             raise RefusedError("clients train here for masked sums alone; set privacy.masking")
         if self.methods is not None and method not in self.methods:
             raise RefusedError(f"the method must be one that the site runs, came {method}")
-        for name, (least, most) in self.settings.items():
-            value = getattr(config, name, least)  # a method without the setting keeps every bound
-            if not isinstance(value, int | float) or not least <= value <= most:
-                raise RefusedError(f"{name} must be {least:g} to {most:g} here, came {value}")
+        for name, (least, _) in self.settings.items():
+            # A method without the setting keeps every bound.
+            self._check_setting(name, getattr(config, name, least))
         if refused := [name for name in metrics if name not in self.metrics]:
             raise RefusedError(
                 "metrics must be among those that the site counts for "
@@ -161,18 +162,38 @@ class Policy:
         train = task.train[call.client]
         behind = len(train)
         if call.batches is not None:
-            size = min(call.batches.size, behind)
-            self._check_number(size, self.smallest_batch, "a batch")
-            drawn = call.batches.count * sum(call.batches.lengths(behind))
-            if drawn > self.largest_training:  # or nobody else would ever be answered
-                raise RefusedError(
-                    f"a step must be on {self.largest_training} examples at most here, those that "
-                    f"come again too, came {drawn}"
-                )
+            self.check_batches(call.batches, behind)
+            if info.like is not None and call.batches != config.batches:
+                self._check_plan(call.batches)
             behind = len({*draw(call, task, seed).tolist()})
         if info.name not in COUNTING:
             self._check_number(behind, self.smallest_reply, "a reply")
         return behind
+
+    def check_batches(self, plan: Batches, examples: int) -> None:
+        """Raises ``RefusedError`` for batches of too few of so many examples, or too many."""
+        self._check_number(min(plan.size, examples), self.smallest_batch, "a batch")
+        self.check_read(plan.count * sum(plan.lengths(examples)))
+
+    def check_read(self, examples: int) -> None:
+        """Raises ``RefusedError`` for a step that reads so many: nobody else would be answered."""
+        if examples > self.largest_training:
+            raise RefusedError(
+                f"a step must be on {self.largest_training} examples at most here, those that come "
+                f"again too, came {examples}"
+            )
+
+    def _check_plan(self, plan: Batches) -> None:
+        """Raises ``RefusedError`` for batches of an update that settings may not ask for."""
+        count = "local_epochs" if isinstance(plan, Epochs) else "local_steps"
+        for name, came in ((count, plan.count), ("batch_size", plan.size)):
+            if name in self.settings:
+                self._check_setting(name, came)
+
+    def _check_setting(self, name: str, value: Any) -> None:
+        least, most = self.settings[name]
+        if not isinstance(value, int | float) or not least <= value <= most:
+            raise RefusedError(f"{name} must be {least:g} to {most:g} here, came {value}")
 
     def _check_number(self, came: int, least: int, of: str) -> None:
         if came < least:
@@ -184,15 +205,33 @@ def is_evaluation(call: Call, client: type[Client]) -> bool:
     return call.step == "evaluate" or find_step(client, call.step)[1].evaluates
 
 
-def guarded(client: type[Client]) -> type[Client]:
-    """Returns the same clients, which count nothing by a model that does not read its input.
+def guarded(client: type[Client], policy: Policy) -> type[Client]:
+    """Returns the same clients, in whose own code a policy holds as well.
 
-    What such a model gets right is how many test examples have some label, and its loss, with
-    probabilities chosen for it, tells all these numbers at once.
+    They count nothing by a model that does not read its input. What such a model gets right is how
+    many test examples have some label, and its loss, with probabilities chosen for it, tells all
+    these numbers at once. And the batches that a step draws for itself, as many and as large as the
+    run's settings say, are bounded as those that a message asks for.
     """
 
     class Guarded(client):  # type: ignore[valid-type, misc]
         outputs: list[Tensor] | None = None
+        examples_read = 0
+
+        @property
+        def train(self) -> Split:
+            """The examples to learn from, not without end."""
+            return _Bounded(self._task, self._task.train[self.id], self._read, self._labelled)
+
+        def _read(self, examples: int) -> None:
+            self.examples_read += examples
+            policy.check_read(self.examples_read)
+
+        def draw_batches(self, plan: Batches) -> Iterator[Batch]:
+            """Draws training batches of this step's own that the policy allows."""
+            policy.check_batches(plan, len(self.train))
+            drawn: Iterator[Batch] = super().draw_batches(plan)
+            return drawn
 
         @step
         def evaluate(self, received: Tree) -> Tree:
@@ -213,6 +252,22 @@ def guarded(client: type[Client]) -> type[Client]:
             return output
 
     return Guarded
+
+
+class _Bounded(Split):
+    """Training examples, of which each batch that is read is told of."""
+
+    def __init__(
+        self, task: Task, index: Tensor, read: Callable[[int], None], labelled: bool
+    ) -> None:
+        super().__init__(task, index, labelled=labelled)
+        self._read = read
+
+    def batch(self, which: Tensor | slice = slice(None)) -> Batch:
+        """Returns some examples, all of them by default."""
+        batch = super().batch(which)
+        self._read(len(batch.x))
+        return batch
 
 
 def _reads(output: Tensor, classes: int) -> bool:

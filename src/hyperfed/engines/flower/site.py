@@ -163,7 +163,7 @@ class Site:
         self._method, self._policy, self._private = method, policy, private
         self._masking, self._metrics = masking, tuple(metrics)
         self._smallest = SMALLEST if policy is None else policy.smallest_sum
-        self._client = client if policy is None else guarded(client)
+        self._client = client if policy is None else guarded(client, policy)
         self._config, self._seed = config, seed
         self._workers, self._cores = workers, cores_per_client
         self._precision, self._device = precision, device
@@ -182,6 +182,10 @@ class Site:
     def answer(self, request: Request) -> Response:
         """Runs the calls of a request, but none that has been answered before."""
         try:
+            if self._policy is not None:  # before anything of the message is kept
+                self._policy.check_run(
+                    self._method, self._config, self._private, self._metrics, self._masking
+                )
             task = self._with_frozen(request, self.source.task(request.frame, request.names))
             task = replace(task, metrics=self._metrics)
             store = Store(self.state, request.run)
@@ -189,10 +193,6 @@ class Site:
             _check_distinct(request)
             with store.alone(), released.alone():
                 store.receive(request.session, request.serial)
-                if self._policy is not None:
-                    self._policy.check_run(
-                        self._method, self._config, self._private, self._metrics, self._masking
-                    )
                 return self._answer(request, task, store, released)
         except Exception as error:  # concerns all that this message called, and nobody else
             everyone = dict.fromkeys(range(len(request.calls)), error)
@@ -341,8 +341,8 @@ class Site:
             for place, call in enumerate(request.calls)
         }
         spent = {place: told for place, told in spent.items() if told}
-        told = self._told(answers)
-        return Response(request.session, request.serial, told, frozenset(remembers), spent)
+        leaving = self._told(answers)
+        return Response(request.session, request.serial, leaving, frozenset(remembers), spent)
 
     def _covering(self, call: Call, masks: Tree, task: Task) -> tuple[Call, Cover]:
         """Returns a masked call as its client runs it, and what makes of its reply what leaves.

@@ -141,7 +141,7 @@ class _Request:
     serial: int
     frame: Frame
     names: dict[int, str]
-    calls: list[_Call]
+    calls: Annotated[list[_Call], Field(min_length=1)]
     begin: dict[int, Version]
     keep: dict[int, list[Version]]
     open: list[int]
