@@ -1,5 +1,8 @@
 """A policy's file, and what is said of it in plain words."""
 
+import json
+import os
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +54,26 @@ def test_a_wrong_file_is_told(text: str, message: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(UserError, match=message):
         read(path)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to(os.devnull), Path.mkdir])
+def test_nobody_waits_for_a_policy_that_is_no_file(make: Any, tmp_path: Path) -> None:
+    make(tmp_path / "policy.toml")
+    with pytest.raises(UserError, match=r"must be a file, since it is read again.*policy\.toml"):
+        read(tmp_path / "policy.toml")
+
+
+def test_a_policy_at_home_is_that_of_each_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``--policy=~/mine.toml`` comes as it stands: no shell expands it after a "="."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine.toml").write_text("smallest_batch = 4\n")
+    np.savez(tmp_path / "a.npz", x=np.zeros((30, 2)), y=np.zeros(30, int), client=["ann"] * 30)
+    given = ["--data", str(tmp_path / "a.npz"), "--state", str(tmp_path / "s")]
+    assert command("node", *given, "--policy=~/mine.toml", "--json") == 0
+    start = shlex.split(json.loads(capsys.readouterr().out)["start"])
+    assert read(Path(start[start.index("--policy") + 1])).smallest_batch == 4
 
 
 def test_a_missing_file_is_told(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def node(
             "workers": workers,
             "cores_per_client": cores_per_client,
             "device": device,
-            "policy": "" if policy is None else str(policy.resolve()),
+            "policy": "" if policy is None else str(policy.expanduser().resolve()),
         }
         if superlink and not check:
             lock = Lock(state)

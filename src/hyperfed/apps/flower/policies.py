@@ -39,8 +39,15 @@ def read(path: Path | None) -> Policy:
     strict = Policy(methods=tuple(sorted(METHODS.keys() - set(BY_CLASS))))
     if path is None:
         return strict
+    path = path.expanduser()
+    if path.exists() and not path.is_file():
+        # Nobody may write to a pipe again, and a site that waits answers nobody.
+        raise UserError(
+            f"--policy must be a file, since it is read again for each message, but {path} is "
+            "none; write what it says into one"
+        )
     try:
-        table = tomllib.loads(path.expanduser().read_text())
+        table = tomllib.loads(path.read_text())
         # Lists of TOML become tuples as those of JSON do, and nothing else is converted.
         policy: Policy = _POLICY.validate_json(_POLICY_JSON.dump_json(table), strict=True)
     except ValidationError as error:
