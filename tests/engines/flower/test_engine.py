@@ -30,7 +30,7 @@ from hyperfed.system.randomness import seeded
 from hyperfed.training import Steps
 from hyperfed.trees import Tree
 from test_every_method import SETTINGS
-from toys import Federation, Normed, Stemmed, TwoLayers, lengths, make_task
+from toys import ONE_STEP, Federation, Normed, Stemmed, TwoLayers, lengths, make_task
 
 flwr = pytest.importorskip("flwr")
 
@@ -237,6 +237,17 @@ def test_frozen_weights_that_are_not_what_was_announced_are_refused(tmp_path: Pa
     with pytest.raises(AllLostError, match="must have the hash that came with it"):
         answers.ask(METHODS["fedavg"].Client.evaluate, {})
     assert not list((tmp_path / "7").glob("frozen-*"))
+
+
+def test_names_that_came_after_a_run_began_are_not_kept(tmp_path: Path) -> None:
+    task, method = make_task(), METHODS["fedavg"]
+    sites = sites_of(task, method, method.Config(**ONE_STEP), tmp_path, {7: [0, 1], 8: [2, 3]})
+    known = remote(task, DirectLink(sites), {7: sites[7]})
+    engine = FlowerEngine(known, method.Client, method.Config(**ONE_STEP), seed=0)
+    engine.cohort([0], 0, training=True).ask(method.Client.evaluate, task.initial("base"))
+    assert engine._sites is not None
+    assert known.roster is not None
+    assert engine._sites.keys.keys() == known.roster.numbers.keys()
 
 
 @pytest.mark.parametrize("method", ["fedper", "pefll"])

@@ -80,6 +80,28 @@ def test_another_key_is_refused_when_the_owner_is_gone_and_when_the_run_goes_on(
     assert sites.refused == {}
 
 
+def test_names_that_are_no_client_s_of_a_run_are_not_kept(link: Nodes, caplog: Any) -> None:
+    """A site whose answers are of no use is asked in each round who it is, with 32 MB each time."""
+    link.keys = {1: "A", 2: "B"}
+    sites = Sites(link, 10.0, {"ann": "A"}, ["ann", "bob"])
+    for time in range(5):
+        link.says = {1: said("ann"), 2: said("ann", *(f"{time}-{n}" for n in range(9)))}
+        assert sites.find(["ann", "bob"]) == {"ann": 1}
+        sites.forget(1)
+        sites.forget(2)
+    assert (sites.keys, sites.refused.keys()) == ({"ann": "A"}, {"ann"})
+    assert link.asked.count(2) == 5
+
+
+def test_who_says_another_s_name_is_told_of_once(link: Nodes, caplog: Any) -> None:
+    link.keys, link.says = {2: "B"}, {2: said("ann")}
+    sites = Sites(link, 1.0, {"ann": "A"})
+    for _ in range(5):
+        assert sites.find(["ann"]) == {}
+        sites.forget(2)
+    assert caplog.text.count("client ann: node 2: another key") == 1
+
+
 def test_a_node_without_a_key_is_not_one_with(link: Nodes) -> None:
     link.keys, link.says = {2: ""}, {2: said("ann")}
     assert Sites(link, 1.0, {"ann": "A"}).find(["ann"]) == {}

@@ -82,7 +82,8 @@ class FlowerEngine:
         self.released: dict[int, Tree] = {}
         self.waiting: list[Question] = []
         keys = {} if task.roster is None else task.roster.keys
-        self._sites = None if task.link is None else Sites(task.link, timeout, keys)
+        names = None if task.roster is None else task.roster.numbers.keys()
+        self._sites = None if task.link is None else Sites(task.link, timeout, keys, names)
         self._honest = HonestClient(task, client, config, seed=seed, precision=precision)
         self._frozen = fingerprint_of_frozen(task.models)
         self._answered: dict[int, bool] = {}  # whether, to what a node was sent last

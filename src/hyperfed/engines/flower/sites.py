@@ -64,6 +64,7 @@ class Sites:
         link: the way to the nodes.
         timeout: seconds that one has to introduce itself.
         keys: whose name is whose already, {name: key}.
+        names: of the clients of a run that has begun; all that come before it.
 
     Attributes:
         keys: the same, with what was introduced since. Empty keys own nothing.
@@ -71,8 +72,14 @@ class Sites:
         connected: the nodes that were there when somebody looked last.
     """
 
-    def __init__(self, link: Link, timeout: float, keys: Mapping[str, str] | None = None) -> None:
-        self._link, self._timeout = link, timeout
+    def __init__(
+        self,
+        link: Link,
+        timeout: float,
+        keys: Mapping[str, str] | None = None,
+        names: Collection[str] | None = None,
+    ) -> None:
+        self._link, self._timeout, self._names = link, timeout, names
         self._known: dict[int, Introduction] = {}
         self._later: dict[int, tuple[float, float]] = {}  # not to be asked again before, and after
         self.keys: dict[str, str] = dict(keys or {})
@@ -150,13 +157,18 @@ class Sites:
         """Returns what of an introduction is the node's to say, which then is its own."""
         own = []
         for member in said.members:
+            # A site may say others whenever it is asked, and nobody keeps all of them.
+            if self._names is not None and member.name not in self._names:
+                continue
             owner = self.keys.setdefault(member.name, key)
             if owner and owner != key:
-                self.refused[member.name] = (
+                why = (
                     f"another key, {key or 'none'}, says that it is its site, but it belongs to "
                     f"{owner}; if its site has a new key, see hyperfed move"
                 )
-                log.warning("client %s: node %d: %s", member.name, node, self.refused[member.name])
+                if self.refused.get(member.name) != why:  # once: it says so again and again
+                    log.warning("client %s: node %d: %s", member.name, node, why)
+                self.refused[member.name] = why
             else:
                 self.refused.pop(member.name, None)
                 own.append(member)
