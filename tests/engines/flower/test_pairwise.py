@@ -288,6 +288,19 @@ def a_sum_of_clients_that_there_are_not(clients: Clients) -> None:
     clients.do(reveal, 0, told)
 
 
+@attempt("must be of clients that shared, and of this one")
+def a_sum_of_one_that_counts_for_five(clients: Clients) -> None:
+    clients.until_covered()
+    clients.do(reveal, 0, {"sent": torch.tensor([5, 0, 0, 0, 0], dtype=torch.uint8)})
+
+
+@attempt("must be of clients that shared, and of this one")
+def a_sum_of_who_did_not_share_by_other_bits(clients: Clients) -> None:
+    clients.there -= {4}
+    clients.until_covered()
+    clients.do(reveal, 0, {"sent": torch.tensor([1, 1, 1, 1, 2], dtype=torch.uint8)})
+
+
 @attempt("must be of 3 clients here, but 2 are left")
 def a_sum_of_two_in_the_end(clients: Clients) -> None:
     clients.until_covered()

@@ -153,7 +153,9 @@ def reveal(state: Tree, told: Tree, *, smallest: int) -> tuple[Tree, Tree]:
         RefusedError: those who sent are too few, or others than shared.
     """
     held, there, sent = _kept(state, "held"), state["there"], told["sent"]
-    if sent.shape != there.shape or (sent & ~there).any() or not sent[state["me"]]:
+    # Of bytes, one could count for many, and stand for who did not share.
+    one_each = sent.dtype == torch.bool and sent.shape == there.shape
+    if not one_each or (sent & ~there).any() or not sent[state["me"]]:
         raise RefusedError("a sum must be of clients that shared, and of this one")
     _check_many(int(sent.sum()), len(there), smallest)
     return {"shares": torch.where(sent[:, None], held[:, SEED], held[:, SECRET])}, {}
