@@ -86,8 +86,8 @@ def test_a_check_says_what_a_server_could_learn(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     data, policy = tmp_path / "clinic.npz", tmp_path / "policy.toml"
-    names = np.repeat(["ann", "bob"], [30, 6])
-    np.savez(data, x=np.zeros((36, 4)), y=np.arange(36) % 2, client=names)
+    names = np.repeat(["ann", "bob", "cem"], [40, 6, 20])
+    np.savez(data, x=np.zeros((66, 4)), y=np.arange(66) % 2, client=names)
     policy.write_text('methods = ["fedavg", "fedproto"]\nevaluations_per_day = 7\n')
     assert command("node", "--data", str(data), "--policy", str(policy), "--check") == 0
     said = capsys.readouterr().out
@@ -97,7 +97,8 @@ def test_a_check_says_what_a_server_could_learn(
         "at most 7 times a day",
         "epsilon 1 at delta 0.001",
         "fedproto reply with the mean features of each class",
-        "Too small to reply: bob (1 of 2 clients)",
+        "Too small to reply: bob (1 of 3 clients)",
+        "Too small to be evaluated: bob, cem (2 of 3 clients)",
         "Never run: export",
     ):
         assert part in said

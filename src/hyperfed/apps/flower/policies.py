@@ -142,10 +142,13 @@ def explain(policy: Policy, data: SiteData | None) -> list[str]:
     for bound, (least, most) in policy.settings.items():
         said.append(f"Runs with {bound} below {least:g} or above {most:g} are refused.")
     if data is not None:
-        small = [c for c, (train, _, _) in data.rows.items() if len(train) < policy.smallest_reply]
-        if small:
-            said.append(
-                f"Too small to reply: {', '.join(small[:5])}{' ...' if len(small) > 5 else ''} "
-                f"({len(small)} of {len(data.rows)} clients)."
-            )
+        for what, of, least in (
+            ("reply", slice(1), policy.smallest_reply),
+            ("be evaluated", slice(1, None), policy.smallest_evaluation),
+        ):
+            held = {client: [len(part) for part in rows[of]] for client, rows in data.rows.items()}
+            small = [c for c, counts in held.items() if any(0 < n < least for n in counts)]
+            if small:
+                named = f"{', '.join(small[:5])}{' ...' if len(small) > 5 else ''}"
+                said.append(f"Too small to {what}: {named} ({len(small)} of {len(held)} clients).")
     return said
