@@ -1,5 +1,6 @@
 """A site's node: what it answers, what it makes of what goes wrong, and what it is told to be."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -123,10 +124,11 @@ def at_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node, "get_fused_config_from_fab", lambda fab, run: SETTINGS)
 
 
-def serve(connection: Connection, calls: Calls) -> list[str]:
+def serve(connection: Connection, calls: Calls, **options: Any) -> list[str]:
     said: list[str] = []
+    config = NodeConfig(state="s", data="d", **options)
     with pytest.raises(Stop):
-        Node(connection.parts(), calls, NodeConfig(state="s", data="d"), said.append).run()
+        Node(connection.parts(), calls, config, said.append).run()
     return said
 
 
@@ -162,6 +164,34 @@ def test_a_message_that_fails_is_answered_by_why_and_the_next_one_served(
     assert (failed.error.code, failed.error.reason) == (code, str(outcome))
     assert fine.has_content()
     assert any(str(outcome) in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("rules", "size", "why"),
+    [
+        ("largest_message = 1", 3 << 20, "must have 1 bytes at most, has"),
+        ("largest_message = 23068672", 25 << 20, "must have 23068672 bytes at most"),  # in parts
+    ],
+)
+def test_a_message_that_is_too_large_is_not_fetched_to_its_end(
+    rules: str, size: int, why: str, tmp_path: Path
+) -> None:
+    """What fetches it is the process that serves all others, whose memory nothing bounds."""
+    policy = tmp_path / "policy.toml"
+    policy.write_text(rules)
+    connection, calls = Connection(os.urandom(size), b"b"), Calls(b"B")
+    said = serve(connection, calls, policy=str(policy))
+    (refused, _), (fine, _) = connection.replies
+    assert why in refused.error.reason
+    assert any(why in line for line in said)
+    assert fine.has_content()
+    assert len(calls.calls) == len(connection.confirmed) == 1
+
+
+def test_a_policy_that_is_gone_is_told_at_once() -> None:
+    connection = Connection(b"a")
+    serve(connection, Calls(), policy="/nowhere/policy.toml")
+    assert "--policy must be a TOML file" in connection.replies[0][0].error.reason
 
 
 def test_a_log_of_a_node_takes_one_short_line_of_what_a_server_sent() -> None:

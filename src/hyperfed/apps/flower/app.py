@@ -112,6 +112,14 @@ class NodeConfig:
         """The names of the labels, as the site says them."""
         return sitedata.listed(self.labels)
 
+    def allowed(self) -> Policy:
+        """Returns what a server may do here, as the policy's file says now.
+
+        Raises:
+            UserError: there is none, or it is wrong.
+        """
+        return policies.read(Path(self.policy) if self.policy else None)
+
 
 def run_settings(run_config: Mapping[str, Any]) -> RunConfig:
     """Returns the settings of a run, which the server and all sites validate for themselves.
@@ -188,7 +196,7 @@ def source_of(node: NodeConfig, config: RunConfig, policy: Policy) -> Source:
 def site_of(run_config: Mapping[str, Any], node_config: Mapping[str, Any]) -> Site:
     """Builds the site of a node, for one message."""
     config, node = run_settings(run_config), node_settings(node_config)
-    policy = policies.read(Path(node.policy) if node.policy else None)
+    policy = node.allowed()
     return Site(
         source_of(node, config, policy),
         Path(node.state),
@@ -236,8 +244,7 @@ def respond_within(
     kind: str, content: bytes, run_config: Mapping[str, Any], node_config: Mapping[str, Any]
 ) -> bytes:
     """Does what :func:`respond` does, in a process that has no more memory than the site allows."""
-    node = node_settings(node_config)
-    bound_memory(policies.read(Path(node.policy) if node.policy else None).largest_memory)
+    bound_memory(node_settings(node_config).allowed().largest_memory)
     return respond(kind, content, run_config, node_config)
 
 

@@ -14,6 +14,7 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import httpx
@@ -43,6 +44,9 @@ from hyperfed.engines.flower.sites import pause
 from hyperfed.engines.flower.wire import WireError
 from hyperfed.errors import LONGEST, UserError, one_line
 from hyperfed.system.signals import handled
+
+FRAMES = 1 << 20
+"""Bytes that Flower puts around a message, at most."""
 
 RUNS = 8
 """Runs whose settings are kept; those of another are asked for again."""
@@ -207,7 +211,7 @@ class Node:
     ) -> None:
         number, self._receive, self._send, get_run, get_fab, *objects = connection
         self._pull, self._push, self._confirm = objects
-        self._executor, self._log = executor, say
+        self._executor, self._log, self._allowed = executor, say, node.allowed
         self._config = {name: value for name, value in asdict(node).items() if value is not None}
 
         def settings(run_id: int) -> Mapping[str, Any]:
@@ -238,15 +242,11 @@ class Node:
         """Fetches a message that is announced without its content, and sends the reply."""
         run, begin = announced.metadata.run_id, time.monotonic()
         try:
-            message = pull_and_inflate_object_from_tree(
-                tree,
-                partial(self._pull, run),
-                partial(self._confirm, run),
-                return_type=Message,
-                initial_backoff=PAUSE,
-            )
-            message.metadata.__dict__["_message_id"] = tree.object_id  # which its bytes lack
-            reply = self._reply(message)
+            try:
+                reply = self._reply(self._fetched(run, tree))
+            except UserError as error:  # no policy is there, too
+                code = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
+                reply = self._failed(announced, code, str(error))
             seconds = time.monotonic() - begin
             reply.metadata.__dict__["_message_id"] = reply.object_id
             with no_object_id_recompute():
@@ -259,7 +259,34 @@ class Node:
         except Exception as error:  # the server waits for an answer until it has waited enough
             self._say(f"run {run}: a message was lost: {type(error).__name__}: {error}")
         else:
-            self._say(f"run {run}: {message.metadata.message_type} took {seconds:.2f} s")
+            self._say(f"run {run}: {announced.metadata.message_type} took {seconds:.2f} s")
+
+    def _fetched(self, run: int, tree: Any) -> Message:
+        """Fetches the parts of a message.
+
+        Raises:
+            UserError: they are larger together than the site's policy allows, and the rest is
+                left; or there is none.
+        """
+        policy, alone, fetched = self._allowed(), Lock(), 0
+
+        def pull(name: str) -> bytes:
+            nonlocal fetched
+            part: bytes = self._pull(run, name)
+            with alone:  # several at once
+                fetched += len(part)
+                policy.check_size(fetched - FRAMES)
+            return part
+
+        message = pull_and_inflate_object_from_tree(
+            tree,
+            pull,
+            partial(self._confirm, run),
+            return_type=Message,
+            initial_backoff=PAUSE,
+        )
+        message.metadata.__dict__["_message_id"] = tree.object_id  # which its bytes lack
+        return message
 
     def _reply(self, message: Message) -> Message:
         run, kind = message.metadata.run_id, message.metadata.message_type
@@ -276,5 +303,10 @@ class Node:
                 code, why = ErrorCode.CLIENT_APP_RAISED_EXCEPTION, str(error)
             except CrashedError as error:
                 code, why = ErrorCode.CLIENT_APP_CRASHED, str(error)
+        return self._failed(message, code, why)
+
+    def _failed(self, message: Message, code: int, why: str) -> Message:
+        """Returns the reply to a message that has no other, and says so here."""
+        run, kind = message.metadata.run_id, message.metadata.message_type
         self._say(f"run {run}: {kind} failed: {why}")
         return Message(Error(code, why[:LONGEST]), reply_to=message)

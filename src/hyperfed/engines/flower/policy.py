@@ -94,11 +94,11 @@ class Policy:
         """What holds for all that a client lets out with noise."""
         return [(self.epsilon, self.delta)]
 
-    def check_message(self, content: bytes) -> None:
-        """Raises ``RefusedError`` for a message that is too large."""
-        if len(content) > self.largest_message:
+    def check_size(self, size: int) -> None:
+        """Raises ``RefusedError`` for a message of so many bytes, or more, that is too large."""
+        if size > self.largest_message:
             raise RefusedError(
-                f"a message must have {self.largest_message} bytes at most, has {len(content)}"
+                f"a message must have {self.largest_message} bytes at most, has {size}"
             )
 
     def check_division(self, val: float | None, test: float | None) -> None:

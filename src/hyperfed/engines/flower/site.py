@@ -175,7 +175,7 @@ class Site:
             UserError: it is no request.
         """
         if self._policy is not None:
-            self._policy.check_message(content)
+            self._policy.check_size(len(content))
         request = wire.unpack_request(content)
         return wire.pack_response(self.answer(request))
 
