@@ -22,7 +22,7 @@ from hyperfed.engines.flower.policy import Policy, RefusedError
 from hyperfed.engines.flower.site import Shard, Site
 from hyperfed.engines.flower.wire import Request, pack_request, unpack_response
 from hyperfed.errors import UserError
-from hyperfed.methods import fedala, fedas, fedavg, fedrep, itpfl, pefll, pfedhn
+from hyperfed.methods import fedala, fedas, fedavg, fedfomo, fedrep, itpfl, pefll, pfedhn
 from hyperfed.runs.evaluation import evaluate
 from hyperfed.system.randomness import seeded
 from hyperfed.training import Epochs, Steps
@@ -130,6 +130,12 @@ def mixing(site: Site) -> Tree | Exception:
     return asked(site_in(site.state, fedala, settings, **limited), model=other, **memory)
 
 
+def weighing(site: Site, **changes: Any) -> Tree | Exception:
+    """Asks FedFomo's client how much less its loss is with other models, on validation data."""
+    own = site_in(site.state, fedfomo, fedfomo.Config(), methods=("fedfomo",), **changes)
+    return asked(own, "weigh", payload=({"0": {n: 2 * leaf for n, leaf in MODEL.items()}},))
+
+
 def bounded(**bounds: tuple[int, int]) -> Callable[[Site, Any], Any]:
     def ask(site: Site, batches: Any) -> Any:
         return asked(site_in(site.state, settings=bounds), batches=batches)
@@ -176,6 +182,10 @@ DEPARTURES: dict[str, tuple[Callable[[Site], Any], str]] = {
     "smaller batches": (
         lambda site: bounded(batch_size=(12, 64))(site, Steps(20, 11)),
         "batch_size must be 12 to 64 here, came 11",
+    ),
+    "losses of few validation examples": (
+        lambda site: weighing(site, smallest_evaluation=len(TASK.val[0]) + 1),
+        "a choice by validation data must be of 7 examples at least here, came 6",
     ),
     "a client of few": (
         lambda site: asked(site, client=1, batches=HONEST),
@@ -262,6 +272,11 @@ def test_methods_and_settings_are_bounded(tmp_path: Path) -> None:
         "refused",
         "answered",
     ]
+
+
+def test_a_choice_by_enough_validation_data_is_answered(tmp_path: Path) -> None:
+    answer = weighing(site_in(tmp_path), smallest_evaluation=len(TASK.val[0]))
+    assert isinstance(answer, dict)
 
 
 @pytest.mark.parametrize(("method", "kept"), [("fedavg", 1), ("pefll", 0)])

@@ -49,7 +49,8 @@ class Policy:
         smallest_batch: examples of a batch that is trained on.
         smallest_reply: different training examples behind a reply that depends on any.
         largest_training: training examples that a step reads, those that come again too.
-        smallest_evaluation: examples behind counts, of each split that a client has.
+        smallest_evaluation: examples behind counts, of each split that a client has, and of the
+            validation data by which a step chooses.
         evaluations_per_day: evaluations of a client, by all runs together, in a day (UTC).
         val: fraction of each client's examples for validation, where the data do not say which.
         test: the same for testing. A run has no other: two that differ by one example would tell
@@ -157,7 +158,7 @@ class Policy:
         if is_evaluation(call, client):
             held_out = [len(task.val[call.client]), len(task.test[call.client])]
             if fewest := min((count for count in held_out if count), default=0):
-                self._check_number(fewest, self.smallest_evaluation, "counts of an evaluation")
+                self.check_held_out(fewest, "counts of an evaluation")
             return fewest
         train = task.train[call.client]
         behind = len(train)
@@ -169,6 +170,10 @@ class Policy:
         if info.name not in COUNTING:
             self._check_number(behind, self.smallest_reply, "a reply")
         return behind
+
+    def check_held_out(self, examples: int, of: str) -> None:
+        """Raises ``RefusedError`` for what would be told of so few validation or test examples."""
+        self._check_number(examples, self.smallest_evaluation, of)
 
     def check_batches(self, plan: Batches, examples: int) -> None:
         """Raises ``RefusedError`` for batches of too few of so many examples, or too many."""
@@ -222,6 +227,14 @@ def guarded(client: type[Client], policy: Policy) -> type[Client]:
         def train(self) -> Split:
             """The examples to learn from, not without end."""
             return _Bounded(self._task, self._task.train[self.id], self._read, self._labelled)
+
+        @property
+        def val(self) -> Split:
+            """The examples to choose with, as many as are counted at least."""
+            split: Split = super().val
+            if len(split):
+                policy.check_held_out(len(split), "a choice by validation data")
+            return split
 
         def _read(self, examples: int) -> None:
             self.examples_read += examples
