@@ -143,6 +143,15 @@ def bounded(**bounds: tuple[int, int]) -> Callable[[Site, Any], Any]:
     return ask
 
 
+def passing(
+    site: Site, passes: int, asked_for: int = 0, size: int = 12, **bounds: tuple[int, int]
+) -> Tree | Exception:
+    """Asks for passes in a run whose settings say how many."""
+    settings = fedavg.Config(local_steps=10, local_epochs=passes, batch_size=size)
+    here = site_in(site.state, fedavg, settings, settings=bounds)
+    return asked(here, batches=Epochs(asked_for or passes, size))
+
+
 DEPARTURES: dict[str, tuple[Callable[[Site], Any], str]] = {
     "the gradient of one example": (
         lambda site: asked(site, batches=Steps(1, 1)),
@@ -174,6 +183,18 @@ DEPARTURES: dict[str, tuple[Callable[[Site], Any], str]] = {
     "fewer steps than its settings say": (
         lambda site: bounded(local_steps=(10, 1000))(site, Steps(1, 12)),
         "local_steps must be 10 to 1000 here, came 1",
+    ),
+    "a pass in their place": (
+        lambda site: bounded(local_steps=(10, 1000))(site, Epochs(1, 12)),
+        "local_steps must be 10 to 1000 here, came 1",
+    ),
+    "a pass as its settings say": (
+        lambda site: passing(site, 1, local_steps=(10, 1000)),
+        "local_steps must be 10 to 1000 here, came 1",
+    ),
+    "more passes": (
+        lambda site: passing(site, 3, asked_for=9, local_epochs=(1, 5)),
+        "local_epochs must be 1 to 5 here, came 9",
     ),
     "more steps": (
         lambda site: bounded(local_steps=(10, 1000))(site, Steps(1001, 12)),
@@ -272,6 +293,20 @@ def test_methods_and_settings_are_bounded(tmp_path: Path) -> None:
         "refused",
         "answered",
     ]
+
+
+@pytest.mark.parametrize(
+    ("passes", "size", "bounds"),
+    [
+        (10, 12, {"local_steps": (10, 10)}),
+        (5, 6, {"local_steps": (10, 10)}),  # of two steps each
+        (1, 12, {"local_epochs": (1, 5)}),
+    ],
+)
+def test_passes_within_bounds_are_answered(
+    passes: int, size: int, bounds: Any, tmp_path: Path
+) -> None:
+    assert isinstance(passing(site_in(tmp_path), passes, size=size, **bounds), dict)
 
 
 def test_a_choice_by_enough_validation_data_is_answered(tmp_path: Path) -> None:

@@ -45,7 +45,8 @@ class Policy:
             with a fixed descriptor) say how many examples it has of each class.
         settings: bounds of the method's settings, {name: (least, most)}; one that is no number is
             outside. Those of ``local_steps``, ``local_epochs`` and ``batch_size`` are also those of
-            the batches that a message asks for, where an update is made of them.
+            the batches that a message asks for, where an update is made of them; without bounds of
+            ``local_epochs``, those of ``local_steps`` are also of the steps in passes.
         smallest_batch: examples of a batch that is trained on.
         smallest_reply: different training examples behind a reply that depends on any.
         largest_training: training examples that a step reads, those that come again too.
@@ -164,8 +165,8 @@ class Policy:
         behind = len(train)
         if call.batches is not None:
             self.check_batches(call.batches, behind)
-            if info.like is not None and call.batches != config.batches:
-                self._check_plan(call.batches)
+            if info.like is not None:
+                self._check_plan(call.batches, config.batches, behind)
             behind = len({*draw(call, task, seed).tolist()})
         if info.name not in COUNTING:
             self._check_number(behind, self.smallest_reply, "a reply")
@@ -188,12 +189,21 @@ class Policy:
                 f"again too, came {examples}"
             )
 
-    def _check_plan(self, plan: Batches) -> None:
-        """Raises ``RefusedError`` for batches of an update that settings may not ask for."""
-        count = "local_epochs" if isinstance(plan, Epochs) else "local_steps"
-        for name, came in ((count, plan.count), ("batch_size", plan.size)):
-            if name in self.settings:
-                self._check_setting(name, came)
+    def _check_plan(self, plan: Batches, own: Batches, examples: int) -> None:
+        """Raises ``RefusedError`` for batches of an update that settings may not ask for.
+
+        Passes are as many steps as there are batches in them, unless they have bounds themselves.
+        """
+        counted = isinstance(plan, Epochs) and "local_epochs" not in self.settings
+        if plan == own and not counted:  # the settings themselves
+            return
+        came = {"batch_size": plan.size}
+        if counted or not isinstance(plan, Epochs):
+            came["local_steps"] = plan.count * len(plan.lengths(examples))
+        else:
+            came["local_epochs"] = plan.count
+        for name in came.keys() & self.settings.keys():
+            self._check_setting(name, came[name])
 
     def _check_setting(self, name: str, value: Any) -> None:
         least, most = self.settings[name]
