@@ -27,7 +27,7 @@ from hyperfed.runs.evaluation import evaluate
 from hyperfed.system.randomness import seeded
 from hyperfed.training import Epochs, Steps
 from hyperfed.trees import Tree, frozen_of, model_of
-from toys import Federation, Stemmed, make_task
+from toys import Federation, Normed, Stemmed, make_task
 
 TASK = make_task(examples=(12, 7, 20, 9), novel=1)
 FRAME = Frame(known=3, novel=1, shape=(5,), dtype="torch.float64", classes=3)
@@ -309,6 +309,40 @@ def test_passes_within_bounds_are_answered(
     assert isinstance(passing(site_in(tmp_path), passes, size=size, **bounds), dict)
 
 
+def test_a_model_that_a_client_keeps_is_not_replied_by_another_method(tmp_path: Path) -> None:
+    """FedAS's clients keep a model each; FedFomo's would go on from that, and reply with it."""
+    kept = site_in(tmp_path, fedas, methods=("fedas",))
+    assert isinstance(asked(kept, model=BODY, batches=HONEST), dict)
+    memory = {"serial": 2, "begin": {0: (10, 1)}}
+    other = site_in(tmp_path, fedfomo, methods=("fedfomo",))
+    told = asked(other, "weigh", payload=({},), **memory)
+    assert "a run must go on with the method that it began with" in str(told)
+    assert log(tmp_path)[-1]["decision"].startswith("refused: a run must go on")
+
+
+@pytest.mark.parametrize(
+    ("changed", "what"),
+    [({"local_lr": 1e-9}, "local_lr"), ({"net": Normed}, "targets"), ({}, ""), ({"new": 1}, "")],
+)
+def test_a_run_goes_on_with_the_settings_that_it_began_with(
+    changed: dict[str, Any], what: str, tmp_path: Path
+) -> None:
+    asked(site_in(tmp_path), batches=HONEST)
+    net, new = changed.pop("net", None), changed.pop("new", None)
+    here = site_in(tmp_path, fedavg, fedavg.Config(**{"local_lr": 0.1} | changed))
+    if net:
+        here.source = Shard(make_task(net, examples=(12, 7, 20, 9), novel=1), range(4))
+    if new:  # the site has another version of hyperfed since
+        known = json.loads((tmp_path / "run-1" / "settings.json").read_text())
+        known["settings"] = {"of_old": 1} | {"local_lr": known["settings"]["local_lr"]}
+        (tmp_path / "run-1" / "settings.json").write_text(json.dumps(known))
+    model = here.source.whole.initial("base")
+    told = asked(here, model=model, batches=HONEST, serial=2)
+    assert isinstance(told, dict) == (not what)
+    if what:
+        assert f"a run must go on with the {what} that it began with" in str(told)
+
+
 def test_a_choice_by_enough_validation_data_is_answered(tmp_path: Path) -> None:
     answer = weighing(site_in(tmp_path), smallest_evaluation=len(TASK.val[0]))
     assert isinstance(answer, dict)
@@ -431,8 +465,9 @@ def test_a_site_has_a_budget_whatever_a_run_says(tmp_path: Path) -> None:
     assert [isinstance(answer, dict) for answer in answers] == [True, False, False]
     assert "within epsilon 0.31 at delta 0.01" in str(answers[1])
     bare = site_in(tmp_path, itpfl, itpfl.Config(private=True, embedding_size=6), smallest_reply=5)
-    assert "must answer describe with noise" in str(asked(bare, "describe", 3, encoder, serial=4))
-    assert isinstance(asked(bare, "describe", 2, encoder, serial=5), dict)  # who trains
+    told = str(asked(bare, "describe", 3, encoder, serial=4, run=9))
+    assert "must answer describe with noise" in told
+    assert isinstance(asked(bare, "describe", 2, encoder, serial=5, run=9), dict)  # who trains
 
 
 def _encoder(settings: Any) -> Tree:

@@ -5,7 +5,7 @@ Nothing of it stays in memory between two messages, so each may be answered by a
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -161,6 +161,9 @@ class Site:
     ) -> None:
         self.source, self.state = source, state
         self._method, self._policy, self._private = method, policy, private
+        self._name = method or client.__module__
+        known = is_dataclass(config) and not isinstance(config, type)
+        self._settings = asdict(config) if known else {}
         self._masking, self._metrics = masking, tuple(metrics)
         self._smallest = SMALLEST if policy is None else policy.smallest_sum
         self._client = client if policy is None else guarded(client, policy)
@@ -193,6 +196,7 @@ class Site:
             _check_distinct(request)
             with store.alone(), released.alone():
                 store.receive(request.session, request.serial)
+                store.keep_to(self._name, _outlines(task), self._settings)
                 return self._answer(request, task, store, released)
         except Exception as error:  # concerns all that this message called, and nobody else
             everyone = dict.fromkeys(range(len(request.calls)), error)
@@ -438,6 +442,14 @@ def _check_distinct(request: Request) -> None:
     called = [(call.cohort, call.client) for call in request.calls]
     if len({*request.names.values()}) < len(request.names) or len({*called}) < len(called):
         raise UserError("a client must be called by one number, and once in a cohort")
+
+
+def _outlines(task: Task) -> dict[str, list[tuple[str, list[int]]]]:
+    """Returns of each target the names and shapes of its entries, in order."""
+    return {
+        size: [(name, [*entry.shape]) for name, entry in trees.model_of(model).items()]
+        for size, model in task.models.items()
+    }
 
 
 def _beginning(

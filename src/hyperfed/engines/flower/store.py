@@ -9,15 +9,17 @@ much or too little.
 """
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from os.path import lexists
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import Any
 from urllib.parse import quote
 
+from hyperfed.engines.flower.policy import RefusedError
 from hyperfed.engines.flower.wire import Version
 from hyperfed.system.files import (
     PRIVATE,
@@ -106,6 +108,34 @@ class Store:
                 f"{latest[0]}; if the server's clock went back, set it right and start again"
             )
         atomic_write(path, json.dumps([session, serial]).encode())
+
+    def keep_to(self, method: str, targets: Any, settings: Mapping[str, Any]) -> None:
+        """Has a run be of one method, its targets and its settings for as long as it lasts.
+
+        What clients keep to themselves by one method is what those of another reply with.
+
+        Args:
+            method: its name.
+            targets: what the clients' networks are made of; plain data.
+            settings: of the method. Of those that another version of hyperfed lacks nothing is
+                said.
+
+        Raises:
+            RefusedError: it began with others.
+        """
+        path, run = self._folder / "settings.json", {"method": method, "targets": targets}
+        now = json.loads(json.dumps({"run": run, "settings": dict(settings)}, default=str))
+        if not lexists(path):
+            atomic_write(path, json.dumps(now).encode())
+            return
+        known = json.loads(path.read_text())
+        for kind, values in now.items():
+            common = values.keys() & known[kind].keys()
+            if changed := [name for name in sorted(common) if values[name] != known[kind][name]]:
+                raise RefusedError(
+                    f"a run must go on with the {changed[0]} that it began with at this site; "
+                    "start a new run"
+                )
 
     def draft(self, client: str, version: Version) -> Draft | None:
         """Returns what a client remembers after its latest call in a cohort, if it had any."""
