@@ -103,12 +103,12 @@ from hyperfed.runs import side_by_side
 
 reproduced = side_by_side.run
 
+few = {"local_steps": 2, "local_epochs": 1, "absorb_steps": 2, "hidden": 4, "encoder_units": 4}
+
 def shortened(job):
     settings = job.config.settings
-    few = {"local_epochs": 1} if getattr(settings, "local_epochs", None) else {"local_steps": 2}
-    if not any(getattr(settings, name, None) for name in few):
-        return job
-    return replace(job, config=replace(job.config, settings=replace(settings, **few)))
+    less = {name: most for name, most in few.items() if getattr(settings, name, None)}
+    return replace(job, config=replace(job.config, settings=replace(settings, **less)))
 
 side_by_side.run = lambda jobs, *given, **named: reproduced(
     [shortened(job) for job in jobs], *given, **named
@@ -125,7 +125,8 @@ for cell in cells:
 """All in one process, since importing takes longer than a cell of one round.
 
 Local training is an epoch or two steps, where tables have up to ten and two hundred of them, which
-are as many times the same.
+are as many times the same. Hypernetworks and encoders are narrow: nothing but time and memory
+depends on how wide they are.
 """
 
 PFLLIB = "pfllib/fashion_mnist"
