@@ -273,7 +273,7 @@ class TestRunAll:
     @pytest.mark.slow
     def test_every_method_trains_on_the_same_data_and_is_compared(self, cli, tmp_path):
         # Nobody joins: in a command of all methods none is told to train newcomers more briefly.
-        keys = (*SMALL, "task.novel=0")
+        keys = (*SMALL, "task.novel=0", "rounds=2")
         code, out, err = cli("run", "all", *keys, "--out", tmp_path, "--quiet")
         assert code == 0
         assert "left out" in err

@@ -66,9 +66,9 @@ def test_the_same_command_twice_and_more_workers_give_identical_records(method: 
 def test_a_run_abandoned_anywhere_resumes_to_the_same_numbers(
     method: str, own: Any, faults: Any, tmp_path: Path
 ) -> None:
-    keys = keys_of(method, rounds=9, cohort=2, faults=faults, checkpoint_every=3, method=own)
+    keys = keys_of(method, cohort=2, faults=faults, evaluate_every=3, method=own)
     whole = hyperfed.train(method, make_task(Stemmed, novel=1), **keys)
-    anywhere = (1, 4, 8)  # before the first checkpoint, between two, after the last
+    anywhere = (1, 3, 5)  # before the first checkpoint, between two, after the last
     for stop in anywhere if method in ("pefll", "fedper") else (Random(method).choice(anywhere),):
         settings = config.from_keys(method, keys)
         run = Run.start(settings, tmp_path / str(stop), make_task(Stemmed, novel=1))
