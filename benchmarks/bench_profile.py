@@ -86,6 +86,7 @@ def started(request: pytest.FixtureRequest, tiny: bool, tmp_path: Path) -> run.R
     rounds = 2 if tiny else ROUNDS[method]
     keys = [f"rounds={rounds}", "evaluate_every=30", f"cohort={COHORT[method]}"]
     keys += ["engine.workers=1", "engine.cores_per_client=1"]
+    keys += ["method.local_steps=2"] if tiny else []
     clients, train, held_out = (5, 50, 10) if tiny else (50, 40_000, 10_000)
     task = make_task(clients, train=train, held_out=held_out)
     return run.Run.start(config.load(method, keys), tmp_path, task)
