@@ -22,9 +22,7 @@ from hyperfed.runs.reproduction import Job, carry_out
 from hyperfed.system.signals import handled
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    ["hyperfed.runs.reproduction", "datasets", "sklearn.datasets", "torch._dynamo"]
-)
+_CONTEXT.set_forkserver_preload(["hyperfed.runs.zygote"])
 
 
 @dataclass
