@@ -337,7 +337,8 @@ def test_the_command_says_what_it_cannot_do(folder: Path, capsys: Any) -> None:
 @pytest.mark.xdist_group("kill")
 def test_ctrl_c_stops_all_cells_and_the_same_command_goes_on(folder: Path) -> None:
     path = folder / "made" / "table1.toml"
-    path.write_text(TABLE.replace("set.rounds = 6", "set.rounds = 80"))
+    long = TABLE.replace("set.rounds = 6", "set.rounds = 80")
+    path.write_text(long.replace("set.evaluate_every = 2", "set.evaluate_every = 8"))
     out = folder.parent / "results"
     arguments = ["reproduce", "made/table1", "--experiments", str(folder), "--out", str(out)]
     process = start(*arguments, "--cells", "like-sampled", "--seeds", "2", "--jobs", "2")
