@@ -75,6 +75,20 @@ def test_a_training_is_owed_for_each_seed_without_a_record_of_any_of_its_cells(
     assert told({("made/table1", "a-local"): [record(0), record(1)]}, every) == []
 
 
+def test_cells_without_an_estimate_say_of_which_data_they_are(
+    table: experiments.Experiment,
+) -> None:
+    whole = table.path.read_text()
+    a, b = 'about = "digits"', 'about = "digits, novel clients with noise"'
+    written = whole.replace(a, f'{a}\nset.task = {{ name = "cifar10" }}')
+    written = written.replace(b, f'{b}\nset.task.name = "femnist"')
+    table.path.write_text(written)
+    named = experiments.read(table.path)
+    assert owed.rows({}, [named], [])[0][-1] == "4 (cifar10, femnist)"
+    own = Estimate("made/table1", ("b-local", "b-fedavg"), 1.0, "made/table1:b-local")
+    assert owed.rows({}, [named], [own])[0][-1] == "2 (cifar10)"
+
+
 def test_estimates_are_lines_and_the_report_has_their_sum(
     table: experiments.Experiment, tmp_path: Path
 ) -> None:

@@ -68,8 +68,8 @@ def rows(
 
     Returns:
         Rows of the table, its trainings, how many are missing, the hours of one core that these
-        take ("–" without any), and how many cells nothing was estimated of; without tables that
-        lack nothing.
+        take ("–" without any), and how many cells nothing was estimated of, and of which data those
+        are; without tables that lack nothing.
 
     Raises:
         UserError: an estimate is of a cell that its table has not.
@@ -85,13 +85,14 @@ def rows(
                 f"{FILE} must be of cells that there are, but {experiment.id} has no "
                 f"{', '.join(sorted(strange))}; remove the line"
             )
-        unknown = set(experiment.cells) - estimated
+        unknown = [cell for cell in experiment.cells if cell not in estimated]
         if not any(missing) and not unknown:
             continue
         hours = sum(one.hours * times for one, times in zip(own, missing, strict=True))
         numbers = [len(own) * len(seeds), sum(missing), hours, len(unknown)]
         total = [a + b for a, b in zip(total, numbers, strict=True)]
-        listed.append([f"`{experiment.id}`", *_shown(numbers)])
+        *shown, last = _shown(numbers)
+        listed.append([f"`{experiment.id}`", *shown, last + _data(experiment, unknown)])
     return [*listed, ["all", *_shown(total)]] if listed else []
 
 
@@ -101,6 +102,15 @@ def _there(found: Mapping[Cell, Sequence[Measurement]], one: Estimate, seed: int
         for cell in one.cells
         for record in found.get((one.table, cell), ())
     )
+
+
+def _data(experiment: Experiment, cells: Sequence[str]) -> str:
+    """Returns the data sets of cells, as far as their table says them, in parentheses."""
+    names: dict[str, str] = {}
+    for cell in cells:
+        for layer in experiment.layers(cell):
+            names |= {cell: layer["task"]["name"]} if "name" in layer.get("task", {}) else {}
+    return f" ({', '.join(sorted(set(names.values())))})" if names else ""
 
 
 def _shown(numbers: Sequence[float]) -> list[str]:
