@@ -158,5 +158,6 @@ def test_every_table_is_reproduced_end_to_end_with_a_round_of_made_data(tmp_path
     assert len(done_runs) == len(chosen)
     examined = [json.loads(path.read_text()).get("examined") for path in done_runs]
     assert sum(bool(found) for found in examined) == 3  # of pFedHN's figures 3 and 4, PeFLL's 3
-    figures = beside.report(tmp_path / "out", [experiments.find("pfedhn/fig2", ROOT)]).figures
+    (records,) = (tmp_path / "out" / "pfedhn").glob("fig2-*")
+    figures = beside.report(records, [experiments.find("pfedhn/fig2", ROOT)]).figures
     assert set(figures) == {"pfedhn/fig2-gap", "pfedhn/fig2-variation"}
