@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from hours import cost, hours, measure, trainings
+from hyperfed.methods import fedavg
 from hyperfed.runs import config
+from hyperfed.trees import Tree
 
 FEW = ["task.clients=5", "task.novel=0.2", "rounds=10", "evaluate_every=4"]
 
@@ -35,6 +37,21 @@ def test_both_phases_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hours.time.process_time", lambda: next(clock))
     phased = loaded("itpfl", "method.phase_one_rounds=6", "cohort=4", "method.local_steps=1")
     assert measure(phased) == (6, 2, 17)
+
+
+def test_one_client_is_timed_in_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = []
+    train = fedavg.Client.train_model
+
+    def counted(self: fedavg.Client, model: Tree) -> Tree:
+        trained.append(self.round)
+        reply: Tree = train(self, model)
+        return reply
+
+    counted.__dict__["step"] = train.__dict__["step"]
+    monkeypatch.setattr(fedavg.Client, "train_model", counted)
+    measure(loaded("fedavg", "cohort=4", "method.local_steps=1", "robust.reply_bound=none"))
+    assert trained == [0, 1, 2]
 
 
 def test_trainings_are_those_that_are_reproduced(
