@@ -252,6 +252,28 @@ def test_what_cannot_be_gone_on_from_is_refused_where_it_is_used(edit: str, tmp_
     Lock(folder.path).release()
 
 
+@pytest.mark.parametrize("use", [Run.evaluate_best, lambda run: run.model(0)])
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_memory_that_does_not_fit_is_told_where_it_is_served(
+    use: Any, opened: bool, tmp_path: Path
+) -> None:
+    folder = stopped(tmp_path, 3)
+    trained = Run.resume(folder.path, make_task())
+    list(trained.train())
+    tree, said = load_state(folder.state)
+    in_memory({"head": torch.ones(2)})(tree["best"])
+    save_state(folder.state, tree, said)
+    run = Run.open(folder.path, make_task())
+    if opened:
+        with pytest.raises(UserError, match="must be one that this run wrote, but does not fit"):
+            use(run)
+    else:  # nothing is the checkpoint's fault where it was not read
+        trained.best.memory[0] = {"head": torch.ones(2)}
+        with pytest.raises(Exception, match=r".") as raised:
+            use(trained)
+        assert not isinstance(raised.value, UserError)
+
+
 @pytest.mark.parametrize("method", ["fedas", "pfedhn", "pefll"])
 def test_what_nobody_edited_is_gone_on_from(method: str, tmp_path: Path) -> None:
     resumed = Run.resume(stopped(tmp_path, 3, method).path, make_task())

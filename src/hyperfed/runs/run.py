@@ -31,7 +31,7 @@ from hyperfed.runs.evaluation import Counts, chosen_by, evaluate, is_better
 from hyperfed.runs.numbers import numbers, numbers_of_sizes
 from hyperfed.runs.records import Evaluation, Lost, RunFolder, Void
 from hyperfed.runs.rollback import Snapshot, is_finite
-from hyperfed.runs.serving import Best, Served
+from hyperfed.runs.serving import Best, Served, unfit
 from hyperfed.runs.status import Reporter
 from hyperfed.system.devices import CPU
 from hyperfed.system.locks import Lock
@@ -108,7 +108,6 @@ class Run(Served):
         self._answered = False  # whether some round had a client left
         self._nobody = ""  # why the last round without had none
         self._stop = False
-        self._unproven = False  # goes on from a checkpoint of which not all has been used yet
         self._lock: Lock | None = None
         self._reporter = Reporter(self)
         self._commit = records.commit()  # of the code that runs, whatever is checked out later
@@ -313,22 +312,6 @@ class Run(Served):
 
     def _over(self) -> bool:
         return self.done or self._stop
-
-    @contextmanager
-    def _proving(self) -> Iterator[None]:
-        """Has what is raised at the first use of a checkpoint be told of that.
-
-        What clients remember has no form that anybody but their method knows, so that it cannot be
-        looked at before.
-        """
-        try:
-            yield
-        except UserError:
-            raise
-        except UNUSABLE as error:
-            if not self._unproven:
-                raise
-            raise _unfit(error) from error
 
     # Parts of a round.
 
@@ -591,7 +574,7 @@ class Run(Served):
         try:
             self._load(tree, meta)
         except UNUSABLE as error:
-            raise _unfit(error) from error
+            raise unfit(error) from error
         self._unproven = True
         self._tell_of_checkpoint()
 
@@ -621,15 +604,6 @@ class Run(Served):
                 raise ValueError("the best round must have one count of each kind of each client")
             number, value = index(meta["best_round"]), meta["best_accuracy"]  # of whatever metric
             self._best = Best(number, value, best["server"], memory, best["val"])
-
-
-def _unfit(error: Exception) -> UserError:
-    """Returns what to raise where going on from a checkpoint raised something."""
-    return UserError(
-        "the checkpoint must be one that this run wrote, but does not fit "
-        f"({one_line(f'{type(error).__name__}: {error}', 200)}); restore it from a copy, "
-        "or start a new run"
-    )
 
 
 def _keyed(memory: Mapping[int, Tree]) -> Tree:

@@ -21,7 +21,8 @@ from hyperfed.data.shift import LabelShift, label_shift
 from hyperfed.engines import EngineCohort
 from hyperfed.engines.local.loop import LoopEngine
 from hyperfed.engines.made_up import made_up
-from hyperfed.errors import UserError
+from hyperfed.engines.replies import UNUSABLE
+from hyperfed.errors import UserError, one_line
 from hyperfed.federation import Server
 from hyperfed.methods import METHODS
 from hyperfed.nets.pretrained import save_adapter
@@ -114,6 +115,7 @@ class Served:
         self._bytes = {"down": 0, "up": 0}
         self._earlier, self._start = 0.0, monotonic()
         self._newcomers: dict[str, dict[int, Tree]] = {}
+        self._unproven = False  # is of a checkpoint of which not all has been used yet
         if self.task.unlabelled and self.task.novel:
             self._check_unlabelled()
 
@@ -369,6 +371,7 @@ class Served:
         other.round, other._best, other._bytes = self.round, self.best, dict(self._bytes)
         # They are the same clients, whatever they are served by.
         other.engine.released, other._newcomers = self.engine.released, self._newcomers
+        other._unproven = self._unproven
         return other
 
     def evaluate_novel(self, draws: int = 1) -> Evaluation:
@@ -447,6 +450,22 @@ class Served:
         return measure(self.task.metric, counts.by_name).value
 
     @contextmanager
+    def _proving(self) -> Iterator[None]:
+        """Has what is raised at the first use of a checkpoint be told of that.
+
+        What clients remember has no form that anybody but their method knows, so that it cannot be
+        looked at before.
+        """
+        try:
+            yield
+        except UserError:
+            raise
+        except UNUSABLE as error:
+            if not self._unproven:
+                raise
+            raise unfit(error) from error
+
+    @contextmanager
     def _at_best(self) -> Iterator[Server]:
         """Yields a new server as it was at the best validation round.
 
@@ -456,7 +475,8 @@ class Served:
         server.to(device).load(trees.to(trees.clone(self.best.server), device))
         now, self.engine.memory = self.engine.memory, dict(self.best.memory)
         try:
-            yield server
+            with self._proving():
+                yield server
         finally:
             self.engine.memory = now
 
@@ -556,3 +576,12 @@ def _from_pickle(
     served = Served(config, task)
     served.round, served._best, served._bytes = round, best, moved
     return served
+
+
+def unfit(error: Exception) -> UserError:
+    """Returns what to raise where the use of a checkpoint raised something."""
+    return UserError(
+        "the checkpoint must be one that this run wrote, but does not fit "
+        f"({one_line(f'{type(error).__name__}: {error}', 200)}); restore it from a copy, "
+        "or start a new run"
+    )
