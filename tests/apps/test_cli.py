@@ -318,6 +318,16 @@ class TestSeveralSeeds:
         assert not list(tmp_path.iterdir())
 
 
+def test_a_home_directory_behind_an_equals_sign_is_found(cli, tmp_path, monkeypatch):
+    """``--out=~/runs`` comes as it was typed, unlike ``--out ~/runs``."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert cli("run", "local", "rounds=1", "task.clients=2", "--out=~/runs", "--quiet").code == 0
+    assert (tmp_path / "runs/local").is_dir()
+    assert not (tmp_path / "~").exists()
+    assert f"{tmp_path}/mine.npz" in cli("run", "local", "task.data=~/mine.npz").err
+
+
 def test_a_run_that_lost_everybody_ends_with_one_sentence_and_1(cli, tmp_path):
     code, out, err = cli("run", "fedavg", *SMALL, "faults.drop=1.0", "--quiet", "--out", tmp_path)
     assert (code, out) == (1, "")

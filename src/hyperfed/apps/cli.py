@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: of the command line; this process's own where None.
     """
     try:
-        app(arguments)
+        app([_at_home(each) for each in (sys.argv[1:] if arguments is None else arguments)])
     except UserError as error:
         say(f"error: {error}")
         sys.exit(1 if isinstance(error, LostEverybodyError) else 2)
@@ -91,6 +91,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         say(f"error: {one_line(str(error.filename), 100)} must be a path, but is too long for one")
         sys.exit(2)
+
+
+def _at_home(argument: str) -> str:
+    """Puts the home directory into ``NAME=~/...``, which shells leave as it is."""
+    name, _, value = argument.partition("=")
+    return f"{name}={Path(value).expanduser()}" if value.startswith("~/") else argument
 
 
 def _show_version(wanted: bool) -> None:

@@ -1,10 +1,14 @@
 """A site's node: what it answers, what it makes of what goes wrong, and what it is told to be."""
 
 import os
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any
+from zipfile import ZIP_BZIP2, ZIP_DEFLATED, ZipFile
 
 import numpy as np
 import pytest
@@ -28,13 +32,14 @@ from hyperfed.apps import cli
 from hyperfed.apps.flower import node
 from hyperfed.apps.flower.app import NodeConfig
 from hyperfed.apps.flower.executor import CrashedError, FailedError
-from hyperfed.apps.flower.node import Node, SuperLink
+from hyperfed.apps.flower.node import LARGEST_SETTINGS, Node, SuperLink
 from hyperfed.engines.flower import grid
 from hyperfed.engines.flower.grid import WHOLE, bytes_of, record_of
 from hyperfed.engines.flower.sites import STEP
 from hyperfed.engines.flower.wire import WireError
 from hyperfed.errors import UserError
 
+READ = node.defaults_in
 RUN = 7
 SETTINGS = {"settings": "", "folder": "x"}
 
@@ -53,6 +58,8 @@ class Connection:
         self.replies: list[tuple[Message, str]] = []
         self.asked_for_run = 0
         self.ended = False
+        self.bundle = b""
+        self.overrides: dict[str, Any] = {}
 
     def announced(self, content: bytes) -> tuple[Message, Any]:
         message = Message(record_of(content), 5, STEP)
@@ -77,7 +84,7 @@ class Connection:
         self.asked_for_run += 1
         if self.ended:
             raise RunNotRunningException
-        return Run.create_empty(run)
+        return replace(Run.create_empty(run), override_config=self.overrides)
 
     def pull(self, run: int, name: str) -> bytes:
         return self.objects[name]
@@ -90,7 +97,7 @@ class Connection:
         self.confirmed.append(name)
 
     def parts(self) -> tuple[Any, ...]:
-        get_fab = lambda name, run: type("Fab", (), {"content": b""})  # noqa: E731
+        get_fab = lambda name, run: type("Fab", (), {"content": self.bundle})  # noqa: E731
         return (
             3, self.receive, self.send, self.get_run, get_fab, self.pull, self.push, self.confirm
         )  # fmt: skip
@@ -121,7 +128,7 @@ class Calls:
 def at_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("_task_id", 1), ("_run_id", RUN), ("_node_id", 3)):
         monkeypatch.setattr(TaskIdentity, name, value)
-    monkeypatch.setattr(node, "get_fused_config_from_fab", lambda fab, run: SETTINGS)
+    monkeypatch.setattr(node, "defaults_in", lambda bundle: SETTINGS)
 
 
 def serve(connection: Connection, calls: Calls, **options: Any) -> list[str]:
@@ -201,14 +208,55 @@ def test_a_log_of_a_node_takes_one_short_line_of_what_a_server_sent() -> None:
         assert line.isprintable()
 
 
-def test_a_bundle_that_cannot_be_read_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(fab: bytes, run: Run) -> Any:
-        raise ValueError("not a bundle")
+def bundle(settings: str, kind: int = ZIP_DEFLATED, *, says: int | None = None) -> bytes:
+    """A run's bundle; ``says`` is how many bytes it tells of its settings."""
+    written = BytesIO()
+    with ZipFile(written, "w", kind) as archive:
+        archive.writestr("pyproject.toml", f"[tool.flwr.app.config]\n{settings}")
+        true = archive.infolist()[0].file_size
+    lie = (true if says is None else says).to_bytes(4, "little")
+    return written.getvalue().replace(true.to_bytes(4, "little"), lie)
 
-    monkeypatch.setattr(node, "get_fused_config_from_fab", refused)
-    connection = Connection(b"a")
+
+def test_settings_are_those_of_the_bundle_and_a_run_overrides_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(node, "defaults_in", READ)
+    connection, calls = Connection(b"a"), Calls(b"A")
+    connection.bundle = bundle('folder = "x"\n[tool.flwr.app.config.task]\nclients = 3\nval = 0.5')
+    connection.overrides = {"task.clients": 4}
+    serve(connection, calls)
+    assert calls.calls[0][2] == {"folder": "x", "task.clients": 4, "task.val": 0.5}
+
+
+MUCH = f'folder = "{"x" * (1 << 26)}"'
+"""A thousandth of it, deflated."""
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"no bundle",
+        bundle("folder ="),
+        bundle(MUCH),
+        bundle(f"#{MUCH}"),
+        bundle(MUCH, says=100),
+        bundle(MUCH, ZIP_BZIP2),
+    ],
+    ids=["none", "no TOML", "large", "large comment", "says small", "bzip2"],
+)
+def test_a_bundle_that_cannot_be_read_is_told_and_not_unpacked(
+    content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node, "defaults_in", READ)
+    connection = Connection(b"a", b"b")
+    connection.bundle = content
+    assert len(content) < 1 << 17
+    tracemalloc.start()
     serve(connection, Calls())
-    assert connection.replies[0][0].error.code == ErrorCode.INVALID_FAB
+    assert tracemalloc.get_traced_memory()[1] < 4 * LARGEST_SETTINGS
+    tracemalloc.stop()
+    assert {reply.error.code for reply, _ in connection.replies} == {ErrorCode.INVALID_FAB}
 
 
 def test_a_run_that_has_ended_and_a_message_that_is_gone_end_no_node() -> None:

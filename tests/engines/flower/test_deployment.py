@@ -265,9 +265,9 @@ def test_a_node_killed_in_mid_run_comes_back_with_what_its_clients_remember(
     assert after.keys() >= spent.keys()
     assert all(after[name][: len(before)] == before for name, before in spent.items())
     assert {len(answers) for answers in accounts(federation, 0).values()} == {6}
-    assert [len(answers) for _, answers in sorted(after.items())] == [
-        6 - times[client] for client in range(10, 20)
-    ]
+    # And perhaps the one that was being made, counted before the kill kept it from leaving.
+    for client, (_, answers) in zip(range(10, 20), sorted(after.items()), strict=True):
+        assert len(answers) - (6 - times[client]) in (0, 1)
     private = said["summary"]["privacy"]
     assert private["epsilon_spent"] == pytest.approx(1)
     assert private["noise"] == "drawn at the sites, by their operating systems"

@@ -9,20 +9,23 @@ of the bundle that a run brings, only the settings are read.
 import signal
 import ssl
 import time
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
+from io import BytesIO
 from pathlib import Path
 from threading import Lock
 from typing import Any
+from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile
 
 import httpx
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 from flwr.app import Error, Message
-from flwr.common.config import get_fused_config_from_fab
+from flwr.common.config import flatten_dict, fuse_dicts
 from flwr.common.constant import ErrorCode
 from flwr.supercore.address import parse_address
 from flwr.supercore.inflatable.inflatable_object import (
@@ -50,6 +53,9 @@ FRAMES = 1 << 20
 
 RUNS = 8
 """Runs whose settings are kept; those of another are asked for again."""
+
+LARGEST_SETTINGS = 1 << 20
+"""Bytes that the settings in a bundle may have."""
 
 
 @dataclass(frozen=True)
@@ -185,6 +191,27 @@ def _refused(superlink: SuperLink, why: str) -> UserError:
     )
 
 
+def defaults_in(bundle: bytes) -> dict[str, Any]:
+    """Returns the settings that a bundle brings, which a run may override.
+
+    A kilobyte can be the compressed form of a gigabyte, whatever size it says, and who reads it
+    is the process that serves all messages.
+
+    Raises:
+        ValueError: they are too large, or it is no bundle.
+    """
+    with ZipFile(BytesIO(bundle)) as archive:
+        entry = archive.getinfo("pyproject.toml")
+        if entry.compress_type not in (ZIP_STORED, ZIP_DEFLATED):  # others unpack without an end
+            raise ValueError("settings must be stored or deflated")
+        with archive.open(entry) as file:
+            content = file.read(LARGEST_SETTINGS + 1)
+    if len(content) > LARGEST_SETTINGS:
+        raise ValueError(f"settings must have {LARGEST_SETTINGS} bytes at most")
+    app: dict[str, Any] = tomllib.loads(content.decode())["tool"]["flwr"]["app"]
+    return dict(app.get("config", {}))
+
+
 @contextmanager
 def terminable() -> Iterator[None]:
     """Makes of SIGTERM what Ctrl-C is: KeyboardInterrupt, so that all is tidied up."""
@@ -216,7 +243,9 @@ class Node:
 
         def settings(run_id: int) -> Mapping[str, Any]:
             run = get_run(run_id)
-            return get_fused_config_from_fab(get_fab(run.fab_hash, run_id).content, run)
+            defaults = defaults_in(get_fab(run.fab_hash, run_id).content)
+            fused: Mapping[str, Any] = fuse_dicts(flatten_dict(defaults), run.override_config)
+            return fused
 
         self._settings = lru_cache(RUNS)(settings)
         say(f"connected as node {number}")
