@@ -25,7 +25,7 @@ from rich.table import Table
 
 from gpu_steps import Ending, State, Step, execute
 from hyperfed.errors import UserError
-from hyperfed.runs import config, records, report
+from hyperfed.runs import comparison, config, records
 from hyperfed.system.devices import describe, find_device
 from hyperfed.system.files import atomic_write
 from hyperfed.system.provenance import commit, versions
@@ -245,9 +245,9 @@ def table(steps: Mapping[str, Mapping[str, Any]]) -> Table:
             step["state"],
             f"{step['seconds']:.1f}",
             str(run.get("rounds", "–")),
-            report.percent(run.get("test_accuracy")),
+            comparison.percent(run.get("test_accuracy")),
             _seconds(run),
-            report.percent(beside.get("test_accuracy")),
+            comparison.percent(beside.get("test_accuracy")),
             _seconds(beside),
             step["said"],
         )

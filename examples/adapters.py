@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hyperfed
 from hyperfed.data import datasets
-from hyperfed.runs import report
+from hyperfed.runs import comparison
 
 ROUNDS, COHORT, LOCAL_STEPS = 120, 10, 5
 """The same for every method: 1,200 visits to clients, of five steps each."""
@@ -216,7 +216,7 @@ def main(
     task = task_of(images, net, f"adapters of {data}")
     runs = {method: train(method, task, rounds=rounds, out=out) for method in METHODS}
     show("\nEvery client's model on its own test data; novel: clients that joined afterwards\n")
-    show(report.table(report.comparison(list(runs.values()))))
+    show(comparison.table(comparison.compare(list(runs.values()))))
 
     # PEFT's own folder: whoever has the network reads it with PeftModel.from_pretrained.
     (run,) = (run for method, run in runs.items() if method == "pefll")

@@ -18,7 +18,7 @@ from rich.console import Console
 from torch import nn
 
 import hyperfed
-from hyperfed.runs import report
+from hyperfed.runs import comparison, paired
 
 TASK: dict[str, Any] = {
     "name": "digits",
@@ -59,9 +59,9 @@ def main(rounds: int = ROUNDS, out: Path = Path("runs/digits")) -> None:
     show = Console(highlight=False, soft_wrap=True).print
     runs = {method: train(method, rounds=rounds, out=out) for method in METHODS}
     show("\nEvery client's model on its own test data; novel: clients that joined afterwards\n")
-    show(report.table(report.comparison(list(runs.values()))))
+    show(comparison.table(comparison.compare(list(runs.values()))))
     figure = out / "clients.png"
-    report.draw_against(runs["local"], runs["pefll"], figure)
+    paired.draw(runs["local"], runs["pefll"], figure)
 
     # A client that took no part brings its twelve examples and gets a model of its own.
     pefll, task = runs["pefll"], runs["pefll"].task

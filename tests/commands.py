@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["hyperfed.apps.cli", "hyperfed.runs.zygote"])
+_CONTEXT.set_forkserver_preload(["hyperfed.apps.cli", "hyperfed.papers.zygote"])
 
 
 def preload(*modules: str) -> None:

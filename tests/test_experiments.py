@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hyperfed.runs import beside, config, experiments, measured
-from hyperfed.runs.measured import UNITS
+from hyperfed.papers import measured, report
+from hyperfed.papers.measured import UNITS
+from hyperfed.runs import config, experiments
 from made_data import make_all
 
 ROOT = Path(__file__).parents[1] / "experiments"
@@ -99,7 +100,7 @@ REPRODUCE = """
 import sys
 from dataclasses import replace
 from hyperfed.apps.cli import main
-from hyperfed.runs import side_by_side
+from hyperfed.papers import side_by_side
 
 reproduced = side_by_side.run
 
@@ -159,5 +160,5 @@ def test_every_table_is_reproduced_end_to_end_with_a_round_of_made_data(tmp_path
     examined = [json.loads(path.read_text()).get("examined") for path in done_runs]
     assert sum(bool(found) for found in examined) == 3  # of pFedHN's figures 3 and 4, PeFLL's 3
     (records,) = (tmp_path / "out" / "pfedhn").glob("fig2-*")
-    figures = beside.report(records, [experiments.find("pfedhn/fig2", ROOT)]).figures
+    figures = report.of_papers(records, [experiments.find("pfedhn/fig2", ROOT)]).figures
     assert set(figures) == {"pfedhn/fig2-gap", "pfedhn/fig2-variation"}

@@ -24,7 +24,7 @@ from hyperfed.engines.calls import Call
 from hyperfed.engines.flower import wire
 from hyperfed.engines.flower.wire import Request, Response, WireError
 from hyperfed.errors import UserError
-from hyperfed.runs import config, differences, records, report, status
+from hyperfed.runs import comparison, config, differences, paired, records, status
 from hyperfed.runs.measures import Measure
 from hyperfed.runs.records import RunFolder
 from hyperfed.system import toml
@@ -195,11 +195,11 @@ def compare(folder: Path) -> None:
     if found.summary is None:
         return
     runs = [found, finished("fedavg")]
-    rows = report.comparison(runs)
-    report.tables(rows)
-    report.paired_tables(report.paired(runs, rows))
+    rows = comparison.compare(runs)
+    comparison.tables(rows)
+    paired.tables(paired.pair(runs, rows))
     differences.table(differences.differences(runs, [row.label for row in rows]))
-    report.remark(found.summary)
+    comparison.remark(found.summary)
 
 
 STATUS = {

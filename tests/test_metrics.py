@@ -13,7 +13,7 @@ import hyperfed
 from finished_runs import finished
 from hyperfed.errors import UserError
 from hyperfed.metrics import BINS, KINDS, METRICS, named, why_not
-from hyperfed.runs import config, report
+from hyperfed.runs import comparison, config
 from hyperfed.runs.measures import measure
 from hyperfed.runs.run import Run
 from toys import Normed, make_task
@@ -154,14 +154,14 @@ def test_sums_of_targets_that_cannot_be_are_told() -> None:
 
 def test_the_comparison_has_a_table_of_them() -> None:
     run = finished("fedavg", test_f1=0.5, novel_f1=None, test_calibration=0.125)
-    (row,) = report.comparison([run])
+    (row,) = comparison.compare([run])
     assert row.by_name["test_f1"] == 0.5
-    _, further = report.tables([row])
+    _, further = comparison.tables([row])
     cells = {column.header: list(column.cells) for column in further.columns}
     assert cells["test\nmacro F1 %"] == ["50.0"]
     assert cells["novel\nmacro F1 %"] == ["–"]
     assert cells["test\ncalibration error %"] == ["12.5"]
-    assert len(report.tables(report.comparison([finished("fedavg")]))) == 1
+    assert len(comparison.tables(comparison.compare([finished("fedavg")]))) == 1
     assert METRICS["calibration"].less_is_better
     assert not named("f1").less_is_better
 

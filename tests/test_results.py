@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hyperfed.runs import config, origin
+from hyperfed.papers import origin
+from hyperfed.runs import config
 from hyperfed.runs.records import find_runs, read_run
 
 RESULTS = Path(__file__).parents[1] / "results"

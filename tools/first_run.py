@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 import digits
 
 from hyperfed import Run
-from hyperfed.runs import report
+from hyperfed.runs import paired
 from hyperfed.runs.records import read_run
 
 RESULTS = ROOT / "results" / "first_run"
@@ -81,7 +81,7 @@ def record(method: str, rounds: int, results: Path) -> None:
 def draw(results: Path) -> None:
     """Draws the figure of README.md."""
     local, pefll = (read_run(results / of / f"seed{SEEDS[0]}") for of in ("local", "pefll"))
-    report.draw_against(local, pefll, ROOT / "docs" / "first_run.svg")
+    paired.draw(local, pefll, ROOT / "docs" / "first_run.svg")
 
 
 if __name__ == "__main__":

@@ -22,10 +22,11 @@ import torch
 
 import hyperfed
 from grids import ROOT
-from hyperfed.runs import config, experiments, measured, owed
+from hyperfed.papers import measured, owed
+from hyperfed.papers.owed import Estimate
+from hyperfed.papers.reproduction import ONE_THREAD, training_of
+from hyperfed.runs import config, experiments
 from hyperfed.runs.config import RunConfig
-from hyperfed.runs.owed import Estimate
-from hyperfed.runs.reproduction import ONE_THREAD, training_of
 from hyperfed.runs.run import Run
 
 PHASES = ("phase_one_rounds", "pretrain_rounds")

@@ -22,7 +22,7 @@ from rich.table import Table
 
 import hyperfed
 from grids import keep
-from hyperfed.runs.report import COLOURS, MARKERS, new_figure, save
+from hyperfed.runs.drawing import COLOURS, MARKERS, new_figure, save
 
 SHORT: dict[str, Any] = {"rounds": 15, "evaluate_every": 15}
 STEPS: dict[str, Any] = {"local_steps": 5, "batch_size": 16}

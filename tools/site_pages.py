@@ -16,7 +16,8 @@ import mkdocs_gen_files
 
 import readme
 from hyperfed.methods import METHODS
-from hyperfed.runs import beside, experiments
+from hyperfed.papers import report
+from hyperfed.runs import experiments
 from hyperfed.runs.keys import keys_of, written
 from site_links import OUTSIDE, reference, relinked
 
@@ -126,7 +127,7 @@ def method_page(name: str) -> str:
 @cache
 def records() -> dict[str, str]:
     """Returns for each method the table of its records beside what was published."""
-    return beside.of_methods(ROOT / "results", experiments.find_all(ROOT / "experiments"))
+    return report.of_methods(ROOT / "results", experiments.find_all(ROOT / "experiments"))
 
 
 def measured(name: str) -> Iterator[str]:

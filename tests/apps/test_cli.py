@@ -23,13 +23,13 @@ from click.shell_completion import ShellComplete
 
 import hyperfed
 from hyperfed import federation
+from hyperfed.apps import catalogue
 from hyperfed.apps.cli import app, main
 from hyperfed.data import own
 from hyperfed.data.tasks import PARTITIONS, TaskConfig, build
 from hyperfed.errors import EngineLostError
 from hyperfed.methods import METHODS, pfedhn
 from hyperfed.nets.targets import TARGETS
-from hyperfed.runs import catalogue
 from hyperfed.runs.records import RunFolder, read_run
 from hyperfed.runs.run import Run
 from hyperfed.trees.checkpoints import previous

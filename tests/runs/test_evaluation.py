@@ -10,7 +10,7 @@ import hyperfed
 from hyperfed.data.own import mean_squared_error, minus_squared_error
 from hyperfed.engines.local.loop import LoopEngine
 from hyperfed.federation import Client
-from hyperfed.runs import progress, report
+from hyperfed.runs import comparison, progress
 from hyperfed.runs.evaluation import SUMS, Counts, all_together, chosen_by, evaluate, is_better
 from hyperfed.runs.run import Progress
 from hyperfed.trees import Tree
@@ -106,10 +106,10 @@ def test_a_summary_whose_numbers_lack_clients_says_so(monkeypatch: pytest.Monkey
     absent(monkeypatch, {number: {1} for number in range(5)})
     run = hyperfed.train("fedavg", make_task(novel=1), **KEYS)
     assert run.summary["evaluated"] == "2 of 3"
-    said = report.remark(run.summary)
+    said = comparison.remark(run.summary)
     assert said is not None
     assert "evaluated 2 of 3 clients: the test numbers are without the others" in said
-    assert "evaluated" not in (report.remark(whole.summary) or "")
+    assert "evaluated" not in (comparison.remark(whole.summary) or "")
 
 
 def test_the_best_round_is_not_one_that_the_worst_clients_missed(

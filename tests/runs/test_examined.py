@@ -13,11 +13,12 @@ from scipy.stats import spearmanr
 import hyperfed
 from hyperfed.data import tasks
 from hyperfed.errors import UserError
-from hyperfed.runs import beside, config, experiments, records
+from hyperfed.papers import report
+from hyperfed.papers.measured import Measurement
+from hyperfed.papers.origin import Origin
+from hyperfed.runs import config, experiments, records
 from hyperfed.runs.config import from_keys
 from hyperfed.runs.examined import rank_correlation
-from hyperfed.runs.measured import Measurement
-from hyperfed.runs.origin import Origin
 from hyperfed.runs.records import read_run
 from hyperfed.runs.run import Run
 
@@ -203,7 +204,7 @@ def test_a_report_draws_what_its_table_names_of_the_records_that_have_it(tmp_pat
         run.close()
         assert run.folder is not None
         assert read_run(run.folder.path).summary is not None
-    found = beside.report(tmp_path, [table])
+    found = report.of_papers(tmp_path, [table])
     drawn = {name.removeprefix("made/table1-"): svg for name, svg in found.figures.items()}
     assert set(drawn) >= {
         *("one-pfedla-heatmap", "one-rounds", "two-rounds", "shift"),
@@ -215,6 +216,6 @@ def test_a_report_draws_what_its_table_names_of_the_records_that_have_it(tmp_pat
     assert "Half of them: pFedHN" in drawn["correlation"]
     for name in found.figures:
         assert f"{{figure {name}}}" in found.text
-    without = beside.report(tmp_path, [table], figures=False)
+    without = report.of_papers(tmp_path, [table], figures=False)
     assert not without.figures
     assert "{figure" not in without.text

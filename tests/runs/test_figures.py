@@ -9,10 +9,10 @@ from matplotlib.figure import Figure
 
 from finished_runs import Finished, finished
 from hyperfed.errors import UserError
+from hyperfed.runs.comparison import compare
 from hyperfed.runs.differences import differences, table
 from hyperfed.runs.figures import TOGETHER, curve, draw_accuracy
 from hyperfed.runs.page import content, write_page
-from hyperfed.runs.report import comparison
 
 
 def moved(run: Finished, cohort: float = 2) -> Finished:
@@ -38,7 +38,7 @@ def moved(run: Finished, cohort: float = 2) -> Finished:
 )
 def test_curves_go_along_what_is_asked_for(axis, cohort, places):
     run = moved(finished("pfedhn"), cohort)
-    found = curve(run, comparison([run])[0], axis)
+    found = curve(run, compare([run])[0], axis)
     assert [place for place, _ in found] == pytest.approx(places)
     assert [accuracy for _, accuracy in found] == [75.0, 60.0]
 

@@ -19,7 +19,7 @@ from finished_runs import Finished, finished
 from hyperfed.apps.cli import main
 from hyperfed.errors import UserError
 from hyperfed.metrics import METRICS, R2, RMSE, metric_of
-from hyperfed.runs import figures, page, progress, report, seeds, statistics, trackers
+from hyperfed.runs import comparison, figures, page, paired, progress, seeds, statistics, trackers
 from hyperfed.runs.measures import measure, worst_decile
 from hyperfed.runs.records import as_written, read_run, summarise
 from hyperfed.runs.run import Run
@@ -161,10 +161,10 @@ def printed(*tables: Any) -> str:
 
 def test_less_error_is_better_for_every_client_and_over_seeds() -> None:
     runs = [by_error("local", 4, 9), by_error("good", 1, 4), by_error("bad", 16, 9)]
-    rows = report.comparison(runs)
+    rows = comparison.compare(runs)
     assert rows[0].test == pytest.approx(6.5**0.5)
     assert (rows[0].client_mean, rows[0].worst_decile) == (2.5, 3)
-    pairs = report.paired(runs, rows)
+    pairs = paired.pair(runs, rows)
     assert [pair.best for pair in pairs] == ["good"] * 3
     local, good, bad = pairs
     assert local.to_best is not None
@@ -173,13 +173,13 @@ def test_less_error_is_better_for_every_client_and_over_seeds() -> None:
     assert bad.over_local is not None
     assert (good.over_local.mean, good.over_local.gaining) == (1, 1)
     assert (bad.over_local.mean, bad.over_local.gaining) == (-1, 0)
-    shown = printed(*report.tables(rows), *report.paired_tables(pairs))
+    shown = printed(*comparison.tables(rows), *paired.tables(pairs))
     assert "RMSE" in shown
     assert "MSE" in shown.replace("RMSE", "")
     assert "accuracy" not in shown
     assert "%" not in shown.replace("gain over it %", "")  # a share of clients, that is
     assert "2.550" in shown
-    assert "RMSE is lower" in report.told_of_pairs(RMSE)
+    assert "RMSE is lower" in paired.told_of(RMSE)
     (spread,) = seeds.over_seeds([rows[0], replace(rows[1], method="local")])
     assert spread.by_name["test_rmse_mean"] == pytest.approx((6.5**0.5 + 2.5**0.5) / 2)
     assert "test\nRMSE" in [column.header for column in seeds.table([spread]).columns]
@@ -218,7 +218,7 @@ def test_many_runs_are_drawn_with_the_least_error_first(
     assert left.get_ylabel() == "test RMSE (in the target's unit)"
     assert right.get_ylabel() == "test RMSE of a client (in the target's unit)"
     assert [line.get_ydata().tolist() for line in left.lines] == [[1.0], [2.0]]
-    report.draw_against(runs[0], runs[1], tmp_path / "c.png")
+    paired.draw(runs[0], runs[1], tmp_path / "c.png")
     assert "test RMSE under m0" in drawn[2].axes[0].get_xlabel()
 
 
@@ -241,10 +241,10 @@ def test_the_page_knows_which_way_is_better() -> None:
 def test_models_that_are_not_personal_are_remarked_upon(
     own: float, others: float, said: bool
 ) -> None:
-    told = report.remark({"metric": "rmse", "test_rmse": own, "others_rmse": others})
+    told = comparison.remark({"metric": "rmse", "test_rmse": own, "others_rmse": others})
     assert (told is not None) == said
     assert "%" not in (told or "")
-    assert report.remark({"metric": "rmse", "test_rmse": 2.0, "others_rmse": 1.0}) is not None
+    assert comparison.remark({"metric": "rmse", "test_rmse": 2.0, "others_rmse": 1.0}) is not None
 
 
 def test_r2_says_nothing_of_targets_that_are_alike_and_survives_a_large_mean() -> None:

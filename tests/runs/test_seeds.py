@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from hyperfed.errors import UserError
-from hyperfed.runs.report import Row
+from hyperfed.runs.comparison import Row
 from hyperfed.runs.seeds import asked_for, over_seeds, table
 
 

@@ -23,8 +23,9 @@ from rich.markup import escape
 from typer import Argument, Option
 
 import hyperfed
-from hyperfed.apps import completion
+from hyperfed.apps import catalogue, completion
 from hyperfed.apps import tables as papers
+from hyperfed.apps.catalogue import Kind
 from hyperfed.apps.describe import describe
 from hyperfed.apps.export import export
 from hyperfed.apps.flower import submit
@@ -37,20 +38,19 @@ from hyperfed.data.own import rows_like
 from hyperfed.errors import EngineLostError, LostEverybodyError, UserError, one_line
 from hyperfed.methods import METHODS
 from hyperfed.metrics import named
+from hyperfed.papers import agreement
 from hyperfed.runs import (
-    agreement,
-    catalogue,
     clients,
+    comparison,
     config,
     differences,
     experiments,
     figures,
     page,
+    paired,
     records,
-    report,
     seeds,
 )
-from hyperfed.runs.catalogue import Kind
 from hyperfed.runs.export import export_model
 from hyperfed.runs.progress import following, watch
 from hyperfed.runs.run import Run
@@ -310,10 +310,10 @@ def compare(
     done = [record for record in found if record.summary is not None]
     if not done:
         raise UserError("a run to compare must be done, but none of these is; resume one")
-    rows = report.comparison(done)
+    rows = comparison.compare(done)
     if len({row.data_fingerprint for row in rows}) > 1:
         say("warning: these runs saw different data, so their numbers do not compare")
-    pairs = report.paired(done, rows)
+    pairs = paired.pair(done, rows)
     if figure is not None:
         figures.draw_accuracy(done, figure, x)
     if html is not None:
@@ -324,7 +324,7 @@ def compare(
                 {
                     "folder": str(record.path),
                     **row.by_name,
-                    "settings": report.settings_of(record),
+                    "settings": comparison.settings_of(record),
                     "paired": pair.by_name,
                 }
                 for record, row, pair in zip(done, rows, pairs, strict=True)
@@ -334,13 +334,13 @@ def compare(
     if found_other := differences.differences(done, [row.label for row in rows]):
         print_table(differences.table(found_other))
         print()
-    for shown in report.tables(rows):
+    for shown in comparison.tables(rows):
         print_table(shown)
     if any(pair.to_best is not None for pair in pairs):
-        for shown in report.paired_tables(pairs):
+        for shown in paired.tables(pairs):
             print_table(shown)
         for metric in dict.fromkeys(pair.metric for pair in pairs):
-            say(report.told_of_pairs(metric))
+            say(paired.told_of(metric))
     for written in filter(None, (figure, html)):
         print(written)
 
@@ -401,9 +401,9 @@ def _train(run: Run, tell: Tell, *, as_json: bool, quiet: bool) -> None:
         print_json(_result(run))
     else:
         if run.summary and not quiet:
-            for shown in report.tables(report.comparison([run])):
+            for shown in comparison.tables(comparison.compare([run])):
                 print_table(shown)
-            if (remark := report.remark(run.summary)) is not None:
+            if (remark := comparison.remark(run.summary)) is not None:
                 say(remark)
         print(_folder(run), flush=True)
     if why is not None:
@@ -438,13 +438,13 @@ def _train_all(
                 _stop(run, why)
             results.append(_result(run))
     done = [records.read_run(Path(result["folder"])) for result in results]
-    rows = report.comparison(done)
+    rows = comparison.compare(done)
     spreads = seeds.over_seeds(rows) if len(each) > 1 else []
     if as_json:
         over = [spread.by_name for spread in spreads]
         print_json({"runs": results, "over_seeds": over} if spreads else results)
         return
-    for shown in report.tables(rows):
+    for shown in comparison.tables(rows):
         print_table(shown)
     if spreads:
         print_table(seeds.table(spreads))
@@ -497,7 +497,7 @@ def _submit(loaded: config.RunConfig, folder: Path, *, as_json: bool, quiet: boo
         print_json({"folder": str(folder), "summary": summary})
     else:
         if here and not quiet:
-            for shown in report.tables(report.comparison([records.read_run(folder)])):
+            for shown in comparison.tables(comparison.compare([records.read_run(folder)])):
                 print_table(shown)
         print(folder, flush=True)
     if how:

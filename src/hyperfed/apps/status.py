@@ -11,8 +11,8 @@ from hyperfed.apps.guard import STOPPED
 from hyperfed.apps.printing import Json, print_json
 from hyperfed.engines.flower.diary import Told, told_by
 from hyperfed.runs import status
+from hyperfed.runs.comparison import megabytes
 from hyperfed.runs.records import RunFolder
-from hyperfed.runs.report import megabytes
 
 WRONG = 1
 """Exit code of what is stale or has failed."""

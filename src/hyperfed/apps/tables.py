@@ -9,7 +9,8 @@ from typer import Argument, Option
 from hyperfed.apps.guard import STOPPED
 from hyperfed.apps.printing import Json, print_json, say
 from hyperfed.errors import UserError
-from hyperfed.runs import beside, computed, pages, reproduction, side_by_side
+from hyperfed.papers import computed, pages, reproduction, side_by_side
+from hyperfed.papers.report import of_papers
 from hyperfed.runs import experiments as tables
 
 Experiments = Annotated[Path, Option(help="The folder of the tables.")]
@@ -92,7 +93,7 @@ def report(
     if not records.is_dir():
         raise UserError(f"the records must be in a folder, but {records} is none; give --records")
     counted = computed.find_all(experiments)
-    made = beside.report(records, found, paper, figures=out.suffix != ".md", computed=counted)
+    made = of_papers(records, found, paper, figures=out.suffix != ".md", computed=counted)
     pages.write(made, "Measured" if paper is None else f"Measured: {paper}", out)
     if as_json:
         print_json({"report": str(out), "figures": len(made.figures)})

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from hyperfed.errors import UserError
 from hyperfed.metrics import ACCURACY, Metric
+from hyperfed.runs.drawing import COLOURS, check_ending, new_figure, save
 from hyperfed.runs.records import Evaluation
-from hyperfed.runs.report import COLOURS, check_ending, new_figure, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,7 +6,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from hyperfed.runs.report import FinishedRun, settings_of
+from hyperfed.runs.comparison import FinishedRun, settings_of
 
 NAMED = 6
 """Runs with the most frequent value that are named in a table; more are the others."""

@@ -139,7 +139,7 @@ class About:
             ``depth1``, ``depth2`` or ``cifar10`` of ``cifar10-0.1`` -> what the number is. The
             report draws what was measured along it.
         served: how novel clients are served beside what the settings say; None for not at all.
-        bound: of a run that is done (:mod:`hyperfed.runs.bound`); None for none.
+        bound: of a run that is done (:mod:`hyperfed.papers.bound`); None for none.
         set: settings of every cell.
     """
 

@@ -8,19 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hyperfed.errors import UserError
+from hyperfed.runs.comparison import FinishedRun, Row, compare, metric_of
 from hyperfed.runs.config import RunConfig, cohort_size
+from hyperfed.runs.drawing import COLOURS, check_ending, look, new_figure, save
 from hyperfed.runs.records import Evaluation
-from hyperfed.runs.report import (
-    COLOURS,
-    FinishedRun,
-    Row,
-    check_ending,
-    comparison,
-    look,
-    metric_of,
-    new_figure,
-    save,
-)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -96,7 +87,7 @@ def draw_accuracy(runs: Sequence[FinishedRun], path: Path, axis: str = "rounds")
         UserError: a run is not done or has no test examples, several metrics, no such axis, or the
             figure cannot be written.
     """
-    rows = comparison(runs)
+    rows = compare(runs)
     curves = [curve(run, row, axis) for run, row in zip(runs, rows, strict=True)]
     clients = [of_clients(run, row) for run, row in zip(runs, rows, strict=True)]
     draw = _together if len(runs) <= TOGETHER else _apart

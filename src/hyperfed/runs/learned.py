@@ -15,9 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from hyperfed.errors import UserError
+from hyperfed.runs.comparison import FinishedRun
 from hyperfed.runs.config import RunConfig, to_dict
+from hyperfed.runs.drawing import look, new_figure
 from hyperfed.runs.records import Evaluation
-from hyperfed.runs.report import FinishedRun, look, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from hyperfed.metrics import Metric, named
+from hyperfed.runs.comparison import TESTED, FinishedRun, compare, metric_of
 from hyperfed.runs.differences import differences
 from hyperfed.runs.figures import AXES, curve, of_clients
 from hyperfed.runs.measures import Number
-from hyperfed.runs.report import TESTED, FinishedRun, comparison, metric_of
 from hyperfed.system.files import atomic_write
 
 
@@ -34,7 +34,7 @@ def write_page(runs: Sequence[FinishedRun], path: Path, axis: str = "rounds") ->
 
 def content(runs: Sequence[FinishedRun], axis: str = "rounds") -> dict[str, Any]:
     """Returns what the page shows, as plain data."""
-    rows = comparison(runs)
+    rows = compare(runs)
     metric, shown = metric_of(rows), []
     others = [named(name) for name in dict.fromkeys(name for row in rows for name in row.more)]
     for run, row in zip(runs, rows, strict=True):

@@ -25,8 +25,8 @@ from rich.progress import (
 from rich.progress import Progress as RichProgress
 
 from hyperfed.errors import UserError, one_line
+from hyperfed.runs.comparison import megabytes, remark
 from hyperfed.runs.records import Evaluation, Lost, Number, RunFolder
-from hyperfed.runs.report import megabytes, remark
 from hyperfed.runs.trackers import tracking
 from hyperfed.system.files import refused
 

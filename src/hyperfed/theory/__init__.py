@@ -4,7 +4,7 @@
 PeFLL, theorem 3.1                     :func:`pefll.gradient_norm_bound`
 PeFLL, theorem 4.1                     :func:`pefll.generalization_bound`
 PeFLL, theorem 4.2                     the same, with :func:`pefll.gaussian_kl`; of a trained run
-                                       :func:`hyperfed.runs.bound.measure`
+                                       :func:`hyperfed.papers.bound.measure`
 pFedHN, proposition 1                  :func:`pfedhn.linear_hypernetwork`, and as denoising
                                        :func:`pfedhn.expected_error`
 pFedHN, theorem 1                      :func:`pfedhn.samples_needed`, with the Lipschitz constants

@@ -4,22 +4,28 @@ It is written in Markdown. A line ``{figure NAME}`` is where a figure goes that 
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hyperfed.metrics import ACCURACY, Metric, named
-from hyperfed.runs import bound, grids, learned, measured, owed, statistics
-from hyperfed.runs.computed import Computed, read_record
-from hyperfed.runs.experiments import Experiment, Measure
-from hyperfed.runs.measured import UNITS, Cell, Measurement, Verdict
+from hyperfed.papers import bound, grids, markdown, measured, owed
+from hyperfed.papers.computed import Computed, read_record
+from hyperfed.papers.lines import budgets, figure, in_words, lines_of, table_of, verdict_on
+from hyperfed.papers.measured import UNITS, Cell, Measurement
+from hyperfed.papers.others import compared
+from hyperfed.papers.svg import (
+    Place,
+    Series,
+    draw_along,
+    draw_series,
+    to_svg,
+)
+from hyperfed.runs import learned
+from hyperfed.runs.experiments import Experiment
 from hyperfed.runs.records import RunRecord
-from hyperfed.runs.report import difference, percent
-from hyperfed.runs.statistics import Difference, Spread
-from hyperfed.runs.svg import Curve, Dot, Place, Series, draw_along, draw_cells, draw_series, to_svg
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -66,28 +72,7 @@ class Report:
     figures: dict[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class _Line:
-    """A cell's records with one set of settings, in a table."""
-
-    about: str
-    group: Sequence[Measurement]
-    metric: str
-    published: str
-    mean: Spread
-    verdict: Verdict
-    missed: float | None
-
-    @property
-    def summaries(self) -> list[Mapping[str, Any]]:
-        return [one.summary for one in self.group]
-
-    @property
-    def megabytes(self) -> float:
-        return fmean((s["bytes_down"] + s["bytes_up"]) / 1e6 for s in self.summaries)
-
-
-def report(
+def of_papers(
     folder: Path,
     experiments: Sequence[Experiment],
     paper: str | None = None,
@@ -137,54 +122,13 @@ def of_methods(folder: Path, experiments: Sequence[Experiment]) -> dict[str, str
         for column, part in experiment.columns.items():
             for measure, told in experiment.measures.items():
                 what = f"{told.about or told.metric} ({UNITS[told.metric][0]})"
-                for line in _lines(found, experiment, column, measure):
+                for line in lines_of(found, experiment, column, measure):
                     cell = [f"`{experiment.id}`", f"{part.about}: {line.about}; {what}"]
-                    cell += [_in_words(line), line.published]
-                    cell += [_spread(line.mean), str(line.mean.seeds)]
-                    rows.setdefault(_method(line), []).append(cell)
+                    cell += [in_words(line), line.published]
+                    cell += [markdown.spread(line.mean), str(line.mean.seeds)]
+                    rows.setdefault(line.method, []).append(cell)
     header = ["table", "cell", "verdict", "published", "measured", "seeds"]
-    return {method: _table(header, of, left=3) for method, of in rows.items()}
-
-
-def _lines(
-    found: Mapping[Cell, list[Measurement]], experiment: Experiment, column: str, measure: str
-) -> Iterator[_Line]:
-    """Yields the cells of a column that have records, those of several settings several times.
-
-    Of each grid it is the best point alone.
-    """
-    metric = experiment.measures[measure].metric
-    worse = grids.worse(found, experiment, column)
-    for row, part in experiment.rows.items():
-        cell = f"{column}-{row}"
-        if (experiment.id, cell) not in found or row in worse:
-            continue
-        published = experiment.published(measure, cell)
-        for group in measured.alike(found[experiment.id, cell]):
-            own = metric if measured.over_seeds(group, metric) else measured.plain(metric)
-            if (mean := measured.over_seeds(group, own)) is None:
-                continue
-            said = "–"
-            if published is not None:
-                said = f"{published.value:g}"
-                said += "" if published.spread is None else f" ± {published.spread:g}"
-            missed = None if published is None else mean.mean - published.value
-            verdict = _verdict(experiment, measure, cell, group)
-            if own != metric:
-                verdict = Verdict(None, f"{own}: these records lack {metric}; {verdict.why}")
-            yield _Line(part.about, group, own, said, mean, verdict, missed)
-
-
-def _in_words(line: _Line) -> str:
-    """Returns the verdict, and which share of the rounds it rests on where that is not all."""
-    if line.verdict.reproduced is not None:
-        return "reproduced" if line.verdict.reproduced else f"missed by {line.missed:+.1f}"
-    first = line.group[0]
-    if first.origin.scale == 1 and "rounds" in first.differing:
-        own, wanted = (int(rounds) for rounds in first.differing["rounds"])
-        if own < wanted:
-            return f"scaled: {own / wanted:g} of the rounds; {line.verdict.why}"
-    return line.verdict.why
+    return {method: markdown.table(header, of, left=3) for method, of in rows.items()}
 
 
 def _overview(found: Mapping[Cell, list[Measurement]], experiments: Sequence[Experiment]) -> str:
@@ -192,7 +136,7 @@ def _overview(found: Mapping[Cell, list[Measurement]], experiments: Sequence[Exp
     for experiment in experiments:
         cells = [found[experiment.id, c] for c in experiment.cells if (experiment.id, c) in found]
         verdicts = [
-            _verdict(experiment, measure, cell, group).reproduced
+            verdict_on(experiment, measure, cell, group).reproduced
             for cell in experiment.cells
             for group in measured.alike(found.get((experiment.id, cell), []))
             for measure in experiment.measures
@@ -209,7 +153,7 @@ def _overview(found: Mapping[Cell, list[Measurement]], experiments: Sequence[Exp
             ]
         )
     header = ["table", "", "cells", "with records", "of its settings", "numbers reproduced"]
-    return _table(header, rows, left=2)
+    return markdown.table(header, rows, left=2)
 
 
 def _owed(
@@ -220,18 +164,7 @@ def _owed(
     if not estimates or not (rows := owed.rows(found, experiments, estimates)):
         return ""
     header = ["table", "trainings", "missing", "hours of a core", "cells without an estimate"]
-    return f"### What did not fit\n\n{OWED}\n{_table(header, rows)}"
-
-
-def _verdict(
-    experiment: Experiment, measure: str, cell: str, group: Sequence[Measurement]
-) -> Verdict:
-    return measured.verdict(
-        group,
-        experiment.measures[measure].metric,
-        experiment.published(measure, cell),
-        judged=experiment.judged(cell),
-    )
+    return f"### What did not fit\n\n{OWED}\n{markdown.table(header, rows)}"
 
 
 class _Writer:
@@ -274,7 +207,9 @@ class _Writer:
                 number.reproduced(value)
             ]
             rows.append([number.about, number.place, told, number.shown(value), verdict])
-        self.say(_table(["number", "place", "published", "computed", "verdict"], rows, left=2))
+        self.say(
+            markdown.table(["number", "place", "published", "computed", "verdict"], rows, left=2)
+        )
         if self._draw and record["ratio"]:
             ratio = Series("small to large hypernetwork", record["ratio"])
             across, up = "parameters made by a call of the small one", "ratio of FLOPs"
@@ -303,7 +238,7 @@ class _Writer:
             )
 
     def _column(self, experiment: Experiment, column: str, measure: str) -> None:
-        lines = list(_lines(self._found, experiment, column, measure))
+        lines = list(lines_of(self._found, experiment, column, measure))
         if not lines:
             return
         told = experiment.measures[measure]
@@ -314,15 +249,10 @@ class _Writer:
         for name in experiment.grids:
             self.say(*self._grid(experiment, column, measure, name))
         notes: list[str] = []
-        rows = [self._row(line, lines, notes) for line in lines]
-        header = ["method", "published", "measured", "seeds", "verdict"]
-        if unit == "%":
-            header += ["worst tenth", "over Local", "to the best"]
-        header += ["rounds × clients × local", "MB", "min"] + ["points/GB"] * (unit == "%")
-        self.say(_table(header, rows))
+        self.say(table_of(lines, notes))
         self.say("\n".join(f"- ({mark}) {note}" for mark, note in enumerate(notes, start=1)))
         self._repeated(experiment, column)
-        self.say(_budgets(lines))
+        self.say(budgets(lines))
         remarks = [
             f"- {row.about}: {remark}"
             for name, row in experiment.rows.items()
@@ -331,7 +261,7 @@ class _Writer:
         ]
         self.say("\n".join(remarks))
         if self._draw and unit == "%" and len(lines) > 1:
-            self._figure(f"{experiment.id}-{column}-{measure}", _cells(lines, notes, told))
+            self._figure(f"{experiment.id}-{column}-{measure}", figure(lines, notes, told))
 
     def _repeated(self, experiment: Experiment, column: str) -> None:
         """Adds which records another one of their seed takes the place of."""
@@ -353,35 +283,12 @@ class _Writer:
         return [
             f"{experiment.grids[name].about}, point by point; the best by "
             f"{chosen.about or chosen.metric} is bold, * marks a part of the rounds:",
-            _table(header, rows, left=0),
+            markdown.table(header, rows, left=0),
         ]
 
     def _figure(self, name: str, svg: str) -> None:
         self.figures[name] = svg
         self.say(f"{{figure {name}}}")
-
-    def _row(self, line: _Line, lines: Sequence[_Line], notes: list[str]) -> list[str]:
-        percents = UNITS[line.metric][0] == "%"
-        if line.verdict.reproduced is None:
-            if line.verdict.why not in notes:
-                notes.append(line.verdict.why)
-            verdict = f"none ({notes.index(line.verdict.why) + 1})"
-        elif line.verdict.reproduced:
-            verdict = "**reproduced**"
-        else:
-            verdict = f"missed by {line.missed:+.1f}"
-        cells = [line.about, line.published, _spread(line.mean), str(line.mean.seeds), verdict]
-        if percents:
-            best = max(lines, key=lambda other: other.mean.mean)
-            to_best = "best" if line is best else difference(_against(line, [best]))
-            local = [other for other in lines if _method(other) == "local"]
-            over = "–" if _method(line) == "local" else difference(_against(line, local))
-            cells += [_worst(line), over, to_best]
-        cells += [_budget(line), f"{line.megabytes:,.0f}", _minutes(line.summaries)]
-        if percents:
-            travelled = line.megabytes / 1e3
-            cells.append(f"{line.mean.mean / travelled:.1f}" if travelled else "–")
-        return cells
 
     def _served(self, experiment: Experiment) -> None:
         """Adds evaluations of novel clients with few examples and with noise."""
@@ -408,7 +315,9 @@ class _Writer:
                 header = ["variance of networks", "of models", "error in training"]
                 header += ["+ for clients", "+ for examples", "= bound", "error of unseen clients"]
                 self.say(
-                    f"#### {of}, both sides of theorem 4.2", told, _table(header, rows, left=0)
+                    f"#### {of}, both sides of theorem 4.2",
+                    told,
+                    markdown.table(header, rows, left=0),
                 )
 
     def _learned(self, experiment: Experiment) -> None:
@@ -483,7 +392,7 @@ class _Writer:
         seed = one.summary["seed"]
         self.say(
             f"#### Accuracy of novel clients (%), by noise and number of examples, seed {seed}",
-            _table(["", *(f"{count:g}" for count in counts)], rows),
+            markdown.table(["", *(f"{count:g}" for count in counts)], rows),
         )
         if self._draw:
             series = [Series(noise, sorted(curves[noise])) for noise in sorted(curves)]
@@ -504,159 +413,11 @@ class _Writer:
                 metric = named((runs[0].summary or {}).get("metric", ACCURACY.name))
                 judged.setdefault(metric, {})[label] = runs
             for metric, labelled in judged.items():
-                self.say(_others(metric, labelled))
-
-
-def _others(metric: Metric, labelled: Mapping[str, Sequence[RunRecord]]) -> str:
-    """Returns a table of records by what they are called, each of several seeds.
-
-    They are compared client by client where one of them trains alone: others need not be meant to.
-    """
-    tested = [f"{what} {metric.short}" for what in ("test", "last round", "worst tenth", "novel")]
-    header = ["record", "seeds", *tested, "MB", "min"]
-    rows = [_other(label, metric, runs) for label, runs in labelled.items()]
-    scores = {label: [statistics.scores(run) for run in runs] for label, runs in labelled.items()}
-    method = {label: (runs[0].summary or {})["method"] for label, runs in labelled.items()}
-    alone = [one for label in labelled if method[label] == "local" for one in scores[label]]
-    if alone:
-        best = max(labelled, key=lambda label: metric.order(_mean(labelled[label], metric)))
-        header[6:6] = ["over Local", "to the best"]
-        for label, row in zip(labelled, rows, strict=True):
-            over = statistics.difference(scores[label], alone)
-            to_best = statistics.difference(scores[label], scores[best])
-            row[6:6] = [
-                "–" if method[label] == "local" else difference(over, metric),
-                "best" if label == best else difference(to_best, metric),
-            ]
-    return _table(header, rows)
-
-
-def _mean(runs: Sequence[RunRecord], metric: Metric) -> float | None:
-    """Returns the mean over runs of the metric on test data; None where one has none."""
-    values = [(run.summary or {}).get(f"test_{metric.name}") for run in runs]
-    there = [value for value in values if value is not None]
-    return fmean(there) if len(there) == len(runs) else None
-
-
-def _other(label: str, metric: Metric, runs: Sequence[RunRecord]) -> list[str]:
-    summaries = [run.summary or {} for run in runs]
-    last = [[e for e in run.evaluations if e.split == "test"][-1:] for run in runs]
-
-    def over_seeds(values: Sequence[float | None]) -> str:
-        there = [value for value in values if value is not None]
-        if not there:
-            return "–"
-        found = statistics.spread(there)
-        return (
-            metric.shown(found.mean) if found.std is None else metric.spread(found.mean, found.std)
-        )
-
-    def summed_up(key: str) -> str:
-        return over_seeds([s.get(key) for s in summaries])
-
-    megabytes = fmean((s["bytes_down"] + s["bytes_up"]) / 1e6 for s in summaries)
-    return [
-        label,
-        str(len(summaries)),
-        summed_up(f"test_{metric.name}"),
-        over_seeds([e.main.value for of in last for e in of]),
-        summed_up(f"worst_decile_{metric.name}"),
-        summed_up(f"novel_{metric.name}"),
-        f"{megabytes:,.1f}",
-        _minutes(summaries),
-    ]
-
-
-def _method(line: _Line) -> str:
-    return str(line.summaries[0]["method"])
-
-
-def _worst(line: _Line) -> str:
-    values = [
-        value
-        for one in line.group
-        if (value := statistics.worst(one.scores(line.metric))) is not None
-    ]
-    return percent(fmean(values)) if values else "–"
-
-
-def _against(line: _Line, others: Sequence[_Line]) -> Difference | None:
-    theirs = [one.scores(line.metric) for other in others for one in other.group]
-    return statistics.difference([one.scores(line.metric) for one in line.group], theirs)
-
-
-def _spread(value: Spread) -> str:
-    return f"{value.mean:.1f}" if value.std is None else f"{value.mean:.1f} ± {value.std:.1f}"
+                self.say(compared(metric, labelled))
 
 
 def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.1f}"
-
-
-def _minutes(summaries: Sequence[Mapping[str, Any]]) -> str:
-    return f"{fmean(s['seconds'] for s in summaries) / 60:,.1f}"
-
-
-def _size(line: _Line) -> tuple[int, int]:
-    """Returns (rounds, clients of each) of a line."""
-    settings = line.group[0].record.config
-    task, cohort = settings["task"], settings["cohort"]
-    known = task["clients"] - round(task["novel"] * task["clients"])
-    clients = max(1, int(cohort * known + 0.5)) if isinstance(cohort, float) else cohort
-    return line.summaries[0]["rounds"], min(clients, known)
-
-
-def _local(line: _Line) -> str:
-    own = line.group[0].record.config["method"]
-    epochs = own.get("local_epochs", "none")
-    return f"{own.get('local_steps')} steps" if epochs == "none" else f"{epochs} epochs"
-
-
-def _budget(line: _Line) -> str:
-    rounds, clients = _size(line)
-    return f"{rounds:,} × {clients} × {_local(line)}"
-
-
-def _budgets(lines: Sequence[_Line]) -> str:
-    """Returns a sentence where methods of a table have been given unlike shares of work."""
-    if len({(*_size(line), _local(line)) for line in lines}) < 2:
-        return ""
-    told = []
-    for line in lines:
-        rounds, clients = _size(line)
-        told.append(f"{line.about} {rounds:,} rounds of {clients} with {_local(line)}")
-    return f"Budgets differ: {'; '.join(dict.fromkeys(told))}."
-
-
-def _cells(lines: Sequence[_Line], notes: Sequence[str], measure: Measure) -> str:
-    curves, dots = [], []
-    for line in lines:
-        name = line.about
-        if line.verdict.why in notes:  # which tells it from other records of the same cell
-            name += f" ({notes.index(line.verdict.why) + 1})"
-        record = line.group[0].record
-        points = [
-            ((e.bytes_down + e.bytes_up) / 1e6, 100 * e.accuracy)
-            for e in record.evaluations
-            if e.split == "test" and e.accuracy is not None
-        ]
-        curves.append(Curve(name, points))
-        published = line.published.split(" ± ")
-        dots.append(
-            Dot(
-                name,
-                line.mean.mean,
-                line.mean.std or 0.0,
-                None if published[0] == "–" else float(published[0]),
-                float(published[1]) if len(published) > 1 else 0.0,
-            )
-        )
-    return draw_cells(curves, dots, measure.about or measure.metric)
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    ruler = ["---"] * left + ["---:"] * (len(header) - left)
-    return "\n".join(f"| {' | '.join(row)} |" for row in (header, ruler, *rows))
 
 
 def _read(path: Path) -> str:

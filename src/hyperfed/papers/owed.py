@@ -10,8 +10,8 @@ from pydantic import ConfigDict, NonNegativeFloat, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from hyperfed.errors import UserError, told
+from hyperfed.papers.measured import Cell, Measurement
 from hyperfed.runs.experiments import Experiment
-from hyperfed.runs.measured import Cell, Measurement
 
 FILE = "hours.jsonl"
 

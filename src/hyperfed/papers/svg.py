@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from io import StringIO
 from typing import TYPE_CHECKING
 
+from hyperfed.runs.drawing import COLOURS, look
 from hyperfed.runs.experiments import Published
-from hyperfed.runs.report import COLOURS, look
 from hyperfed.runs.statistics import Spread
 
 if TYPE_CHECKING:

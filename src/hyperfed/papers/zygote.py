@@ -16,7 +16,7 @@ import sklearn.datasets
 import sklearn.metrics
 import torch._dynamo
 
-import hyperfed.runs.reproduction
+import hyperfed.papers.reproduction
 
 with suppress(ImportError):  # it need not be installed
     import torch.utils.tensorboard

@@ -10,7 +10,8 @@ from hyperfed.data import datasets, partitions, pfllib, shares
 from hyperfed.errors import UserError
 from hyperfed.methods import METHODS
 from hyperfed.nets.targets import TARGETS
-from hyperfed.runs import computed, experiments, keys
+from hyperfed.papers import computed
+from hyperfed.runs import experiments, keys
 
 Entry = dict[str, str | list[str]]
 """Column -> text, or a list of texts."""

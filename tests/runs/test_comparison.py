@@ -12,24 +12,15 @@ from rich.console import Console
 from finished_runs import Finished, evaluation, finished
 from hyperfed.errors import UserError
 from hyperfed.metrics import ACCURACY
+from hyperfed.runs import paired
+from hyperfed.runs.comparison import compare, difference, megabytes, percent, remark, table
 from hyperfed.runs.figures import draw_accuracy
-from hyperfed.runs.report import (
-    comparison,
-    difference,
-    draw_against,
-    megabytes,
-    paired,
-    paired_tables,
-    percent,
-    remark,
-    table,
-)
 from hyperfed.runs.statistics import Difference
 
 
 def test_rows_are_the_summaries_in_order():
     first, second = finished("pfedhn", test_accuracy=0.8), finished("local", best_round=20)
-    one, other = comparison([first, second])
+    one, other = compare([first, second])
     assert (one.label, one.test, one.best_round) == ("pfedhn", 0.8, 10)
     assert (other.label, other.test, other.best_round) == ("local", 0.75, 20)
     assert other.novel is None
@@ -40,7 +31,7 @@ def test_rows_are_the_summaries_in_order():
 
 def test_labels_tell_runs_apart_by_what_differs_and_then_by_number():
     runs = [finished("pfedhn", 0), finished("local"), finished("pfedhn", 1), finished("pfedhn", 0)]
-    assert [row.label for row in comparison(runs)] == [
+    assert [row.label for row in compare(runs)] == [
         "pfedhn seed=0 (1)",
         "local",
         "pfedhn seed=1",
@@ -51,14 +42,14 @@ def test_labels_tell_runs_apart_by_what_differs_and_then_by_number():
     second.config["method"] |= {"retain": 2, "lr": 0.1}
     second.config["method"]["new"] = True  # of a version that first did not know
     second.config["engine"]["name"] = "vmap"  # changes no number
-    labels = [row.label for row in comparison([first, second, finished("local")])]
+    labels = [row.label for row in compare([first, second, finished("local")])]
     assert labels == ["pfedla retain=1", "pfedla retain=2", "local"]
 
 
 def test_runs_are_told_apart_by_how_their_clients_are_served():
     plain, tuned = finished("fedavg"), finished("fedavg")
     plain.config["serve"], tuned.config["serve"] = {"finetune_steps": 0}, {"finetune_steps": 20}
-    labels = [row.label for row in comparison([plain, tuned])]
+    labels = [row.label for row in compare([plain, tuned])]
     assert labels == ["fedavg serve.finetune_steps=0", "fedavg serve.finetune_steps=20"]
 
 
@@ -66,24 +57,24 @@ def test_no_more_than_a_few_settings_are_named():
     runs = [finished("pfedla", seed) for seed in (0, 1)]
     for run, value in zip(runs, (1, 2), strict=True):
         run.config["method"] |= dict.fromkeys(("a", "b", "c", "d"), value)
-    labels = [row.label for row in comparison(runs)]
+    labels = [row.label for row in compare(runs)]
     assert labels == ["pfedla seed=0 a=1 b=1", "pfedla seed=1 a=2 b=2"]
 
 
 def test_a_run_that_is_not_done_or_of_another_version_is_refused():
     for summary in (None, {}):
         with pytest.raises(UserError, match="must be done"):
-            comparison([finished("local"), Finished({}, summary, ())])
+            compare([finished("local"), Finished({}, summary, ())])
     run = finished("local")
     assert run.summary is not None
     short = {name: value for name, value in run.summary.items() if name != "seed"}
     with pytest.raises(UserError, match="lacks seed"):
-        comparison([replace(run, summary=short)])
+        compare([replace(run, summary=short)])
 
 
 def test_table_fits_into_80_columns_and_has_every_number():
     printed = StringIO()
-    rows = comparison([finished("pfedhn_pc", rounds=5000, novel_accuracy=1.0)])
+    rows = compare([finished("pfedhn_pc", rounds=5000, novel_accuracy=1.0)])
     Console(width=80, file=printed).print(table(rows))
     last = printed.getvalue().splitlines()[-1]
     assert last.split() == [
@@ -96,7 +87,7 @@ def test_how_far_apart_clients_are_stands_above_runs_on_the_same_clients():
     def printed(*shifts: float | None) -> str:
         runs = [finished("local", seed, total_variation=v) for seed, v in enumerate(shifts)]
         out = StringIO()
-        Console(width=80, file=out).print(table(comparison(runs)))
+        Console(width=80, file=out).print(table(compare(runs)))
         return out.getvalue()
 
     told = "total variation between the labels of two clients: 0.81"
@@ -104,7 +95,7 @@ def test_how_far_apart_clients_are_stands_above_runs_on_the_same_clients():
     for shifts in ((0.8125, 0.5), (None, None), (None, 0.8125)):
         assert "total variation" not in printed(*shifts)
     assert "total variation" not in printed()
-    old = comparison([finished("local")])  # a record of before it was measured
+    old = compare([finished("local")])  # a record of before it was measured
     assert old[0].total_variation is None
 
 
@@ -171,7 +162,7 @@ def test_two_methods_are_drawn_against_each_other_client_by_client(tmp_path, mon
         replace(run, evaluations=(*run.evaluations, joined))
         for run, joined in zip((usual, better), novel, strict=True)
     )
-    draw_against(usual, better, tmp_path / "figure.png")
+    paired.draw(usual, better, tmp_path / "figure.png")
     (axes,) = drawn[0].axes
     assert "local" in axes.get_xlabel()
     assert "pefll" in axes.get_ylabel()
@@ -187,9 +178,9 @@ def test_two_methods_are_drawn_against_each_other_client_by_client(tmp_path, mon
 
 def test_methods_that_saw_other_data_are_not_drawn_against_each_other(tmp_path):
     with pytest.raises(UserError, match="must have seen the same data"):
-        draw_against(finished("a"), finished("b", data_fingerprint="d"), tmp_path / "figure.png")
+        paired.draw(finished("a"), finished("b", data_fingerprint="d"), tmp_path / "figure.png")
     with pytest.raises(UserError, match="must end in one of"):
-        draw_against(finished("a"), finished("b"), tmp_path / "figure.txt")
+        paired.draw(finished("a"), finished("b"), tmp_path / "figure.txt")
 
 
 @pytest.mark.parametrize(
@@ -239,7 +230,7 @@ def test_methods_are_compared_on_the_same_clients():
         replace(finished("worse", test_accuracy=0.55), evaluations=found[1:]),
         finished("elsewhere", data_fingerprint="other"),
     ]
-    local, best, worse, elsewhere = paired(runs, comparison(runs))
+    local, best, worse, elsewhere = paired.pair(runs, compare(runs))
     assert [pair.best for pair in (local, best, worse, elsewhere)] == ["best"] * 3 + ["elsewhere"]
     assert (local.over_local, best.to_best, elsewhere.to_best) == (None, None, None)
     assert elsewhere.over_local is None
@@ -249,7 +240,7 @@ def test_methods_are_compared_on_the_same_clients():
     assert best.over_local.mean == pytest.approx((0.3 - 0.1) / 2)
     assert best.over_local.gaining == 0.5
     printed = StringIO()
-    Console(width=80, file=printed).print(*paired_tables([local, best, worse, elsewhere]))
+    Console(width=80, file=printed).print(*paired.tables([local, best, worse, elsewhere]))
     rows = printed.getvalue().splitlines()[2:]
     assert rows[1].split() == ["best", "best", "+10.0", "[-244.1,", "264.1]", "noise", "50.0"]
     assert rows[3].split() == ["elsewhere", "best", "–", "–"]

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
+from hyperfed.apps.catalogue import Kind, entries
 from hyperfed.apps.cli import main
 from hyperfed.errors import UserError
-from hyperfed.runs import beside, computed, config, experiments
-from hyperfed.runs.catalogue import Kind, entries
-from hyperfed.runs.computed import Number
+from hyperfed.papers import computed, report
+from hyperfed.papers.computed import Number
+from hyperfed.runs import config, experiments
 
 ROOT = Path(__file__).parents[2] / "experiments"
 TABLE = "pfedkt/table12"
@@ -47,8 +48,8 @@ def test_a_command_computes_the_table_and_the_report_sets_it_beside_the_publishe
     (table,) = computed.find_all(ROOT)
     others = [experiments.find(f"{paper}/table1", ROOT) for paper in ("pefll", "pfedkt")]
 
-    def reported(paper: str) -> beside.Report:
-        return beside.report(tmp_path, others, paper, computed=[table])
+    def reported(paper: str) -> report.Report:
+        return report.of_papers(tmp_path, others, paper, computed=[table])
 
     made = reported("pfedkt")
     for told in (

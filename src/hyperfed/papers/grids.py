@@ -6,9 +6,9 @@ The point that is best by the table's first measure stands for its row beside ot
 from collections.abc import Mapping
 from itertools import product
 
-from hyperfed.runs import measured
+from hyperfed.papers import measured
+from hyperfed.papers.measured import Cell, Measurement
 from hyperfed.runs.experiments import Experiment
-from hyperfed.runs.measured import Cell, Measurement
 from hyperfed.runs.statistics import Spread
 
 Found = Mapping[Cell, list[Measurement]]

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from hyperfed.errors import UserError
-from hyperfed.runs import beside, experiments, owed
-from hyperfed.runs.owed import Estimate
+from hyperfed.papers import owed, report
+from hyperfed.papers.owed import Estimate
+from hyperfed.runs import experiments
 
 TABLE = """
 [table]
@@ -93,15 +94,15 @@ def test_estimates_are_lines_and_the_report_has_their_sum(
     table: experiments.Experiment, tmp_path: Path
 ) -> None:
     assert owed.read(tmp_path) == []
-    assert "What did not fit" not in beside.report(tmp_path, [table]).text
+    assert "What did not fit" not in report.of_papers(tmp_path, [table]).text
     line = {"table": "made/table1", "cells": ["a-local"], "hours": 1.5, "of": "made/table1:a-local"}
     (tmp_path / owed.FILE).write_text(f"{json.dumps(line)}\n")
-    text = beside.report(tmp_path, [table]).text
+    text = report.of_papers(tmp_path, [table]).text
     assert "### What did not fit" in text
     assert "| `made/table1` | 2 | 2 | 3.0 | 3 |" in text
     (tmp_path / owed.FILE).write_text(f"{json.dumps(line | {'cells': ['a-x', 'a-local']})}\n")
     with pytest.raises(UserError, match=r"must be of cells that there are, but .* has no a-x; rem"):
-        beside.report(tmp_path, [table])
+        report.of_papers(tmp_path, [table])
     (tmp_path / owed.FILE).write_text(f"{json.dumps(line | {'hours': -1})}\n")
     with pytest.raises(
         UserError, match=r"hours\.jsonl must have an estimate in each line.* hours: "

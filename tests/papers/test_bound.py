@@ -13,9 +13,10 @@ import torch
 import hyperfed
 from hyperfed import trees
 from hyperfed.errors import UserError
-from hyperfed.runs import beside, bound, experiments
-from hyperfed.runs.bound import Variances, _around, check, measure
-from hyperfed.runs.reproduction import Job, carry_out, plan
+from hyperfed.papers import bound, report
+from hyperfed.papers.bound import Variances, _around, check, measure
+from hyperfed.papers.reproduction import Job, carry_out, plan
+from hyperfed.runs import experiments
 from hyperfed.runs.run import Run
 
 KEYS = {
@@ -184,7 +185,7 @@ def test_a_table_has_both_sides_of_each_run_beside_its_record_and_in_the_report(
         sides = bound.read(job.folder / "bound.json")
         assert sides is not None
         assert sides.without_divergence == pytest.approx(nothing)
-    made = beside.report(tmp_path, [both[0].experiment]).text
+    made = report.of_papers(tmp_path, [both[0].experiment]).text
     totals = [[sum(point["terms"].values()) for point in points] for points in found]
     means = [(first + second) / 2 for first, second in zip(*totals, strict=True)]
     assert f"The least is {shown(min(means))}, vacuous" in made
@@ -202,7 +203,7 @@ def test_a_table_has_both_sides_of_each_run_beside_its_record_and_in_the_report(
     assert (job.folder / "summary.json").read_bytes() == before
     (job.folder / "bound.json").write_text("{}")
     with pytest.raises(UserError, match=r"(?s)bound\.json must hold both sides of a bound, but: "):
-        beside.report(tmp_path, [job.experiment])
+        report.of_papers(tmp_path, [job.experiment])
 
 
 def test_a_scaled_run_has_one_draw_and_a_run_without_the_theorem_does_not_begin(

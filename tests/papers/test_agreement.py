@@ -10,7 +10,7 @@ import pytest
 
 from hyperfed.apps.cli import main
 from hyperfed.errors import UserError
-from hyperfed.runs import agreement
+from hyperfed.papers import agreement
 from hyperfed.runs.records import RunFolder, summarise
 from made_tables import make_table, record
 

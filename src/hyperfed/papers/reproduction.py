@@ -21,12 +21,13 @@ from types import FrameType
 import torch
 
 from hyperfed.errors import UserError
-from hyperfed.runs import agreement, bound, experiments, measured, origin, records
+from hyperfed.papers import agreement, bound, measured, origin
+from hyperfed.papers.origin import Origin
 from hyperfed.runs import config as configuration
+from hyperfed.runs import experiments, records
 from hyperfed.runs.config import RunConfig, TooShortError
 from hyperfed.runs.experiments import Bound, Experiment
 from hyperfed.runs.numbers import numbers_of_novel
-from hyperfed.runs.origin import Origin
 from hyperfed.runs.progress import watch
 from hyperfed.runs.records import RunFolder
 from hyperfed.runs.run import Progress, Run

@@ -7,11 +7,12 @@ from typing import Any, cast
 import pytest
 
 from hyperfed.errors import UserError
-from hyperfed.runs import beside, config, experiments, grids, measured
+from hyperfed.papers import grids, measured, report
+from hyperfed.papers.measured import Measurement
+from hyperfed.papers.origin import Origin
+from hyperfed.papers.reproduction import carry_out, plan
+from hyperfed.runs import config, experiments
 from hyperfed.runs.experiments import Experiment
-from hyperfed.runs.measured import Measurement
-from hyperfed.runs.origin import Origin
-from hyperfed.runs.reproduction import carry_out, plan
 
 TABLE = """
 [table]
@@ -137,7 +138,7 @@ def test_a_report_has_the_grid_and_the_best_point_beside_other_rows(tmp_path: Pa
     for job in plan(made, made.matching("half-*"), seeds=1, scale=1.0, out=tmp_path):
         carry_out(job, lambda message: None)
         assert job.done
-    text = beside.report(tmp_path, [made], figures=False).text
+    text = report.of_papers(tmp_path, [made], figures=False).text
     _, _, part = text.partition("#### Half of them: val_accuracy (%)")
     told, _, _ = part.partition("####")
     assert "FedAvg, point by point; the best by val_accuracy is bold" in told

@@ -18,11 +18,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
-from hyperfed.runs.reproduction import Job, carry_out
+from hyperfed.papers.reproduction import Job, carry_out
 from hyperfed.system.signals import handled
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["hyperfed.runs.zygote"])
+_CONTEXT.set_forkserver_preload(["hyperfed.papers.zygote"])
 
 
 @dataclass

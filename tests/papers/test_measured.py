@@ -10,9 +10,10 @@ import pytest
 from hyperfed.apps.cli import main
 from hyperfed.errors import UserError
 from hyperfed.nets.targets import build_target
-from hyperfed.runs import beside, config, experiments, measured, origin, pages, reproduction, svg
+from hyperfed.papers import lines, measured, origin, pages, report, reproduction, svg
+from hyperfed.papers.measured import UNITS
+from hyperfed.runs import config, experiments
 from hyperfed.runs.experiments import Published
-from hyperfed.runs.measured import UNITS
 from hyperfed.runs.records import RunFolder, summarise
 from hyperfed.runs.statistics import Spread
 from made_tables import TABLE, make_table, record
@@ -260,14 +261,14 @@ def test_a_miss_has_its_sign_and_unlike_budgets_are_said_whatever_they_differ_in
     record(folder, "fedavg", 0, [9, 9, 9, 9])
     record(folder, "trained", 0, [9, 9, 9, 9], cohort=0.6)  # 2.4 of four, and would be 3 of five
     drawn: list[Any] = []
-    monkeypatch.setattr(beside, "draw_cells", lambda curves, *_: drawn.extend(curves) or "<svg/>")
-    text = beside.report(folder / "results", experiments.find_all(folder / "experiments")).text
+    monkeypatch.setattr(lines, "draw_cells", lambda curves, *_: drawn.extend(curves) or "<svg/>")
+    text = report.of_papers(folder / "results", experiments.find_all(folder / "experiments")).text
     assert row(text, "FedAvg")[4] == "missed by +30.0"
     assert row(text, "FedAvg, trained on")[8] == "4 × 2 × 50 steps"
     assert "Budgets differ" not in text
     assert drawn[0].points == [(4.0, 90.0)]  # MB both ways
     record(folder, "local", 0, [5, 5, 5, 5], rounds=9)
-    text = beside.report(folder / "results", experiments.find_all(folder / "experiments")).text
+    text = report.of_papers(folder / "results", experiments.find_all(folder / "experiments")).text
     assert "Budgets differ: Local 9 rounds of 2 with 50 steps; FedAvg 4 rounds of 2" in text
 
 
@@ -373,8 +374,8 @@ def test_columns_and_rows_with_a_number_are_drawn_along_it(
         drawn[across, up] = lines
         return "<svg/>"
 
-    monkeypatch.setattr(beside, "draw_along", draw)
-    made = beside.report(folder / "results", [experiment])
+    monkeypatch.setattr(report, "draw_along", draw)
+    made = report.of_papers(folder / "results", [experiment])
     told = {
         name: [(p.at, p.measured.mean, p.published and p.published.value) for p in places]
         for (_, up), lines in drawn.items()
@@ -450,8 +451,8 @@ def test_examples_of_novel_clients_are_drawn_in_the_order_of_their_number(
         told = json.dumps({"novel": {"accuracy": accuracy}})
         (path / f"novel-n{count}.json").write_text(told)
     drawn: list[Any] = []
-    monkeypatch.setattr(beside, "draw_series", lambda series, *_: drawn.extend(series) or "<svg/>")
-    beside.report(folder / "results", experiments.find_all(folder / "experiments"))
+    monkeypatch.setattr(report, "draw_series", lambda series, *_: drawn.extend(series) or "<svg/>")
+    report.of_papers(folder / "results", experiments.find_all(folder / "experiments"))
     assert [one.points for one in drawn] == [[(10, 25), (30, 50), (100, 75)]]
 
 
@@ -459,14 +460,14 @@ def test_noise_and_examples_of_novel_clients_are_a_table(folder: Path) -> None:
     path = record(folder, "fedavg", 0, [6, 6, 7, 5])
     for name, accuracy in (("n10", 0.5), ("n30", 0.75), ("n10-epsilon0.1", 0.25)):
         (path / f"novel-{name}.json").write_text(json.dumps({"novel": {"accuracy": accuracy}}))
-    made = beside.report(folder / "results", experiments.find_all(folder / "experiments"))
+    made = report.of_papers(folder / "results", experiments.find_all(folder / "experiments"))
     assert row(made.text, "no noise") == ["no noise", "50.0", "75.0"]
     assert row(made.text, "epsilon 0.1") == ["epsilon 0.1", "25.0", "–"]
     assert "made/table1-digits-fedavg" in made.figures
     for wrong in ("{}", '{"novel": {"accuracy": 50}}', '{"novel": {"accuracy": NaN}}'):
         (path / "novel-n10.json").write_text(wrong)
         with pytest.raises(UserError, match="must be what evaluate --novel --json prints"):
-            beside.report(folder / "results", experiments.find_all(folder / "experiments"))
+            report.of_papers(folder / "results", experiments.find_all(folder / "experiments"))
 
 
 def test_a_table_that_measures_what_no_summary_has_is_refused(folder: Path) -> None:

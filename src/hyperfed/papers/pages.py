@@ -7,7 +7,7 @@ from pathlib import Path
 from markdown_it import MarkdownIt
 
 from hyperfed.errors import UserError
-from hyperfed.runs.beside import Report
+from hyperfed.papers.report import Report
 from hyperfed.system.files import atomic_write
 
 ENDINGS = (".html", ".md")

@@ -15,8 +15,9 @@ import pytest
 from commands import start
 from hyperfed.apps.cli import main
 from hyperfed.errors import UserError
-from hyperfed.runs import config, origin, records, reproduction
-from hyperfed.runs.reproduction import Job, carry_out
+from hyperfed.papers import origin, reproduction
+from hyperfed.papers.reproduction import Job, carry_out
+from hyperfed.runs import config, records
 from hyperfed.runs.run import Run
 
 TABLE = """

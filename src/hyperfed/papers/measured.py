@@ -13,11 +13,12 @@ from hyperfed.data import datasets
 from hyperfed.data.division import OF_LABELLED
 from hyperfed.errors import UserError, one_line
 from hyperfed.methods import METHODS
-from hyperfed.runs import agreement, config, origin, records, statistics
+from hyperfed.papers import agreement, origin
+from hyperfed.papers.origin import Origin
+from hyperfed.runs import config, records, statistics
+from hyperfed.runs.comparison import CHANGE_NO_NUMBER
 from hyperfed.runs.experiments import Experiment, Published
-from hyperfed.runs.origin import Origin
 from hyperfed.runs.records import Number, RunRecord
-from hyperfed.runs.report import CHANGE_NO_NUMBER
 from hyperfed.runs.statistics import Scores, Spread
 from hyperfed.system.toml import literal
 

@@ -1,0 +1,1 @@
+"""Papers' tables: what was published, runs that reproduce it, and both side by side."""

@@ -1,0 +1,201 @@
+"""The lines of a report's tables: a cell's records, beside what was published and one another."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from hyperfed.papers import grids, markdown, measured
+from hyperfed.papers.measured import UNITS, Cell, Measurement, Verdict
+from hyperfed.papers.svg import Curve, Dot, draw_cells
+from hyperfed.runs import statistics
+from hyperfed.runs.comparison import difference, percent
+from hyperfed.runs.config import cohort_size
+from hyperfed.runs.experiments import Experiment, Measure
+from hyperfed.runs.statistics import Difference, Spread
+
+
+@dataclass(frozen=True)
+class Line:
+    """A cell's records with one set of settings, in a table.
+
+    Attributes:
+        about: how the row is called.
+        group: the records, of several seeds.
+        metric: what they are judged by.
+        published: the number with its spread, in words.
+        mean: over seeds.
+        verdict: on what was published.
+        missed: by how much; None where nothing was published.
+    """
+
+    about: str
+    group: Sequence[Measurement]
+    metric: str
+    published: str
+    mean: Spread
+    verdict: Verdict
+    missed: float | None
+
+    @property
+    def summaries(self) -> list[Mapping[str, Any]]:
+        """Those of the records."""
+        return [one.summary for one in self.group]
+
+    @property
+    def method(self) -> str:
+        """The name of its method."""
+        return str(self.summaries[0]["method"])
+
+    @property
+    def megabytes(self) -> float:
+        """What travelled in training, both ways."""
+        return fmean((s["bytes_down"] + s["bytes_up"]) / 1e6 for s in self.summaries)
+
+    @property
+    def budget(self) -> tuple[int, int, str]:
+        """Rounds, clients of each, and what each of them does."""
+        settings = self.group[0].record.config
+        task, own = settings["task"], settings["method"]
+        known = task["clients"] - round(task["novel"] * task["clients"])
+        epochs = own.get("local_epochs", "none")
+        local = f"{own.get('local_steps')} steps" if epochs == "none" else f"{epochs} epochs"
+        return self.summaries[0]["rounds"], cohort_size(settings["cohort"], known), local
+
+    @property
+    def worst(self) -> float | None:
+        """The accuracy of the clients that are served worst."""
+        every = [statistics.worst(one.scores(self.metric)) for one in self.group]
+        there = [value for value in every if value is not None]
+        return fmean(there) if there else None
+
+    def against(self, others: "Sequence[Line]") -> Difference | None:
+        """Compares it to others, client by client."""
+        theirs = [one.scores(self.metric) for other in others for one in other.group]
+        return statistics.difference([one.scores(self.metric) for one in self.group], theirs)
+
+
+def lines_of(
+    found: Mapping[Cell, list[Measurement]], experiment: Experiment, column: str, measure: str
+) -> Iterator[Line]:
+    """Yields the cells of a column that have records, those of several settings several times.
+
+    Of each grid it is the best point alone.
+    """
+    metric = experiment.measures[measure].metric
+    worse = grids.worse(found, experiment, column)
+    for row, part in experiment.rows.items():
+        cell = f"{column}-{row}"
+        if (experiment.id, cell) not in found or row in worse:
+            continue
+        published = experiment.published(measure, cell)
+        for group in measured.alike(found[experiment.id, cell]):
+            own = metric if measured.over_seeds(group, metric) else measured.plain(metric)
+            if (mean := measured.over_seeds(group, own)) is None:
+                continue
+            said = "–"
+            if published is not None:
+                said = f"{published.value:g}"
+                said += "" if published.spread is None else f" ± {published.spread:g}"
+            missed = None if published is None else mean.mean - published.value
+            verdict = verdict_on(experiment, measure, cell, group)
+            if own != metric:
+                verdict = Verdict(None, f"{own}: these records lack {metric}; {verdict.why}")
+            yield Line(part.about, group, own, said, mean, verdict, missed)
+
+
+def in_words(line: Line) -> str:
+    """Returns the verdict, and which share of the rounds it rests on where that is not all."""
+    if line.verdict.reproduced is not None:
+        return "reproduced" if line.verdict.reproduced else f"missed by {line.missed:+.1f}"
+    first = line.group[0]
+    if first.origin.scale == 1 and "rounds" in first.differing:
+        own, wanted = (int(rounds) for rounds in first.differing["rounds"])
+        if own < wanted:
+            return f"scaled: {own / wanted:g} of the rounds; {line.verdict.why}"
+    return line.verdict.why
+
+
+def verdict_on(
+    experiment: Experiment, measure: str, cell: str, group: Sequence[Measurement]
+) -> Verdict:
+    """Returns what records of a cell, all of the same settings, say of what was published."""
+    return measured.verdict(
+        group,
+        experiment.measures[measure].metric,
+        experiment.published(measure, cell),
+        judged=experiment.judged(cell),
+    )
+
+
+def table_of(lines: Sequence[Line], notes: list[str]) -> str:
+    """Returns lines as a table; why one has no verdict is added to the notes."""
+    percents = UNITS[lines[0].metric][0] == "%"
+    header = ["method", "published", "measured", "seeds", "verdict"]
+    header += ["worst tenth", "over Local", "to the best"] * percents
+    header += ["rounds × clients × local", "MB", "min"] + ["points/GB"] * percents
+    return markdown.table(header, [_row(line, lines, notes) for line in lines])
+
+
+def _row(line: Line, lines: Sequence[Line], notes: list[str]) -> list[str]:
+    percents = UNITS[line.metric][0] == "%"
+    if line.verdict.reproduced is None:
+        if line.verdict.why not in notes:
+            notes.append(line.verdict.why)
+        verdict = f"none ({notes.index(line.verdict.why) + 1})"
+    elif line.verdict.reproduced:
+        verdict = "**reproduced**"
+    else:
+        verdict = f"missed by {line.missed:+.1f}"
+    cells = [line.about, line.published, markdown.spread(line.mean), str(line.mean.seeds), verdict]
+    if percents:
+        best = max(lines, key=lambda other: other.mean.mean)
+        to_best = "best" if line is best else difference(line.against([best]))
+        local = [other for other in lines if other.method == "local"]
+        over = "–" if line.method == "local" else difference(line.against(local))
+        cells += ["–" if line.worst is None else percent(line.worst), over, to_best]
+    rounds, clients, local_work = line.budget
+    cells += [f"{rounds:,} × {clients} × {local_work}", f"{line.megabytes:,.0f}"]
+    cells += [markdown.minutes(line.summaries)]
+    if percents:
+        travelled = line.megabytes / 1e3
+        cells.append(f"{line.mean.mean / travelled:.1f}" if travelled else "–")
+    return cells
+
+
+def budgets(lines: Sequence[Line]) -> str:
+    """Returns a sentence where methods of a table have been given unlike shares of work."""
+    if len({line.budget for line in lines}) < 2:
+        return ""
+    told = []
+    for line in lines:
+        rounds, clients, local = line.budget
+        told.append(f"{line.about} {rounds:,} rounds of {clients} with {local}")
+    return f"Budgets differ: {'; '.join(dict.fromkeys(told))}."
+
+
+def figure(lines: Sequence[Line], notes: Sequence[str], measure: Measure) -> str:
+    """Draws lines as SVG: accuracy by what travelled, and measured beside published."""
+    curves, dots = [], []
+    for line in lines:
+        name = line.about
+        if line.verdict.why in notes:  # which tells it from other records of the same cell
+            name += f" ({notes.index(line.verdict.why) + 1})"
+        record = line.group[0].record
+        points = [
+            ((e.bytes_down + e.bytes_up) / 1e6, 100 * e.accuracy)
+            for e in record.evaluations
+            if e.split == "test" and e.accuracy is not None
+        ]
+        curves.append(Curve(name, points))
+        published = line.published.split(" ± ")
+        dots.append(
+            Dot(
+                name,
+                line.mean.mean,
+                line.mean.std or 0.0,
+                None if published[0] == "–" else float(published[0]),
+                float(published[1]) if len(published) > 1 else 0.0,
+            )
+        )
+    return draw_cells(curves, dots, measure.about or measure.metric)

@@ -1,0 +1,70 @@
+"""Records that are of no paper's table, side by side."""
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+
+from hyperfed.metrics import Metric
+from hyperfed.papers.markdown import minutes, table
+from hyperfed.runs import statistics
+from hyperfed.runs.comparison import difference
+from hyperfed.runs.records import RunRecord
+
+
+def compared(metric: Metric, labelled: Mapping[str, Sequence[RunRecord]]) -> str:
+    """Returns a table of records by what they are called, each of several seeds.
+
+    They are compared client by client where one of them trains alone: others need not be meant to.
+    """
+    tested = [f"{what} {metric.short}" for what in ("test", "last round", "worst tenth", "novel")]
+    header = ["record", "seeds", *tested, "MB", "min"]
+    rows = [_other(label, metric, runs) for label, runs in labelled.items()]
+    scores = {label: [statistics.scores(run) for run in runs] for label, runs in labelled.items()}
+    method = {label: (runs[0].summary or {})["method"] for label, runs in labelled.items()}
+    alone = [one for label in labelled if method[label] == "local" for one in scores[label]]
+    if alone:
+        best = max(labelled, key=lambda label: metric.order(_mean(labelled[label], metric)))
+        header[6:6] = ["over Local", "to the best"]
+        for label, row in zip(labelled, rows, strict=True):
+            over = statistics.difference(scores[label], alone)
+            to_best = statistics.difference(scores[label], scores[best])
+            row[6:6] = [
+                "–" if method[label] == "local" else difference(over, metric),
+                "best" if label == best else difference(to_best, metric),
+            ]
+    return table(header, rows)
+
+
+def _mean(runs: Sequence[RunRecord], metric: Metric) -> float | None:
+    """Returns the mean over runs of the metric on test data; None where one has none."""
+    values = [(run.summary or {}).get(f"test_{metric.name}") for run in runs]
+    there = [value for value in values if value is not None]
+    return fmean(there) if len(there) == len(runs) else None
+
+
+def _other(label: str, metric: Metric, runs: Sequence[RunRecord]) -> list[str]:
+    summaries = [run.summary or {} for run in runs]
+    last = [[e for e in run.evaluations if e.split == "test"][-1:] for run in runs]
+
+    def over_seeds(values: Sequence[float | None]) -> str:
+        there = [value for value in values if value is not None]
+        if not there:
+            return "–"
+        found = statistics.spread(there)
+        return (
+            metric.shown(found.mean) if found.std is None else metric.spread(found.mean, found.std)
+        )
+
+    def summed_up(key: str) -> str:
+        return over_seeds([s.get(key) for s in summaries])
+
+    megabytes = fmean((s["bytes_down"] + s["bytes_up"]) / 1e6 for s in summaries)
+    return [
+        label,
+        str(len(summaries)),
+        summed_up(f"test_{metric.name}"),
+        over_seeds([e.main.value for of in last for e in of]),
+        summed_up(f"worst_decile_{metric.name}"),
+        summed_up(f"novel_{metric.name}"),
+        f"{megabytes:,.1f}",
+        minutes(summaries),
+    ]

@@ -1,0 +1,47 @@
+"""What all figures have in common: colours that anyone can tell apart, and files."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from hyperfed.errors import UserError
+from hyperfed.system.files import atomic_write
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+"""Okabe and Ito's palette, which people with any colour vision can tell apart; yellow left out."""
+
+DASHES = ("-", "--", ":", "-.")
+"""Told apart where colours are used up or not printed."""
+
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+
+
+def look(index: int, *of: Literal["linestyle", "marker"]) -> dict[str, Any]:
+    """Returns how what belongs to one of many is drawn: its colour, and what else is asked for."""
+    every = {"color": COLOURS, "linestyle": DASHES, "marker": MARKERS}
+    return {kind: every[kind][index % len(every[kind])] for kind in ("color", *of)}
+
+
+def new_figure(width: float, height: float) -> "Figure":
+    """Returns an empty figure of so many inches."""
+    # Not pyplot, which would keep every figure in memory and ask for a display.
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def check_ending(figure: "Figure", path: Path) -> None:
+    """Raises ``UserError`` where a file's name ends in no format of figures."""
+    formats = figure.canvas.get_supported_filetypes()
+    if path.suffix.removeprefix(".") not in formats:
+        raise UserError(
+            f"the figure's file must end in one of {', '.join(sorted(formats))}, came {path}"
+        )
+
+
+def save(figure: "Figure", path: Path) -> None:
+    """Writes a figure whole or not at all."""
+    ending = path.suffix.removeprefix(".")
+    atomic_write(path, lambda file: figure.savefig(file, format=ending, dpi=200))
