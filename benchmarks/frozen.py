@@ -30,6 +30,7 @@ from hyperfed.engines.flower.sites import HELLO
 from hyperfed.methods import METHODS
 from hyperfed.runs import config
 from hyperfed.runs.run import Run
+from hyperfed.runs.settings import RunConfig
 from large import SHAPE, TARGETS
 from processes import descendants, name_of
 from random_images import CLASSES
@@ -56,7 +57,7 @@ def data(clients: int) -> dict[str, Any]:
     }
 
 
-def serve(connection: Connection, target: str, clients: int, settings: config.RunConfig) -> None:
+def serve(connection: Connection, target: str, clients: int, settings: RunConfig) -> None:
     """Is a site whose backbone has other weights, until it is told to say its memory."""
     arrays, before = data(clients), gibibytes("VmRSS")
     task = Task.from_arrays(**arrays, model=TARGETS[target], seed=1)

@@ -7,12 +7,13 @@ import pytest
 from hours import cost, hours, measure, trainings
 from hyperfed.methods import fedavg
 from hyperfed.runs import config
+from hyperfed.runs.settings import RunConfig
 from hyperfed.trees import Tree
 
 FEW = ["task.clients=5", "task.novel=0.2", "rounds=10", "evaluate_every=4"]
 
 
-def loaded(method: str, *settings: str) -> config.RunConfig:
+def loaded(method: str, *settings: str) -> RunConfig:
     return config.load(method, [*FEW, *settings])
 
 

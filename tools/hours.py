@@ -26,8 +26,8 @@ from hyperfed.papers import measured, owed
 from hyperfed.papers.owed import Estimate
 from hyperfed.papers.reproduction import ONE_THREAD, training_of
 from hyperfed.runs import config, experiments
-from hyperfed.runs.config import RunConfig
 from hyperfed.runs.run import Run
+from hyperfed.runs.settings import RunConfig, cohort_size
 
 PHASES = ("phase_one_rounds", "pretrain_rounds")
 """Settings that say after how many rounds a method begins to do something else."""
@@ -72,7 +72,7 @@ def hours(settings: RunConfig, seconds: tuple[float, float, float]) -> float:
     task, rounds = settings.task, settings.rounds
     assert task.clients is not None  # tables say so
     early = max(getattr(settings.settings, name, 0) for name in PHASES)
-    visits = config.cohort_size(settings.cohort, task.clients - round(task.novel * task.clients))
+    visits = cohort_size(settings.cohort, task.clients - round(task.novel * task.clients))
     evaluations = -(-rounds // settings.evaluate_every)
     trained = visits * (early * before + (rounds - early) * after)
     return (trained + evaluations * evaluation) / 3600

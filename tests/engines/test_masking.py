@@ -18,7 +18,7 @@ from hyperfed.federation import AllLostError, Cohort
 from hyperfed.methods import METHODS, fedavg
 from hyperfed.methods.fedavg import Client
 from hyperfed.runs import config as configuration
-from hyperfed.runs.config import NO_SUMS
+from hyperfed.runs.capability import NO_SUMS
 from hyperfed.runs.run import Run
 from hyperfed.training import Steps
 from hyperfed.trees import Tree

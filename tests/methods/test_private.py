@@ -14,7 +14,7 @@ from hyperfed.engines.updates import PrivateUpdates, Where
 from hyperfed.errors import UserError
 from hyperfed.federation import AllLostError, Task
 from hyperfed.methods import METHODS
-from hyperfed.runs.config import NO_UPDATES
+from hyperfed.runs.capability import NO_UPDATES
 from hyperfed.runs.private import AggregateNoise
 from hyperfed.trees import Tree
 from hyperfed.trees.aggregation import MEAN, MeanNoise

@@ -14,6 +14,7 @@ from hyperfed.federation import Outline
 from hyperfed.methods import METHODS
 from hyperfed.methods.pefll import Config as PefllConfig
 from hyperfed.runs import config
+from hyperfed.runs.settings import RunConfig
 from hyperfed.system.randomness import seeded
 from toys import CLASSES, TwoLayers
 
@@ -220,7 +221,7 @@ RUNS = sorted(
 )
 
 
-def value_of(chosen: config.RunConfig, key: str) -> Any:
+def value_of(chosen: RunConfig, key: str) -> Any:
     path = key.replace("method.", "settings.").split(".")
     return reduce(lambda part, name: getattr(part, name, "no such key"), path, chosen)
 

@@ -11,7 +11,8 @@ from hyperfed.engines import Faults
 from hyperfed.engines.calls import Call
 from hyperfed.federation import Task
 from hyperfed.methods import METHODS
-from hyperfed.runs.config import NO_MEAN, RobustConfig
+from hyperfed.runs.capability import NO_MEAN
+from hyperfed.runs.settings import RobustConfig
 from hyperfed.system.randomness import seeded
 from hyperfed.trees import aggregation
 from hyperfed.trees.aggregation import Rule

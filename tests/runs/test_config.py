@@ -12,7 +12,8 @@ from hyperfed.engines import ENGINES, Faults
 from hyperfed.errors import UserError
 from hyperfed.methods import METHODS
 from hyperfed.runs import config
-from hyperfed.runs.config import EngineConfig, RunConfig, known_keys, to_dict
+from hyperfed.runs.config import known_keys, to_dict
+from hyperfed.runs.settings import EngineConfig, RunConfig
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))

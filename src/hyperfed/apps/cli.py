@@ -55,6 +55,7 @@ from hyperfed.runs.export import export_model
 from hyperfed.runs.progress import following, watch
 from hyperfed.runs.run import Run
 from hyperfed.runs.serving import Served
+from hyperfed.runs.settings import RunConfig
 from hyperfed.system.signals import handled
 
 ALL = "all"
@@ -386,7 +387,7 @@ def list_known(
 # Training, until it is done or somebody stops it.
 
 
-def _own_process(loaded: Sequence[config.RunConfig], *, as_json: bool) -> Tell:
+def _own_process(loaded: Sequence[RunConfig], *, as_json: bool) -> Tell:
     """Goes on in a process of its own where what computes may end it; see :func:`divide`."""
     if any(it.engine.name == "ray" for it in loaded):
         return divide(as_json=as_json)
@@ -414,7 +415,7 @@ def _train_all(
     source: str, each: Sequence[Sequence[str]], out: Path, *, as_json: bool, quiet: bool
 ) -> None:
     """Trains a method, or all, with each of some settings and compares; 3 where one was stopped."""
-    loaded: list[config.RunConfig] = []  # no error after hours
+    loaded: list[RunConfig] = []  # no error after hours
     for method in METHODS if source == ALL else [source]:
         try:
             loaded += [config.load(method, settings) for settings in each]
@@ -480,7 +481,7 @@ def _result(run: Run) -> dict[str, Any]:
     return {"folder": str(_folder(run)), "round": run.round, "summary": run.summary or None}
 
 
-def _submit(loaded: config.RunConfig, folder: Path, *, as_json: bool, quiet: bool) -> None:
+def _submit(loaded: RunConfig, folder: Path, *, as_json: bool, quiet: bool) -> None:
     """Has a SuperLink train, prints the result and the folder; 3 where the run can be resumed."""
     how = ""
     try:

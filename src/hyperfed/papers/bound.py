@@ -26,8 +26,8 @@ from hyperfed import trees
 from hyperfed.errors import UserError, check_positive, told
 from hyperfed.federation import Split, Task
 from hyperfed.runs import experiments, statistics
-from hyperfed.runs.config import RunConfig
 from hyperfed.runs.serving import Served
+from hyperfed.runs.settings import RunConfig
 from hyperfed.system.files import atomic_write
 from hyperfed.system.provenance import commit
 from hyperfed.system.randomness import generator

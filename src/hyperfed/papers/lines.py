@@ -10,8 +10,8 @@ from hyperfed.papers.measured import UNITS, Cell, Measurement, Verdict
 from hyperfed.papers.svg import Curve, Dot, draw_cells
 from hyperfed.runs import statistics
 from hyperfed.runs.comparison import difference, percent
-from hyperfed.runs.config import cohort_size
 from hyperfed.runs.experiments import Experiment, Measure
+from hyperfed.runs.settings import cohort_size
 from hyperfed.runs.statistics import Difference, Spread
 
 

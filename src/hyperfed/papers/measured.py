@@ -19,6 +19,7 @@ from hyperfed.runs import config, records, statistics
 from hyperfed.runs.comparison import CHANGE_NO_NUMBER
 from hyperfed.runs.experiments import Experiment, Published
 from hyperfed.runs.records import Number, RunRecord
+from hyperfed.runs.settings import RunConfig
 from hyperfed.runs.statistics import Scores, Spread
 from hyperfed.system.toml import literal
 
@@ -197,7 +198,7 @@ def check_measures(experiment: Experiment) -> None:
             )
 
 
-def flat(settings: config.RunConfig | Mapping[str, Any]) -> dict[str, str]:
+def flat(settings: RunConfig | Mapping[str, Any]) -> dict[str, str]:
     """Returns {dotted key: value as TOML} of settings that change numbers, but for the seed.
 
     A partition that is left to the data set is told by its name, as records of before it could be
@@ -223,7 +224,7 @@ def flat(settings: config.RunConfig | Mapping[str, Any]) -> dict[str, str]:
 
 
 def differing(
-    settings: config.RunConfig | Mapping[str, Any], wanted: Mapping[str, str]
+    settings: RunConfig | Mapping[str, Any], wanted: Mapping[str, str]
 ) -> dict[str, tuple[str, str]]:
     """Returns key -> (its value, that of ``wanted``) of settings that differ.
 
@@ -243,7 +244,7 @@ def differing(
 @cache
 def _defaults(method: str) -> Mapping[str, str]:
     """Returns the settings of a run without any preset."""
-    return flat(config.RunConfig(method=method, settings=METHODS[method].Config()))
+    return flat(RunConfig(method=method, settings=METHODS[method].Config()))
 
 
 def _method(nested: Mapping[str, Any]) -> str:

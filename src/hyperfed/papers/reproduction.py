@@ -25,12 +25,13 @@ from hyperfed.papers import agreement, bound, measured, origin
 from hyperfed.papers.origin import Origin
 from hyperfed.runs import config as configuration
 from hyperfed.runs import experiments, records
-from hyperfed.runs.config import RunConfig, TooShortError
+from hyperfed.runs.config import TooShortError
 from hyperfed.runs.experiments import Bound, Experiment
 from hyperfed.runs.numbers import numbers_of_novel
 from hyperfed.runs.progress import watch
 from hyperfed.runs.records import RunFolder
 from hyperfed.runs.run import Progress, Run
+from hyperfed.runs.settings import RunConfig
 from hyperfed.system.files import atomic_write, refused
 
 ONE_THREAD = ("engine.workers=1", "engine.cores_per_client=1")

@@ -10,8 +10,9 @@ from rich.table import Table
 
 from hyperfed.errors import UserError
 from hyperfed.metrics import ACCURACY, METRICS, Metric, named
-from hyperfed.runs.config import RunConfig, flat, to_dict
+from hyperfed.runs.config import flat, to_dict
 from hyperfed.runs.records import Evaluation, Number
+from hyperfed.runs.settings import RunConfig
 from hyperfed.runs.statistics import Difference
 
 MOST_NAMED = 3

@@ -15,40 +15,23 @@ import difflib
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from decimal import ROUND_HALF_UP, Decimal
 from functools import cache
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    FiniteFloat,
-    NonNegativeInt,
-    PositiveInt,
-    TypeAdapter,
-    ValidationError,
-)
-from pydantic.dataclasses import dataclass
+from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from hyperfed.data.settings import several
 from hyperfed.data.tasks import TaskConfig
 from hyperfed.engines import EngineConfig, Faults
-from hyperfed.engines.masking import Masking
-from hyperfed.engines.updates import PrivateUpdates, Where
 from hyperfed.errors import UserError
 from hyperfed.methods import METHODS
 from hyperfed.runs import experiments
+from hyperfed.runs.capability import not_masked, not_private, not_robust
+from hyperfed.runs.settings import RobustConfig, RunConfig, ServeConfig, TrainingPrivacy
 from hyperfed.system import toml
 from hyperfed.system.files import atomic_write
-from hyperfed.training import Precision
-from hyperfed.trees.aggregation import Aggregation
-
-_STRICT = ConfigDict(extra="forbid", strict=True)
 
 AGAIN = "# Trained again by: hyperfed run config.toml\n"
 """Above the settings of a run."""
@@ -58,241 +41,9 @@ _FILES = ("task.name", "task.model")  # a relative path there begins at the TOML
 _OF_PYTHON = ("name", "source", "clients", "novel", "unlabelled")
 _SHORT = {"method": "method.name", "task": "task.name", "engine": "engine.name"}
 
-MetricName = Literal["balanced_accuracy", "f1", "calibration", "r2"]
-"""What clients count for on request (:data:`hyperfed.metrics.ON_REQUEST`)."""
-
-Examined = Literal["descriptors", "crossed"]
-"""What can be looked into beside how good models are (:mod:`hyperfed.runs.examined`)."""
-
-TrackerName = Literal["auto", "tensorboard", "mlflow", "wandb"]
-"""Where numbers go besides the records (:mod:`hyperfed.runs.trackers`)."""
-
-NO_MEAN = ("fedfomo", "fedproto", "heurpfedla", "local", "pfedla")
-"""Methods for which ``robust.aggregation`` has nothing to stand for.
-
-Their servers keep each client's model by itself, or none; FedProto's averages prototypes class by
-class, over those who have the class.
-"""
-
-
-NO_UPDATES = (
-    "fedas",
-    "feddbe",
-    "fedfomo",
-    "fedpac",
-    "fedproto",
-    "heurpfedla",
-    "hypcluster",
-    "itpfl",
-    "lg_fedavg",
-    "local",
-    "pfedla",
-)
-"""Methods that cannot be trained privately: clients answer with more than updates, or nothing.
-
-Of all others the servers use updates for nothing but means, of which each can have noise, for
-gradients that are bounded before their mean is taken, and for what goes back to the client that
-they are from.
-"""
-
-NO_SUMS = (
-    "fedas",
-    "feddbe",
-    "fedfomo",
-    "fedpac",
-    "fedproto",
-    "fml",
-    "headstart",
-    "heurpfedla",
-    "hypcluster",
-    "itpfl",
-    "lg_fedavg",
-    "local",
-    "mh_pfedhn",
-    "pefll",
-    "per_fedavg",
-    "pfedhn",
-    "pfedhn_pc",
-    "pfedla",
-    "pfedme",
-)
-"""Methods whose servers need more of clients than means by numbers of examples, or nothing."""
-
-
-def _number_or_fraction(cohort: int | float) -> int | float:
-    if isinstance(cohort, int) and cohort < 1:
-        raise ValueError("must be at least 1 client, or a fraction such as 0.25")
-    if isinstance(cohort, float) and not 0 < cohort <= 1:
-        raise ValueError("must be a whole number of clients, or a fraction above 0 and at most 1.0")
-    return cohort
-
-
-def cohort_size(cohort: int | float, known: int) -> int:
-    """Returns how many of the ``known`` clients a round has; a number above all means all."""
-    if isinstance(cohort, int):
-        return min(cohort, known)
-    # Of the fraction as it is written: 0.29 of 50 are 14.5, but in binary a little less.
-    exact = Decimal(str(cohort)) * known
-    return max(1, int(exact.to_integral_value(ROUND_HALF_UP)))
-
-
-def check_cohort(config: "RunConfig", known: int) -> None:
-    """Refuses a round of more clients than there are; that of a preset is for tasks of any size.
-
-    Args:
-        config: all settings.
-        known: clients that train.
-
-    Raises:
-        UserError: somebody asked for more of them.
-    """
-    presets = getattr(METHODS.get(config.method), "PRESETS", {})
-    usual = presets.get(config.preset, {}).get("cohort")
-    if isinstance(config.cohort, int) and config.cohort > known and config.cohort != usual:
-        raise UserError(
-            f"cohort must be at most {known}, the clients that train, came {config.cohort}; lower "
-            "it, or give a fraction (1.0 is all)"
-        )
-
 
 class TooShortError(UserError):
     """All is right but for the number of rounds, which a method's phases do not fit in."""
-
-
-@dataclass(frozen=True, config=_STRICT)
-class ServeConfig:
-    """How clients are served, whatever the method.
-
-    Attributes:
-        finetune_steps: steps of local SGD, with the method's ``local_*`` settings and the task's
-            loss, by which a client's personal model is fine-tuned on its own training data
-            whenever it is used: in each evaluation, so that the best round is that of the
-            fine-tuned models, and in all that serves known or novel clients afterwards. No round
-            of training sees what came of it.
-    """
-
-    finetune_steps: NonNegativeInt = 0
-
-
-@dataclass(frozen=True, config=_STRICT)
-class RobustConfig:
-    """What a server does against clients whose replies are wrong, by mischance or on purpose.
-
-    Attributes:
-        reply_bound: how many times as large as the others' a client's reply to a message of
-            training may be (:mod:`hyperfed.engines.bounds`); one that is larger loses its client
-            for the message. None for any size.
-        aggregation: what stands for the mean over clients wherever a server takes it
-            (:mod:`hyperfed.trees.aggregation`).
-        hostile: the share of clients that ``trimmed_mean`` and ``krum`` are to bear.
-    """
-
-    reply_bound: Annotated[float, Field(gt=1)] | None = 100.0
-    aggregation: Aggregation = "mean"
-    hostile: Annotated[float, Field(ge=0, lt=0.5)] = 0.25
-
-
-@dataclass(frozen=True, config=_STRICT)
-class TrainingPrivacy:
-    """Private training: what clients answer has a largest length, and noise or masks.
-
-    Noise is of whole clients, not of single samples: any data of a client could be others. (What
-    ``itpfl`` makes private with ``method.epsilon`` is a sample of a novel client.)
-
-    Attributes:
-        epsilon: what all answers of a client may cost in the run; no noise where not given.
-        delta: at which epsilon is told.
-        clip: the largest length of an answer (:mod:`hyperfed.engines.updates`). Where not given, 1
-            of one with noise, and 100 of one that is only masked.
-        where: noise is added by each client to what it answers (``local``), or by a server that is
-            trusted with the answers to what it makes of them (``central``).
-        masking: the server is told sums of what clients answer, and no answer by itself
-            (:mod:`hyperfed.engines.masking`).
-    """
-
-    epsilon: Annotated[FiniteFloat, Field(gt=0)] | None = None
-    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-3
-    clip: Annotated[FiniteFloat, Field(gt=0)] | None = None
-    where: Where = "local"
-    masking: bool = False
-
-    @property
-    def bound(self) -> float:
-        """The largest length of an answer."""
-        return self.clip or (100.0 if self.epsilon is None else 1.0)
-
-    def sums(self) -> Masking | None:
-        """Returns how answers are summed under masks; None where they are not."""
-        return Masking(self.bound, self.epsilon is not None) if self.masking else None
-
-    def updates(self, multiplier: float = math.inf) -> PrivateUpdates | None:
-        """Returns how answers are made private, with so much noise; None where they are not."""
-        if self.epsilon is None:
-            return None
-        return PrivateUpdates(self.where, self.bound, multiplier, self.epsilon, self.delta)
-
-
-@dataclass(frozen=True, config=_STRICT)
-class RunConfig:
-    """Everything that decides what a run computes.
-
-    Attributes:
-        method: a name in :data:`hyperfed.methods.METHODS`.
-        settings: an instance of that method's ``Config``.
-        preset: which of the method's published settings the run started from.
-        rounds: server iterations.
-        cohort: clients of a round: their number, or a fraction of those that train (1.0 is all),
-            novel ones not counted; halves are rounded up, and one is the least. Where there are
-            fewer than a preset has, all of them.
-        evaluate_every: rounds between evaluations.
-        best: which validation number makes a round the best: ``accuracy`` stands for the task's own
-            metric, which of numbers is the RMSE; the others are for classes.
-        metrics: what clients count for beside the task's own metric: ``balanced_accuracy``, ``f1``
-            (macro) and ``calibration`` (the expected error of confidence, 15 bins) of classes,
-            which tell how many examples a client has of each, and ``r2`` of numbers, which tells
-            mean and spread of its targets and is always there unless clients are at sites
-            (:mod:`hyperfed.metrics`).
-        examine: what is looked into beside how good models are, which changes no number.
-            ``descriptors``: at each evaluation, how the distances between clients' descriptors rank
-            beside those between their labels, and at the end the descriptors; ``crossed``: at the
-            end, each known client's metric with what the server makes for every other one.
-        checkpoint_every: rounds between checkpoints.
-        seed: of every draw.
-        device: where clients compute, and the server beside them: ``cpu``, ``cuda`` or ``cuda:N``.
-            With ``flower`` that of the server; each site says its own.
-        precision: of the clients' arithmetic. ``bf16`` computes products and convolutions of local
-            steps and evaluations in bfloat16; weights and messages stay float32.
-        track: where numbers go besides the records (:mod:`hyperfed.runs.trackers`):
-            ``tensorboard``, ``mlflow``, ``wandb`` or None for nowhere. ``auto`` is TensorBoard
-            where it is installed and the run has a folder.
-        task: data, split and target model.
-        serve: how clients are served.
-        robust: against clients whose replies are wrong.
-        privacy: of training.
-        engine: who computes.
-        faults: faults made on purpose.
-    """
-
-    method: str
-    settings: Any
-    preset: str = "default"
-    rounds: PositiveInt = 200
-    cohort: Annotated[int | float, AfterValidator(_number_or_fraction)] = 0.25
-    evaluate_every: PositiveInt = 20
-    best: Literal["accuracy", "masked_accuracy", "zeroed_accuracy"] = "accuracy"
-    metrics: Annotated[tuple[MetricName, ...], BeforeValidator(several)] = ()
-    examine: Annotated[tuple[Examined, ...], BeforeValidator(several)] = ()
-    checkpoint_every: PositiveInt = 100
-    seed: NonNegativeInt = 0
-    device: str = "cpu"
-    precision: Precision = "float32"
-    track: TrackerName | None = "auto"
-    task: TaskConfig = TaskConfig()
-    serve: ServeConfig = ServeConfig()
-    robust: RobustConfig = RobustConfig()
-    privacy: TrainingPrivacy = TrainingPrivacy()
-    engine: EngineConfig = EngineConfig()
-    faults: Faults = Faults()
 
 
 def load(
@@ -510,14 +261,10 @@ def _build(
             "serve.finetune_steps: must be 0 where a novel client uses several models "
             f"(method.novel_models); came {steps}"
         )
-    if (rule := parts["robust"].aggregation) != "mean" and name in NO_MEAN:
-        problems.append(
-            f"robust.aggregation: must be mean for {name}, whose server averages nothing that a "
-            f"rule could stand for; came {toml.literal(rule)}"
-        )
     if module is not None:
-        problems += _not_private(parts["privacy"], str(name), settings, parts["robust"])
-        problems += _not_masked(str(name), **parts)
+        problems += not_robust(parts["robust"], str(name))
+        problems += not_private(parts["privacy"], str(name), settings, parts["robust"])
+        problems += not_masked(str(name), **parts)
     try:
         config = RunConfig(method=str(name), settings=settings, **table, **parts)
     except ValidationError as error:
@@ -532,64 +279,6 @@ def _build(
         kind = TooShortError if short and len(problems) == 1 else UserError
         raise kind("\n  - ".join([f"the configuration has {count}:", *problems]))
     return config
-
-
-def _not_private(
-    privacy: TrainingPrivacy, method: str, settings: Any, robust: RobustConfig
-) -> list[str]:
-    """Returns why training cannot be private with these settings."""
-    if privacy.epsilon is None:
-        return []
-    found = []
-    if method in NO_UPDATES:
-        others = sorted(set(METHODS) - set(NO_UPDATES))
-        found.append(
-            f"privacy.epsilon: must be none for {method}, whose clients answer with more than "
-            f"updates, or with nothing; came {privacy.epsilon:g}; choose one of {', '.join(others)}"
-        )
-    if privacy.where == "central" and robust.aggregation != "mean":
-        found.append(
-            "robust.aggregation: must be mean where the server adds noise to means; "
-            f"came {toml.literal(robust.aggregation)}"
-        )
-    unmeant = ("standardize", "delayed_gradient") if privacy.where == "central" else ()
-    return found + [
-        f"method.{key}: must be false where the server adds noise to means, since what it does for "
-        "it is none; came true"
-        for key in unmeant
-        if getattr(settings, key, False)
-    ]
-
-
-def _not_masked(
-    method: str, privacy: TrainingPrivacy, robust: RobustConfig, faults: Faults, **_: Any
-) -> list[str]:
-    """Returns why sums cannot be masked with these settings."""
-    if not privacy.masking:
-        return []
-    found = []
-    if method in NO_SUMS:
-        others = sorted(set(METHODS) - set(NO_SUMS))
-        found.append(
-            f"privacy.masking: must be false for {method}, whose server needs more than means; "
-            f"came true; choose one of {', '.join(others)}"
-        )
-    if privacy.epsilon is not None and privacy.where == "local":
-        found.append(
-            "privacy.where: must be central where sums are masked, which have room for bounded "
-            "answers and not for each one's noise; came local"
-        )
-    if robust.aggregation != "mean":
-        found.append(
-            "robust.aggregation: must be mean where sums are masked, as every other rule needs the "
-            f"answers; came {toml.literal(robust.aggregation)}"
-        )
-    if faults.nan or faults.hostile:
-        found.append(
-            "faults.nan, faults.hostile: must be 0 and empty where sums are masked, since they are "
-            "made where the server reads answers, which it does not"
-        )
-    return found
 
 
 def _least_rounds(settings: Any) -> int:

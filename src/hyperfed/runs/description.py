@@ -11,8 +11,8 @@ from hyperfed import trees
 from hyperfed.data.own import Task
 from hyperfed.engines import EngineConfig
 from hyperfed.errors import UserError
-from hyperfed.runs.config import RunConfig
 from hyperfed.runs.run import Run
+from hyperfed.runs.settings import RunConfig
 
 
 @dataclass(frozen=True)

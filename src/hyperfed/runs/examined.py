@@ -16,8 +16,8 @@ from hyperfed.data.roster import RemoteTask
 from hyperfed.engines import Engine
 from hyperfed.errors import UserError
 from hyperfed.federation import Server
-from hyperfed.runs.config import RunConfig
 from hyperfed.runs.evaluation import CHUNK
+from hyperfed.runs.settings import RunConfig
 from hyperfed.system.devices import CPU
 from hyperfed.training import count_classes
 

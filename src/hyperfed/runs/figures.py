@@ -9,9 +9,9 @@ import numpy as np
 
 from hyperfed.errors import UserError
 from hyperfed.runs.comparison import FinishedRun, Row, compare, metric_of
-from hyperfed.runs.config import RunConfig, cohort_size
 from hyperfed.runs.drawing import COLOURS, check_ending, look, new_figure, save
 from hyperfed.runs.records import Evaluation
+from hyperfed.runs.settings import RunConfig, cohort_size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

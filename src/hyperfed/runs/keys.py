@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from hyperfed.errors import UserError
 from hyperfed.methods import METHODS
-from hyperfed.runs.config import RunConfig, flat, from_keys, nearest, shown, to_dict
+from hyperfed.runs.config import flat, from_keys, nearest, shown, to_dict
+from hyperfed.runs.settings import RunConfig
 from hyperfed.system import toml
 
 ENTRY = re.compile(r"^    (\w+): (.*(?:\n        .*|\n(?=\n        ))*)", re.MULTILINE)

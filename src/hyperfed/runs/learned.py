@@ -16,9 +16,10 @@ import numpy.typing as npt
 
 from hyperfed.errors import UserError
 from hyperfed.runs.comparison import FinishedRun
-from hyperfed.runs.config import RunConfig, to_dict
+from hyperfed.runs.config import to_dict
 from hyperfed.runs.drawing import look, new_figure
 from hyperfed.runs.records import Evaluation
+from hyperfed.runs.settings import RunConfig
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -22,7 +22,7 @@ from hyperfed.engines.updates import PrivateUpdates, without_negative_variances
 from hyperfed.errors import UserError
 from hyperfed.federation import AllLostError, Server, Task
 from hyperfed.privacy import Ledger
-from hyperfed.runs.config import RunConfig, cohort_size
+from hyperfed.runs.settings import RunConfig, cohort_size
 from hyperfed.system.randomness import generator, seeded
 from hyperfed.trees import Tree
 from hyperfed.trees.aggregation import MEAN, MeanNoise

@@ -26,12 +26,12 @@ from hyperfed.errors import LostEverybodyError, UserError, one_line
 from hyperfed.federation import AllLostError
 from hyperfed.runs import clients, examined, learned, private, records, trackers
 from hyperfed.runs import config as configuration
-from hyperfed.runs.config import RunConfig
 from hyperfed.runs.evaluation import Counts, chosen_by, evaluate, is_better
 from hyperfed.runs.numbers import numbers, numbers_of_sizes
 from hyperfed.runs.records import Evaluation, Lost, RunFolder, Void
 from hyperfed.runs.rollback import Snapshot, is_finite
 from hyperfed.runs.serving import Best, Served, unfit
+from hyperfed.runs.settings import RunConfig, check_cohort, cohort_size
 from hyperfed.runs.status import Reporter
 from hyperfed.system.devices import CPU
 from hyperfed.system.locks import Lock
@@ -81,7 +81,7 @@ class Run(Served):
         super().__init__(config, task)
         self.config = replace(config, task=tasks.settings_of(self.task, config.seed))
         if folder is None:  # an old run stays open to be looked at
-            configuration.check_cohort(config, len(self.task.known))
+            check_cohort(config, len(self.task.known))
         self._rule = Rule(config.robust.aggregation, config.robust.hostile)
         if self._rule.name != "mean" and (size := self.cohort_size) < 3:
             raise UserError(
@@ -417,7 +417,7 @@ class Run(Served):
     @property
     def cohort_size(self) -> int:
         """How many clients take part in a round."""
-        return configuration.cohort_size(self.config.cohort, len(self.task.known))
+        return cohort_size(self.config.cohort, len(self.task.known))
 
     def _evaluate(self) -> dict[str, Evaluation]:
         ids = list(self.task.known)

@@ -28,7 +28,6 @@ from hyperfed.methods import METHODS
 from hyperfed.nets.pretrained import save_adapter
 from hyperfed.runs import config as configuration
 from hyperfed.runs import examined, private, records
-from hyperfed.runs.config import RunConfig
 from hyperfed.runs.evaluation import (
     Counts,
     NotOfOneClientError,
@@ -41,6 +40,7 @@ from hyperfed.runs.evaluation import (
 )
 from hyperfed.runs.measures import measure
 from hyperfed.runs.records import Evaluation, Lost, Void
+from hyperfed.runs.settings import RunConfig
 from hyperfed.system.devices import CPU
 from hyperfed.system.randomness import derive, seeded
 from hyperfed.training import Steps, UnlabelledError

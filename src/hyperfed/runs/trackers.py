@@ -17,8 +17,9 @@ from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 from hyperfed.errors import UserError
-from hyperfed.runs.config import RunConfig, TrackerName, flat, to_dict
+from hyperfed.runs.config import flat, to_dict
 from hyperfed.runs.records import Evaluation, RunFolder
+from hyperfed.runs.settings import RunConfig, TrackerName
 from hyperfed.system.files import atomic_write, refused
 
 Record = Callable[[Mapping[str, Evaluation]], None]

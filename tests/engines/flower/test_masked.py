@@ -31,7 +31,7 @@ from hyperfed.engines.masking import Masking
 from hyperfed.engines.updates import PrivateUpdates
 from hyperfed.federation import AllLostError, Task
 from hyperfed.methods import METHODS
-from hyperfed.runs.config import NO_SUMS
+from hyperfed.runs.capability import NO_SUMS
 from hyperfed.runs.evaluation import evaluate
 from hyperfed.system.randomness import seeded
 from hyperfed.trees import Tree

@@ -37,7 +37,7 @@ from hyperfed.engines.flower.wire import read_introduction
 from hyperfed.errors import UserError
 from hyperfed.methods import METHODS
 from hyperfed.runs import config as configuration
-from hyperfed.runs.config import RunConfig
+from hyperfed.runs.settings import RunConfig
 from hyperfed.system import toml
 from hyperfed.system.devices import find_device
 from hyperfed.system.files import PRIVATE

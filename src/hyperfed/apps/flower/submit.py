@@ -22,8 +22,8 @@ from typing import Any
 import hyperfed
 from hyperfed.errors import LONGEST, UserError
 from hyperfed.runs import config as configuration
-from hyperfed.runs.config import RunConfig
 from hyperfed.runs.records import RunFolder
+from hyperfed.runs.settings import RunConfig
 from hyperfed.system import toml
 
 POLL = 20
