@@ -25,7 +25,8 @@ from rich.table import Table
 
 from gpu_steps import Ending, State, Step, execute
 from hyperfed.errors import UserError
-from hyperfed.runs import comparison, config, records
+from hyperfed.runs import comparison, config
+from hyperfed.runs.folder import find_runs, read_run
 from hyperfed.system.devices import describe, find_device
 from hyperfed.system.files import atomic_write
 from hyperfed.system.provenance import commit, versions
@@ -111,7 +112,7 @@ def _runs(device: torch.device, out: Path, settings: Sequence[str]) -> Iterator[
             name = f"pefll/{clients}-{kind}"
             yield run(name, pefll, *keys, seconds=PARTS["pefll"] / 4, skip=skip)
 
-    for path in sorted(records.find_runs(RECORDS), key=lambda path: _numbers(path)["seconds"]):
+    for path in sorted(find_runs(RECORDS), key=lambda path: _numbers(path)["seconds"]):
         name = f"methods/{path.relative_to(RECORDS)}"
         yield run(name, path / "config.toml", seconds=A_METHOD, beside=path)
 
@@ -212,7 +213,7 @@ class Index:
 
 def _numbers(folder: Path) -> dict[str, Any]:
     """Returns what a run has come to: its summary's numbers, or those of its last evaluation."""
-    run = records.read_run(folder)
+    run = read_run(folder)
     found: dict[str, Any] = {"folder": str(folder)}
     if run.summary is not None:
         keys = ("rounds", "test_accuracy", "seconds", "graphs")

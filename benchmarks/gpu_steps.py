@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 import torch
 
-from hyperfed.runs import records
+from hyperfed.runs.folder import find_runs
 
 GRACE = 0.2, 15
 """What is left to a step when it is asked to stop: this part of its time, at most these seconds."""
@@ -81,7 +81,7 @@ def execute(step: Step, folder: Path, limit: float, device: torch.device) -> End
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}  # a killed step's words are kept
     if device.type != "cuda":
         environment["CUDA_VISIBLE_DEVICES"] = ""  # tests and benchmarks take what they find
-    earlier = records.find_runs(folder)
+    earlier = find_runs(folder)
     log, begin = folder / "log.txt", monotonic()
     with log.open("wb") as said:
         process = subprocess.Popen(
@@ -108,7 +108,7 @@ def execute(step: Step, folder: Path, limit: float, device: torch.device) -> End
         state, words = _judge(junit, state, words)
     if interrupted:
         state = State.INTERRUPTED
-    begun = [run for run in records.find_runs(folder) if run not in earlier]
+    begun = [run for run in find_runs(folder) if run not in earlier]
     return Ending(state, words, monotonic() - begin, begun[-1] if begun else None)
 
 

@@ -25,8 +25,9 @@ from hyperfed.data import tasks
 from hyperfed.data.own import Task
 from hyperfed.data.tasks import TaskConfig
 from hyperfed.runs.config import from_keys
-from hyperfed.runs.records import atomic_write, commit, versions
 from hyperfed.runs.run import Run
+from hyperfed.system.files import atomic_write
+from hyperfed.system.provenance import commit, versions
 from hyperfed.system.randomness import generator
 from hyperfed.trees.aggregation import Aggregation
 

@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from hyperfed.runs import config
-from hyperfed.runs.records import RunFolder, summarise
+from hyperfed.runs.folder import RunFolder
+from hyperfed.runs.records import summarise
 
 TABLE = """
 [table]

@@ -25,8 +25,8 @@ from hyperfed.engines.flower import wire
 from hyperfed.engines.flower.wire import Request, Response, WireError
 from hyperfed.errors import UserError
 from hyperfed.runs import comparison, config, differences, paired, records, status
+from hyperfed.runs.folder import RunFolder, read_run
 from hyperfed.runs.measures import Measure
-from hyperfed.runs.records import RunFolder
 from hyperfed.system import toml
 from hyperfed.training import Steps
 from hyperfed.trees import checkpoints
@@ -191,7 +191,7 @@ def as_records(run: Any) -> Files:
 
 def compare(folder: Path) -> None:
     """Does what ``hyperfed compare`` does with a run, beside one that is whole."""
-    found = records.read_run(folder)
+    found = read_run(folder)
     if found.summary is None:
         return
     runs = [found, finished("fedavg")]

@@ -23,7 +23,8 @@ import hyperfed
 from gpu import PARTS
 from gpu_steps import Ending, State, Step
 from hyperfed.methods import METHODS
-from hyperfed.runs import config, records
+from hyperfed.runs import config
+from hyperfed.runs.folder import read_run
 from hyperfed.runs.run import Run
 from hyperfed.system.devices import CPU
 from pretended import NAME, modules_move_in_place
@@ -304,7 +305,7 @@ def test_the_plan_holds_all_parts_in_their_order_and_within_ten_minutes(folder: 
     ]
     assert pefll == [(100, 5, False), (100, 5, True), (1000, 0.05, False), (1000, 0.05, True)]
     beside = {step.name: step.beside for step in steps if step.beside}
-    took = [(records.read_run(path).summary or {})["seconds"] for path in beside.values()]
+    took = [(read_run(path).summary or {})["seconds"] for path in beside.values()]
     assert took == sorted(took)
     for name, path in beside.items():
         here, there = runs[name], config.load(str(path / "config.toml"))
@@ -445,7 +446,7 @@ def test_a_run_is_set_beside_its_record_and_tests_without_a_gpu_are_skipped(
     tests = ElementTree.parse(folder / "tests" / "junit.xml").iter("testcase")
     assert len(list(tests)) == 3 * len(METHODS)
     run, beside = index[name]["run"], index[name]["beside"]
-    assert records.read_run(Path(run["folder"])).config["device"] == NAME
+    assert read_run(Path(run["folder"])).config["device"] == NAME
     assert (run["rounds"], beside["rounds"]) == (2, 200)
     (row,) = [line for line in (folder / "index.txt").read_text().splitlines() if name in line]
     said = capsys.readouterr().out.splitlines()
@@ -467,7 +468,7 @@ def test_a_run_out_of_time_is_stopped_with_a_checkpoint(
     assert states(folder) == {"data": "done", "pfedhn": "out of time"}
     step = index_of(folder)["pfedhn"]
     path = Path(step["run"]["folder"])
-    assert records.read_run(path).summary is None
+    assert read_run(path).summary is None
     with modules_move_in_place():
         run = Run.open(path)
     assert 1 <= step["run"]["rounds"] <= run.round < run.config.rounds

@@ -8,7 +8,7 @@ import pytest
 
 from hyperfed.papers import origin
 from hyperfed.runs import config
-from hyperfed.runs.records import find_runs, read_run
+from hyperfed.runs.folder import find_runs, read_run
 
 RESULTS = Path(__file__).parents[1] / "results"
 RUNS = find_runs(RESULTS)

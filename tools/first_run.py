@@ -30,7 +30,7 @@ import digits
 
 from hyperfed import Run
 from hyperfed.runs import paired
-from hyperfed.runs.records import read_run
+from hyperfed.runs.folder import read_run
 
 RESULTS = ROOT / "results" / "first_run"
 SEEDS, OTHER_SEED = (0, 1, 2), 3

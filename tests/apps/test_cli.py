@@ -30,7 +30,7 @@ from hyperfed.data.tasks import PARTITIONS, TaskConfig, build
 from hyperfed.errors import EngineLostError
 from hyperfed.methods import METHODS, pfedhn
 from hyperfed.nets.targets import TARGETS
-from hyperfed.runs.records import RunFolder, read_run
+from hyperfed.runs.folder import RunFolder, read_run
 from hyperfed.runs.run import Run
 from hyperfed.trees.checkpoints import previous
 

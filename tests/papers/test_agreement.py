@@ -11,7 +11,8 @@ import pytest
 from hyperfed.apps.cli import main
 from hyperfed.errors import UserError
 from hyperfed.papers import agreement
-from hyperfed.runs.records import RunFolder, summarise
+from hyperfed.runs.folder import RunFolder
+from hyperfed.runs.records import summarise
 from made_tables import make_table, record
 
 

@@ -14,7 +14,8 @@ from hyperfed.papers import lines, measured, origin, pages, report, reproduction
 from hyperfed.papers.measured import UNITS
 from hyperfed.runs import config, experiments
 from hyperfed.runs.experiments import Published
-from hyperfed.runs.records import RunFolder, summarise
+from hyperfed.runs.folder import RunFolder
+from hyperfed.runs.records import summarise
 from hyperfed.runs.statistics import Spread
 from made_tables import TABLE, make_table, record
 

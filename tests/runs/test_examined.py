@@ -19,7 +19,7 @@ from hyperfed.papers.origin import Origin
 from hyperfed.runs import config, experiments, records
 from hyperfed.runs.config import from_keys
 from hyperfed.runs.examined import rank_correlation
-from hyperfed.runs.records import read_run
+from hyperfed.runs.folder import read_run
 from hyperfed.runs.run import Run
 
 SMALL: dict[str, Any] = {"rounds": 2, "evaluate_every": 2, "cohort": 3}

@@ -12,7 +12,7 @@ import hyperfed
 from hyperfed.errors import UserError
 from hyperfed.methods import fedper
 from hyperfed.runs import config
-from hyperfed.runs.records import RunFolder
+from hyperfed.runs.folder import RunFolder
 from hyperfed.runs.run import Run
 from hyperfed.system.locks import Lock
 from hyperfed.trees import Tree

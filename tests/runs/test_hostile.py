@@ -18,7 +18,7 @@ from hyperfed.errors import UserError
 from hyperfed.federation import AllLostError, Server
 from hyperfed.methods import METHODS
 from hyperfed.runs import config
-from hyperfed.runs.records import RunFolder
+from hyperfed.runs.folder import RunFolder
 from hyperfed.runs.rollback import Snapshot
 from hyperfed.runs.run import Run
 from hyperfed.system.randomness import generator

@@ -16,7 +16,7 @@ from hyperfed.apps.cli import main
 from hyperfed.data.tasks import TaskConfig, build
 from hyperfed.errors import UserError
 from hyperfed.runs import config
-from hyperfed.runs.records import read_run
+from hyperfed.runs.folder import read_run
 from hyperfed.runs.run import Run
 from sensors import ACTIVITIES, NETS, PEOPLE, SensorNet, windows
 

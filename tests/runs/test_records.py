@@ -14,7 +14,9 @@ import torch
 
 from hyperfed.errors import UserError
 from hyperfed.runs import records
-from hyperfed.runs.records import Evaluation, Lost, RunFolder
+from hyperfed.runs.folder import RunFolder, find_runs, read_run
+from hyperfed.runs.measures import worst_decile
+from hyperfed.runs.records import Evaluation, Lost
 
 NOW = datetime(2026, 2, 3, 4, 5, 6)
 
@@ -80,7 +82,7 @@ def test_aggregates_are_those_of_the_examples(examples):
 @pytest.mark.parametrize(("clients", "worst"), [(1, 1), (9, 1), (19, 1), (20, 2), (100, 10)])
 def test_the_worst_decile_is_a_tenth_rounded_down_but_at_least_one(clients, worst):
     values = list(np.random.default_rng(1).permutation(clients) / clients)
-    assert records.worst_decile(values) == pytest.approx((worst - 1) / 2 / clients)
+    assert worst_decile(values) == pytest.approx((worst - 1) / 2 / clients)
 
 
 def test_nobody_has_no_aggregates():
@@ -173,23 +175,23 @@ def test_a_damaged_line_is_named(folder):
 def test_a_run_is_read_back(folder):
     folder.config.write_text('seed = 3\n[method]\nname = "pfedhn"\n')
     folder.append(evaluation(1))
-    assert records.read_run(folder.path).summary is None
+    assert read_run(folder.path).summary is None
     folder.write_summary({"test_accuracy": 0.5, "gap": math.nan, "all": [math.inf, (1, 2)]})
-    found = records.read_run(folder.path)
+    found = read_run(folder.path)
     assert found.config == {"seed": 3, "method": {"name": "pfedhn"}}
     assert found.evaluations == (evaluation(1),)
     assert found.summary == {"test_accuracy": 0.5, "gap": None, "all": [None, [1, 2]]}
     assert "NaN" not in folder.summary.read_text()
-    assert records.find_runs(folder.path.parents[1]) == [folder.path]
+    assert find_runs(folder.path.parents[1]) == [folder.path]
 
 
 def test_what_is_not_a_run_is_refused(folder, tmp_path):
     with pytest.raises(UserError, match=r"config\.toml must be a readable file"):
-        records.read_run(tmp_path)
+        read_run(tmp_path)
     folder.config.write_text("")
     folder.summary.write_text("{half a su")
     with pytest.raises(UserError, match="JSON summary"):
-        records.read_run(folder.path)
+        read_run(folder.path)
 
 
 FULL_DISK = """
@@ -197,7 +199,7 @@ import resource, sys
 from pathlib import Path
 from hyperfed.errors import UserError
 from hyperfed.system.files import atomic_write
-from hyperfed.runs.records import RunFolder
+from hyperfed.runs.folder import RunFolder
 
 folder = RunFolder(Path(sys.argv[1]))
 (evaluation,) = folder.evaluations()

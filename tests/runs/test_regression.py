@@ -20,8 +20,9 @@ from hyperfed.apps.cli import main
 from hyperfed.errors import UserError
 from hyperfed.metrics import METRICS, R2, RMSE, metric_of
 from hyperfed.runs import comparison, figures, page, paired, progress, seeds, statistics, trackers
+from hyperfed.runs.folder import read_run
 from hyperfed.runs.measures import measure, worst_decile
-from hyperfed.runs.records import as_written, read_run, summarise
+from hyperfed.runs.records import as_written, summarise
 from hyperfed.runs.run import Run
 
 KEYS: dict[str, Any] = {"rounds": 4, "evaluate_every": 1, "cohort": 1.0}

@@ -19,7 +19,7 @@ from hyperfed.engines.flower.policy import Policy
 from hyperfed.engines.replies import NoAnswerError
 from hyperfed.methods import METHODS
 from hyperfed.runs import config, status
-from hyperfed.runs.records import RunFolder
+from hyperfed.runs.folder import RunFolder
 from hyperfed.runs.run import Run
 from toys import make_task
 

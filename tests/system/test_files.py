@@ -11,7 +11,7 @@ from hyperfed.engines.flower.diary import told_by
 from hyperfed.engines.flower.store import check_writable
 from hyperfed.errors import UserError
 from hyperfed.runs import config
-from hyperfed.runs.records import RunFolder
+from hyperfed.runs.folder import RunFolder
 from hyperfed.system.files import append_line, atomic_write
 
 

@@ -52,6 +52,7 @@ from hyperfed.runs import (
     seeds,
 )
 from hyperfed.runs.export import export_model
+from hyperfed.runs.folder import find_runs, read_run
 from hyperfed.runs.progress import following, watch
 from hyperfed.runs.run import Run
 from hyperfed.runs.serving import Served
@@ -438,7 +439,7 @@ def _train_all(
             if (why := _watch(run, quiet=quiet)) is not None:
                 _stop(run, why)
             results.append(_result(run))
-    done = [records.read_run(Path(result["folder"])) for result in results]
+    done = [read_run(Path(result["folder"])) for result in results]
     rows = comparison.compare(done)
     spreads = seeds.over_seeds(rows) if len(each) > 1 else []
     if as_json:
@@ -494,11 +495,11 @@ def _submit(loaded: RunConfig, folder: Path, *, as_json: bool, quiet: bool) -> N
     # The records are the ServerApp's, and here only where the SuperLink is on this host.
     here = (folder / "summary.json").exists()
     if as_json:
-        summary = records.read_run(folder).summary if here else None
+        summary = read_run(folder).summary if here else None
         print_json({"folder": str(folder), "summary": summary})
     else:
         if here and not quiet:
-            for shown in comparison.tables(comparison.compare([records.read_run(folder)])):
+            for shown in comparison.tables(comparison.compare([read_run(folder)])):
                 print_table(shown)
         print(folder, flush=True)
     if how:
@@ -528,7 +529,7 @@ def _run_folders(paths: Sequence[Path]) -> list[Path]:
     """Returns the folders of runs that paths name or hold, each once."""
     found: list[Path] = []
     for path in paths:
-        below = records.find_runs(path)
+        below = find_runs(path)
         if not below:
             raise UserError(f"{path} must be a run's folder or hold some, but holds none")
         found += below

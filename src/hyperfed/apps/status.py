@@ -12,7 +12,7 @@ from hyperfed.apps.printing import Json, print_json
 from hyperfed.engines.flower.diary import Told, told_by
 from hyperfed.runs import status
 from hyperfed.runs.comparison import megabytes
-from hyperfed.runs.records import RunFolder
+from hyperfed.runs.folder import RunFolder
 
 WRONG = 1
 """Exit code of what is stale or has failed."""

@@ -11,10 +11,11 @@ from typing import Any
 
 from hyperfed.errors import UserError, one_line
 from hyperfed.metrics import ACCURACY
-from hyperfed.runs import records
+from hyperfed.runs import folder
+from hyperfed.runs.folder import RunRecord
 from hyperfed.runs.measures import over_clients, weighted_mean
 from hyperfed.runs.numbers import numbers, numbers_of_sizes
-from hyperfed.runs.records import Evaluation, RunRecord
+from hyperfed.runs.records import Evaluation
 
 COUNTS = ("seed", "rounds", "best_round", "bytes_down", "bytes_up")
 """Whole numbers that every summary has."""
@@ -26,7 +27,7 @@ def read_run(path: Path) -> RunRecord:
     Raises:
         UserError: it is not one, a file in it is damaged, or they do not agree.
     """
-    record = records.read_run(path)
+    record = folder.read_run(path)
     if record.summary is None:
         return record
     try:

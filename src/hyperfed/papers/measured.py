@@ -15,10 +15,11 @@ from hyperfed.errors import UserError, one_line
 from hyperfed.methods import METHODS
 from hyperfed.papers import agreement, origin
 from hyperfed.papers.origin import Origin
-from hyperfed.runs import config, records, statistics
+from hyperfed.runs import config, statistics
 from hyperfed.runs.comparison import CHANGE_NO_NUMBER
 from hyperfed.runs.experiments import Experiment, Published
-from hyperfed.runs.records import Number, RunRecord
+from hyperfed.runs.folder import RunRecord, find_runs
+from hyperfed.runs.measures import Number
 from hyperfed.runs.settings import RunConfig
 from hyperfed.runs.statistics import Scores, Spread
 from hyperfed.system.toml import literal
@@ -145,7 +146,7 @@ def collect(
     wanted: dict[Cell, dict[str, str]] = {}
     found: dict[Cell, list[Measurement]] = defaultdict(list)
     others = []
-    for path in records.find_runs(folder):
+    for path in find_runs(folder):
         record = agreement.read_run(path)
         if record.summary is None:
             continue

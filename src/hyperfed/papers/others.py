@@ -7,7 +7,7 @@ from hyperfed.metrics import Metric
 from hyperfed.papers.markdown import minutes, table
 from hyperfed.runs import statistics
 from hyperfed.runs.comparison import difference
-from hyperfed.runs.records import RunRecord
+from hyperfed.runs.folder import RunRecord
 
 
 def compared(metric: Metric, labelled: Mapping[str, Sequence[RunRecord]]) -> str:

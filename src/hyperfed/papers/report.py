@@ -25,7 +25,7 @@ from hyperfed.papers.svg import (
 )
 from hyperfed.runs import learned
 from hyperfed.runs.experiments import Experiment
-from hyperfed.runs.records import RunRecord
+from hyperfed.runs.folder import RunRecord
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -27,9 +27,9 @@ from hyperfed.runs import config as configuration
 from hyperfed.runs import experiments, records
 from hyperfed.runs.config import TooShortError
 from hyperfed.runs.experiments import Bound, Experiment
+from hyperfed.runs.folder import RunFolder
 from hyperfed.runs.numbers import numbers_of_novel
 from hyperfed.runs.progress import watch
-from hyperfed.runs.records import RunFolder
 from hyperfed.runs.run import Progress, Run
 from hyperfed.runs.settings import RunConfig
 from hyperfed.system.files import atomic_write, refused

@@ -11,7 +11,8 @@ from rich.table import Table
 from hyperfed.errors import UserError
 from hyperfed.metrics import ACCURACY, METRICS, Metric, named
 from hyperfed.runs.config import flat, to_dict
-from hyperfed.runs.records import Evaluation, Number
+from hyperfed.runs.measures import Number
+from hyperfed.runs.records import Evaluation
 from hyperfed.runs.settings import RunConfig
 from hyperfed.runs.statistics import Difference
 

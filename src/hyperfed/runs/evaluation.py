@@ -19,7 +19,7 @@ from hyperfed.engines import Engine, EngineCohort
 from hyperfed.engines.replies import UNUSABLE
 from hyperfed.errors import UserError, one_line
 from hyperfed.federation import AllLostError, Client, Cohort, Each, Server, accuracy
-from hyperfed.runs.records import Number, weighted_mean
+from hyperfed.runs.measures import Number, weighted_mean
 from hyperfed.system.devices import CPU
 from hyperfed.system.randomness import generator
 from hyperfed.training import Batches

@@ -26,7 +26,9 @@ from rich.progress import Progress as RichProgress
 
 from hyperfed.errors import UserError, one_line
 from hyperfed.runs.comparison import megabytes, remark
-from hyperfed.runs.records import Evaluation, Lost, Number, RunFolder
+from hyperfed.runs.folder import RunFolder
+from hyperfed.runs.measures import Number
+from hyperfed.runs.records import Evaluation, Lost
 from hyperfed.runs.trackers import tracking
 from hyperfed.system.files import refused
 

@@ -27,16 +27,19 @@ from hyperfed.federation import AllLostError
 from hyperfed.runs import clients, examined, learned, private, records, trackers
 from hyperfed.runs import config as configuration
 from hyperfed.runs.evaluation import Counts, chosen_by, evaluate, is_better
+from hyperfed.runs.folder import RunFolder, read_run
 from hyperfed.runs.numbers import numbers, numbers_of_sizes
-from hyperfed.runs.records import Evaluation, Lost, RunFolder, Void
+from hyperfed.runs.records import Evaluation, Lost, Void
 from hyperfed.runs.rollback import Snapshot, is_finite
 from hyperfed.runs.serving import Best, Served, unfit
 from hyperfed.runs.settings import RunConfig, check_cohort, cohort_size
 from hyperfed.runs.status import Reporter
 from hyperfed.system.devices import CPU
 from hyperfed.system.locks import Lock
+from hyperfed.system.provenance import commit, versions
 from hyperfed.trees import Tree
 from hyperfed.trees.aggregation import Rule
+from hyperfed.trees.checkpoints import load_latest, load_state, save_latest
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -110,7 +113,7 @@ class Run(Served):
         self._stop = False
         self._lock: Lock | None = None
         self._reporter = Reporter(self)
-        self._commit = records.commit()  # of the code that runs, whatever is checked out later
+        self._commit = commit()  # of the code that runs, whatever is checked out later
 
     @classmethod
     def start(
@@ -142,14 +145,14 @@ class Run(Served):
             task = tasks.remote(config.task, Roster.read(folder.sites), config.seed)
         run = cls(config, task, folder)
         if folder.summary.exists():  # its numbers are those of the latest, and of no other
-            run._restore(*records.load_state(folder.state))
+            run._restore(*load_state(folder.state))
         elif folder.has_checkpoint:
-            run._restore(*records.load_latest(folder.state))
+            run._restore(*load_latest(folder.state))
         evaluations = folder.evaluations()
         run._check(evaluations)
         run.evaluations = [e for e in evaluations if e.round <= run.round]
         if folder.summary.exists():
-            run.summary = dict(records.read_run(path).summary or {})
+            run.summary = dict(read_run(path).summary or {})
         return run
 
     @classmethod
@@ -504,7 +507,7 @@ class Run(Served):
             "bytes_up": self._bytes["up"],
             "void_rounds": self._voided,
             "seconds": self.seconds,
-            "versions": records.versions(),
+            "versions": versions(),
             "commit": self._commit,
             "data_fingerprint": self.task.fingerprint,
             "clients": list(self.task.names) or None,
@@ -548,7 +551,7 @@ class Run(Served):
             tree["best"] |= {"val": self._best.val}
             meta |= {"best_round": self._best.round, "best_accuracy": self._best.value}
         self.folder.sync()  # so that no checkpoint is ahead of them
-        records.save_latest(self.folder.state, tree, meta)
+        save_latest(self.folder.state, tree, meta)
         self._tell_of_checkpoint()
 
     def _state(self, *, optimizers: bool = True) -> Tree:

@@ -11,7 +11,7 @@ from rich.table import Table
 from hyperfed.errors import UserError
 from hyperfed.metrics import Metric
 from hyperfed.runs.comparison import KEYS, Row, megabytes, metric_of
-from hyperfed.runs.records import Number
+from hyperfed.runs.measures import Number
 
 RANGE = re.compile(r"\s*seed\s*=\s*(\d+)\.\.(\d+)\s*")
 

@@ -27,7 +27,8 @@ from pydantic.dataclasses import dataclass
 from hyperfed import privacy
 from hyperfed.engines.flower.engine import FlowerEngine
 from hyperfed.errors import LONGEST, UserError, one_line
-from hyperfed.runs.records import Lost, RunFolder
+from hyperfed.runs.folder import RunFolder
+from hyperfed.runs.records import Lost
 from hyperfed.runs.serving import Served
 from hyperfed.system.files import atomic_write
 from hyperfed.system.locks import is_held

@@ -18,7 +18,8 @@ from typing import Any, Literal, Protocol
 
 from hyperfed.errors import UserError
 from hyperfed.runs.config import flat, to_dict
-from hyperfed.runs.records import Evaluation, RunFolder
+from hyperfed.runs.folder import RunFolder
+from hyperfed.runs.records import Evaluation
 from hyperfed.runs.settings import RunConfig, TrackerName
 from hyperfed.system.files import atomic_write, refused
 

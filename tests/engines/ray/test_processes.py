@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from hyperfed.runs import config
-from hyperfed.runs.records import RunFolder, load_latest
+from hyperfed.runs.folder import RunFolder
 from hyperfed.runs.run import Run
+from hyperfed.trees.checkpoints import load_latest
 from processes import SECONDS, await_end, descendants, linux, name_of
 
 pytestmark = [

@@ -304,7 +304,7 @@ def begin(config: RunConfig, link: GridLink, folder: str) -> "Run":
     Raises:
         UserError: too few sites came, or they do not fit together.
     """
-    from hyperfed.runs.records import RunFolder
+    from hyperfed.runs.folder import RunFolder
     from hyperfed.runs.run import Run
 
     place = RunFolder(Path(folder))

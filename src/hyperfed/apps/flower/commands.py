@@ -16,7 +16,7 @@ from hyperfed.data.site import columns_named, listed
 from hyperfed.data.site import read as read_site
 from hyperfed.engines.flower.store import check_writable, clean
 from hyperfed.errors import UserError, one_line
-from hyperfed.runs.records import RunFolder
+from hyperfed.runs.folder import RunFolder
 from hyperfed.system.locks import Lock
 from hyperfed.system.toml import literal
 

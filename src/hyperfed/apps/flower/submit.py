@@ -22,7 +22,7 @@ from typing import Any
 import hyperfed
 from hyperfed.errors import LONGEST, UserError
 from hyperfed.runs import config as configuration
-from hyperfed.runs.records import RunFolder
+from hyperfed.runs.folder import RunFolder
 from hyperfed.runs.settings import RunConfig
 from hyperfed.system import toml
 
