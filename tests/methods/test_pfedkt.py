@@ -15,7 +15,8 @@ from hyperfed.federation import Outline, Task
 from hyperfed.methods import pfedkt
 from hyperfed.methods.parts.contrast import contrastive_loss, distances
 from hyperfed.nets import CharLSTM, PFedKTCNN
-from hyperfed.nets.hypernets import draw_weights, spread_of
+from hyperfed.nets.layers import draw_weights
+from hyperfed.nets.shapes import spread_of
 from hyperfed.runs.config import from_keys
 from hyperfed.system.randomness import generator, seeded
 from hyperfed.trees import Model

@@ -19,7 +19,8 @@ from hyperfed.nets import (
     SingleOutput,
     shapes_of,
 )
-from hyperfed.nets.hypernets import draw_weights, spread_of, update_norms
+from hyperfed.nets.layers import draw_weights, update_norms
+from hyperfed.nets.shapes import spread_of
 from hyperfed.system.randomness import generator, seeded
 
 SMALL = {"conv.weight": torch.Size([2, 1, 3]), "conv.bias": torch.Size([2]), "scale": torch.Size()}

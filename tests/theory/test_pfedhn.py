@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from hyperfed.errors import UserError
-from hyperfed.nets.hypernets import MultiHead, SingleOutput, shapes_of
+from hyperfed.nets.hypernets import MultiHead, SingleOutput
+from hyperfed.nets.shapes import shapes_of
 from hyperfed.theory.covering import log_covering_number
 from hyperfed.theory.pfedhn import (
     Lipschitz,

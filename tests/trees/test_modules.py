@@ -8,7 +8,7 @@ from hyperfed import training, trees
 from hyperfed.errors import UserError
 from hyperfed.nets.deepsets import DeepSet
 from hyperfed.nets.descriptors import LabelledTarget
-from hyperfed.nets.hypernets import shapes_of, spread_of
+from hyperfed.nets.shapes import shapes_of, spread_of
 from hyperfed.nets.targets import batch_norm_names, head_names, layers_of
 from toys import CLASSES, FEATURES, Stemmed, TwoLayers, make_task
 

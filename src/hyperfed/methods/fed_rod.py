@@ -33,7 +33,8 @@ from hyperfed import federation, training
 from hyperfed.errors import UserError
 from hyperfed.federation import Cohort, Outline, average, step
 from hyperfed.methods.parts.presets import DEFAULT, PFEDKT
-from hyperfed.nets.hypernets import SingleOutput, shapes_of
+from hyperfed.nets.hypernets import SingleOutput
+from hyperfed.nets.shapes import shapes_of
 from hyperfed.nets.targets import head_names
 from hyperfed.training import Batch, PersonalConfig, Steps, balanced_softmax_loss, count_classes
 from hyperfed.trees import Model, Tree, model_of, partition, take

@@ -40,7 +40,9 @@ from hyperfed.federation import Cohort, Outline, average, step
 from hyperfed.methods.parts.complexity import count_parameters
 from hyperfed.methods.parts.contrast import Contrast, Distance, contrastive_loss, distances
 from hyperfed.methods.parts.presets import DEFAULT, PFEDKT
-from hyperfed.nets.hypernets import Chunked, draw_weights, shapes_of, spread_of
+from hyperfed.nets.chunks import Chunked
+from hyperfed.nets.layers import draw_weights
+from hyperfed.nets.shapes import shapes_of, spread_of
 from hyperfed.training import Batch, LocalConfig, Objective, adam, apply, sgd, supervised
 from hyperfed.trees import Model, Tree, detach, subtract, tree_map
 

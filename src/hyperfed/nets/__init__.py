@@ -1,16 +1,9 @@
 """Networks: what clients run (``targets``) and what generates it (``hypernets``)."""
 
-from hyperfed.nets.hypernets import (
-    Chunked,
-    ChunkHeads,
-    DescribedChunks,
-    HyperNet,
-    MultiHead,
-    Shapes,
-    SingleOutput,
-    shapes_of,
-)
+from hyperfed.nets.chunks import Chunked, ChunkHeads, DescribedChunks
+from hyperfed.nets.hypernets import HyperNet, MultiHead, SingleOutput
 from hyperfed.nets.layer_weights import LayerWeights
+from hyperfed.nets.shapes import Shapes, shapes_of
 from hyperfed.nets.targets import (
     ITPFLMLP,
     MLP,

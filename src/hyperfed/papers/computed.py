@@ -41,7 +41,7 @@ class Networks:
         chunk: parameters that one call of the small hypernetwork makes.
         embedding: length of the embedding that a hypernetwork takes.
         hidden: units of each hidden layer.
-        hidden_layers: their number (:class:`hyperfed.nets.hypernets.Chunked`).
+        hidden_layers: their number (:class:`hyperfed.nets.chunks.Chunked`).
         chunks: other values of ``chunk`` for which the ratio of FLOPs is drawn.
     """
 

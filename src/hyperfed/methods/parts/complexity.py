@@ -23,7 +23,8 @@ from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
 from hyperfed import trees
-from hyperfed.nets.hypernets import Chunked, shapes_of
+from hyperfed.nets.chunks import Chunked
+from hyperfed.nets.shapes import shapes_of
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def compare_hypernetworks(
         chunk: parameters that one call of the small hypernetwork makes.
         embedding: length of the embedding that a hypernetwork takes.
         hidden: units of each hidden layer.
-        hidden_layers: their number, as in :class:`hyperfed.nets.hypernets.Chunked`.
+        hidden_layers: their number, as in :class:`hyperfed.nets.chunks.Chunked`.
 
     Raises:
         UserError: a number is out of range.

@@ -8,16 +8,9 @@ from pydantic.dataclasses import dataclass
 
 from hyperfed.errors import UserError
 from hyperfed.federation import Outline
-from hyperfed.nets.hypernets import (
-    DescribedChunks,
-    HyperNet,
-    MultiHead,
-    Shapes,
-    SingleOutput,
-    shapes_of,
-    spread_of,
-    start_at,
-)
+from hyperfed.nets.chunks import DescribedChunks
+from hyperfed.nets.hypernets import HyperNet, MultiHead, SingleOutput, start_at
+from hyperfed.nets.shapes import Shapes, shapes_of, spread_of
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
