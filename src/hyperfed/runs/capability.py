@@ -59,8 +59,27 @@ NO_SUMS = (
 """Methods whose servers need more of clients than means by numbers of examples, or nothing."""
 
 
-def not_robust(robust: RobustConfig, method: str) -> list[str]:
-    """Returns why nothing can stand for the mean with these settings."""
+def refusals(
+    method: str, settings: Any, robust: RobustConfig, privacy: TrainingPrivacy, faults: Faults
+) -> list[str]:
+    """Returns why a method cannot be trained so, a line for each key; empty where it can.
+
+    Args:
+        method: its name.
+        settings: of the method; None where they are not right.
+        robust: against clients whose replies are wrong.
+        privacy: of training.
+        faults: made on purpose.
+    """
+    return [
+        *_not_robust(method, robust),
+        *_not_private(method, settings, robust, privacy),
+        *_not_masked(method, robust, privacy, faults),
+    ]
+
+
+def _not_robust(method: str, robust: RobustConfig) -> list[str]:
+    """Returns why nothing can stand for the mean."""
     if robust.aggregation == "mean" or method not in NO_MEAN:
         return []
     return [
@@ -69,10 +88,10 @@ def not_robust(robust: RobustConfig, method: str) -> list[str]:
     ]
 
 
-def not_private(
-    privacy: TrainingPrivacy, method: str, settings: Any, robust: RobustConfig
+def _not_private(
+    method: str, settings: Any, robust: RobustConfig, privacy: TrainingPrivacy
 ) -> list[str]:
-    """Returns why training cannot be private with these settings."""
+    """Returns why training cannot be private."""
     if privacy.epsilon is None:
         return []
     found = []
@@ -96,10 +115,10 @@ def not_private(
     ]
 
 
-def not_masked(
-    method: str, privacy: TrainingPrivacy, robust: RobustConfig, faults: Faults, **_: Any
+def _not_masked(
+    method: str, robust: RobustConfig, privacy: TrainingPrivacy, faults: Faults
 ) -> list[str]:
-    """Returns why sums cannot be masked with these settings."""
+    """Returns why sums cannot be masked."""
     if not privacy.masking:
         return []
     found = []

@@ -28,7 +28,7 @@ from hyperfed.engines import EngineConfig, Faults
 from hyperfed.errors import UserError
 from hyperfed.methods import METHODS
 from hyperfed.runs import experiments
-from hyperfed.runs.capability import not_masked, not_private, not_robust
+from hyperfed.runs.capability import refusals
 from hyperfed.runs.settings import RobustConfig, RunConfig, ServeConfig, TrainingPrivacy
 from hyperfed.system import toml
 from hyperfed.system.files import atomic_write
@@ -262,9 +262,8 @@ def _build(
             f"(method.novel_models); came {steps}"
         )
     if module is not None:
-        problems += not_robust(parts["robust"], str(name))
-        problems += not_private(parts["privacy"], str(name), settings, parts["robust"])
-        problems += not_masked(str(name), **parts)
+        rules = (parts[section] for section in ("robust", "privacy", "faults"))
+        problems += refusals(str(name), settings, *rules)
     try:
         config = RunConfig(method=str(name), settings=settings, **table, **parts)
     except ValidationError as error:
