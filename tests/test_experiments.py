@@ -96,6 +96,31 @@ def test_what_a_paper_has_for_one_training_in_several_tables_is_one_training_her
         assert settings(f"pfedla/table3.toml:{data}-0") == one, data
 
 
+PFLLIB = "pfllib/fashion_mnist"
+"""Has all methods, of which the last takes as long as six other tables."""
+
+
+def test_pfllibs_columns_of_less_computation_are_of_as_much_for_all_and_not_judged() -> None:
+    table = experiments.find(PFLLIB, ROOT)
+    for column in ("pathological", "dirichlet"):
+        short = [cell for cell in table.cells if cell.startswith(f"{column}-200-")]
+        assert len(short) == len(table.rows)
+        for cell in short:
+            found = measured.flat(config.load(table.source(cell)))
+            whole = measured.flat(config.load(table.source(cell.replace("-200", ""))))
+            assert (found["rounds"], found["method.local_steps"]) == ("200", "13"), cell
+            assert not table.judged(cell), cell
+            changed = {key for key in whole if whole[key] != found[key]}
+            own = {"rounds", "method.local_epochs", "method.local_steps"}
+            if cell.endswith("fedrep"):
+                own |= {"method.head_epochs", "method.head_steps"}
+                assert found["method.head_steps"] == "13"
+            if cell.endswith("itpfl"):
+                own.add("method.phase_one_rounds")
+                assert int(found["method.phase_one_rounds"]) / 200 == 1600 / 2000
+            assert changed == own, cell
+
+
 REPRODUCE = """
 import sys
 from dataclasses import replace
@@ -129,9 +154,6 @@ Local training is an epoch or two steps, where tables have up to ten and two hun
 are as many times the same. Hypernetworks and encoders are narrow: nothing but time and memory
 depends on how wide they are.
 """
-
-PFLLIB = "pfllib/fashion_mnist"
-"""Has all methods, of which the last takes as long as six other tables."""
 
 
 @pytest.mark.slow
