@@ -328,6 +328,21 @@ def test_records_of_no_table_are_compared_on_the_same_clients_where_one_trains_a
     assert row(text, "best")[2:] == ["90.0 ± 0.0", "90.0 ± 0.0", "90.0 ± 0.0", "–", "4.0", "1.5"]
 
 
+def test_records_of_one_name_in_two_folders_of_a_folder_are_compared_apart(folder: Path) -> None:
+    record(folder, "local", 0, [5, 5, 5, 5], place="kinds/b/local")
+    record(folder, "fedavg", 0, [6, 6, 6, 6], place="kinds/b/fedavg")
+    record(folder, "local", 0, [3, 3, 3, 3], place="kinds/a/local")
+    record(folder, "fedavg", 0, [9, 9, 9, 9], place="kinds/a/fedavg")
+    record(folder, "fedavg", 0, [2, 2, 2, 2], place="kinds/aside")
+    record(folder, "local", 0, [1, 1, 1, 1], place="kinds/zest")
+    text = written(folder, "report.md")
+    assert text.count("## `kinds`\n") == 1
+    a, b = text.index("### `kinds/a`\n"), text.index("### `kinds/b`\n")
+    assert row(text[a:b], "fedavg")[2:7] == ["90.0", "90.0", "90.0", "–", "+60.0 [60.0, 60.0]"]
+    assert row(text[b:], "fedavg")[2:7] == ["60.0", "60.0", "60.0", "–", "+10.0 [10.0, 10.0]"]
+    assert row(text[:a], "aside")[6] == "+10.0 [10.0, 10.0]"  # of those that stand in `kinds`
+
+
 def test_the_page_needs_nothing_but_itself(folder: Path, capsys: Any) -> None:
     record(folder, "local", 0, [5, 5, 5, 5])
     record(folder, "fedavg", 0, [6, 6, 7, 5])

@@ -405,15 +405,26 @@ class _Writer:
         def group_of(record: RunRecord) -> str:
             return record.path.relative_to(self._folder).parts[0]
 
+        def folder_of(record: RunRecord) -> Path:
+            return record.path.parent.parent
+
         for name, several in groupby(sorted(others, key=group_of), key=group_of):
             self.say(f"## `{name}`", _read(self._folder / name / ABOUT))
-            judged: dict[Metric, dict[str, list[RunRecord]]] = {}
-            for label, group in groupby(several, key=lambda record: record.path.parent.name):
-                runs = list(group)
-                metric = named((runs[0].summary or {}).get("metric", ACCURACY.name))
-                judged.setdefault(metric, {})[label] = runs
-            for metric, labelled in judged.items():
-                self.say(compared(metric, labelled))
+            for folder, group in groupby(sorted(several, key=folder_of), key=folder_of):
+                self._side_by_side(folder, list(group))
+
+    def _side_by_side(self, folder: Path, records: Sequence[RunRecord]) -> None:
+        """Adds the records ``FOLDER/WHAT/seedN``, those of one metric in one table."""
+        place = folder.relative_to(self._folder)
+        if len(place.parts) > 1:  # a folder of a folder, which has other clients than those beside
+            self.say(f"### `{place.as_posix()}`")
+        judged: dict[Metric, dict[str, list[RunRecord]]] = {}
+        for label, group in groupby(records, key=lambda record: record.path.parent.name):
+            runs = list(group)
+            metric = named((runs[0].summary or {}).get("metric", ACCURACY.name))
+            judged.setdefault(metric, {})[label] = runs
+        for metric, labelled in judged.items():
+            self.say(compared(metric, labelled))
 
 
 def _number(value: float | None) -> str:
