@@ -11,6 +11,7 @@ from hyperfed.runs import config
 from hyperfed.runs.folder import find_runs, read_run
 
 RESULTS = Path(__file__).parents[1] / "results"
+DOCS = RESULTS.parent / "docs"
 RUNS = find_runs(RESULTS)
 FIRST = [
     next(runs) for _, runs in groupby(RUNS, key=lambda path: path.relative_to(RESULTS).parts[0])
@@ -41,3 +42,15 @@ def test_what_was_served_in_another_way_says_of_which_record() -> None:
         of = origin.read(path)
         if of is not None and of.trained:
             assert (path / of.trained / "summary.json").exists(), path
+
+
+def test_of_honest_runs_the_bound_on_replies_lost_a_client_in_the_one_that_security_md_names() -> (
+    None
+):
+    lost = set()
+    for path in RUNS:
+        with (path / "metrics.jsonl").open() as lines:
+            if any('"reason":"the reply is too large' in line for line in lines):
+                lost.add(path.relative_to(RESULTS).as_posix())
+    assert lost == {"few_labels/fedas/seed2"}
+    assert all(f"`results/{path}`" in (DOCS / "security.md").read_text() for path in lost)

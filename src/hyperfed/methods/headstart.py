@@ -21,7 +21,7 @@ Left out is what did not help on the validation data by which the rest was chose
 HeadStart comes to 85.8 %): steps before those that the networks learn from, so that a model is
 judged after it was fine-tuned, first order as in Per-FedAvg (five such steps 83.0 %, ten 82.2 %);
 and a classifier that is made once and then the client's own (83.7 %, newcomers 86.7 -> 80.9 %; with
-few clients and many labels 95.4 -> 94.7 %).
+few clients and many labels 95.4 -> 94.7 %). Of these trials no records are kept.
 
 Sent: the descriptor network down, the descriptor up; the model down, delta up; the descriptor's
 gradient down, that of the descriptor network up, as in PeFLL. Kept by the client: nothing.
