@@ -21,7 +21,7 @@ clients and four layers (figure 6's classes, 80 rounds, three seeds) a client's 
 about 20 times with one layer retained, 0.8 times in pFedLA: layers took turns, their weights held
 together. Own weights ended at 0.2 to 0.6, pFedLA's at 0.3 to 1.0. Where weights hardly move, the
 noise decides for good: 8 of 10 clients on a fiftieth of CIFAR-10 ended 40 rounds with the layer
-that was first before them.
+that was first before them. Of these trials no records are kept.
 """
 
 from collections.abc import Mapping

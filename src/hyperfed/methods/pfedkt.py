@@ -23,7 +23,7 @@ model was right on 1 or 2 % of validation examples; by the default 0.70 to 0.77 
 the trained models of the third round on 70 % rather than 64. On the digits it was 0.98 of |delta|^2
 and 0.01. At 5e-3 up to 0.05 was left there and up to 0.97 on CIFAR-10: Adam is new in each round,
 and its first steps, as long as its rate, undo what was absorbed before. The presets of the paper
-keep equation 1.
+keep equation 1. Of these trials no records are kept.
 """
 
 from collections.abc import Mapping
