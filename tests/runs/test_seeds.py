@@ -46,21 +46,26 @@ def test_mean_and_spread_are_those_over_the_seeds_of_a_method():
     rows = [row("b", 0, 0.5, 0.1), row("a", 0, 0.7), row("b", 1, 0.6, 0.3), row("b", 2, 0.76, 0.2)]
     b, a = over_seeds(rows)
     assert (b.method, b.seeds, a.method, a.seeds) == ("b", (0, 1, 2), "a", (0,))
-    assert b.test_mean == pytest.approx(0.62)  # and not the median
-    assert b.test_std == pytest.approx(0.0172**0.5)  # sqrt((0.0144 + 0.0004 + 0.0196) / 2)
-    assert b.worst_decile_mean == pytest.approx(0.31)
-    assert b.worst_decile_std == pytest.approx(0.0172**0.5 / 2)
-    assert b.novel_mean == pytest.approx(0.2)
-    assert b.novel_std == pytest.approx(0.1)
+    assert b.test.mean == pytest.approx(0.62)  # and not the median
+    assert b.test.std == pytest.approx(0.0172**0.5)  # sqrt((0.0144 + 0.0004 + 0.0196) / 2)
+    assert b.worst_decile.mean == pytest.approx(0.31)
+    assert b.worst_decile.std == pytest.approx(0.0172**0.5 / 2)
+    assert b.novel.mean == pytest.approx(0.2)
+    assert b.novel.std == pytest.approx(0.1)
     assert (b.bytes_down, b.bytes_up, b.seconds) == (2_000_000, 0, 2.0)
-    assert (a.test_mean, a.test_std) == (0.7, None)
-    assert (a.novel_mean, a.novel_std) == (None, None)
+    assert (a.test.mean, a.test.std) == (0.7, None)
+    assert a.by_name == {
+        **{"method": "a", "seeds": (0,), "test_accuracy_mean": 0.7, "test_accuracy_std": None},
+        **{"worst_decile_accuracy_mean": 0.35, "worst_decile_accuracy_std": None},
+        **{"novel_accuracy_mean": None, "novel_accuracy_std": None},
+        **{"bytes_down": 1_000_000, "bytes_up": 0, "seconds": 0.0},
+    }
 
 
 def test_a_mean_over_fewer_runs_than_there_are_is_none():
     (spread,) = over_seeds([row("a", 0, 0.5, 0.4), row("a", 1, 0.5), row("a", 2, 0.5, 0.6)])
-    assert (spread.novel_mean, spread.novel_std) == (None, None)
-    assert spread.test_std == 0
+    assert spread.novel is None
+    assert spread.test.std == 0
 
 
 def test_the_table_has_every_number_in_80_columns():

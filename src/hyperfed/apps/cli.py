@@ -441,15 +441,15 @@ def _train_all(
             results.append(_result(run))
     done = [read_run(Path(result["folder"])) for result in results]
     rows = comparison.compare(done)
-    spreads = seeds.over_seeds(rows) if len(each) > 1 else []
+    of_methods = seeds.over_seeds(rows) if len(each) > 1 else []
     if as_json:
-        over = [spread.by_name for spread in spreads]
-        print_json({"runs": results, "over_seeds": over} if spreads else results)
+        over = [one.by_name for one in of_methods]
+        print_json({"runs": results, "over_seeds": over} if of_methods else results)
         return
     for shown in comparison.tables(rows):
         print_table(shown)
-    if spreads:
-        print_table(seeds.table(spreads))
+    if of_methods:
+        print_table(seeds.table(of_methods))
     print(out, flush=True)
 
 

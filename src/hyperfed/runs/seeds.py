@@ -1,9 +1,9 @@
 """Several seeds of the same settings: which they are, and what they came to on average."""
 
 import re
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from rich.table import Table
@@ -12,26 +12,22 @@ from hyperfed.errors import UserError
 from hyperfed.metrics import Metric
 from hyperfed.runs.comparison import KEYS, Row, megabytes, metric_of
 from hyperfed.runs.measures import Number
+from hyperfed.runs.statistics import Spread, spread
 
 RANGE = re.compile(r"\s*seed\s*=\s*(\d+)\.\.(\d+)\s*")
 
 
 @dataclass(frozen=True)
-class Spread:
+class OverSeeds:
     """What the runs of one method with several seeds came to; accuracies are from 0 to 1.
-
-    Each ``_std`` is the standard deviation over seeds with n - 1 below the root; None for one seed.
 
     Attributes:
         method: its name.
         seeds: of its runs.
         metric: by which they are judged.
-        test_mean: of the runs' values; None where a run has none.
-        test_std: over seeds.
-        worst_decile_mean: of the mean over the worst tenth of the clients.
-        worst_decile_std: over seeds.
-        novel_mean: of clients that joined after training.
-        novel_std: over seeds.
+        test: of the runs' values; None where a run has none, as of the next two.
+        worst_decile: of the mean over the worst tenth of the clients.
+        novel: of clients that joined after training.
         bytes_down: mean, sent to clients.
         bytes_up: mean, sent by clients.
         seconds: mean.
@@ -40,12 +36,9 @@ class Spread:
     method: str
     seeds: tuple[int, ...]
     metric: Metric
-    test_mean: Number
-    test_std: Number
-    worst_decile_mean: Number
-    worst_decile_std: Number
-    novel_mean: Number
-    novel_std: Number
+    test: Spread | None
+    worst_decile: Spread | None
+    novel: Spread | None
     bytes_down: float
     bytes_up: float
     seconds: float
@@ -53,11 +46,14 @@ class Spread:
     @property
     def by_name(self) -> dict[str, Any]:
         """The same as plain values, each number named by its metric."""
-        found = {}
+        found: dict[str, Any] = {}
         for key, value in vars(self).items():
-            what, _, of = key.rpartition("_")
-            found[f"{KEYS[what].format(self.metric.name)}_{of}" if what in KEYS else key] = value
-        del found["metric"]
+            if key in KEYS:
+                name = KEYS[key].format(self.metric.name)
+                found[f"{name}_mean"] = None if value is None else value.mean
+                found[f"{name}_std"] = None if value is None else value.std
+            elif key != "metric":
+                found[key] = value
         return found
 
 
@@ -80,24 +76,42 @@ def asked_for(settings: Sequence[str]) -> list[list[str]]:
     return [[*others, f"seed={seed}"] for seed in range(first, last + 1)]
 
 
-def over_seeds(rows: Sequence[Row]) -> list[Spread]:
+def over_seeds(rows: Sequence[Row]) -> list[OverSeeds]:
     """Returns what each method came to over its seeds, in the order of their first runs.
 
     Raises:
         UserError: the runs are judged by several metrics.
     """
     metric = metric_of(rows)
+    of_method: dict[str, list[Row]] = {}
+    for row in rows:
+        of_method.setdefault(row.method, []).append(row)
     return [
-        _spread(method, metric, [row for row in rows if row.method == method])
-        for method in dict.fromkeys(row.method for row in rows)
+        OverSeeds(
+            method,
+            tuple(row.seed for row in own),
+            metric,
+            test=_spread([row.test for row in own]),
+            worst_decile=_spread([row.worst_decile for row in own]),
+            novel=_spread([row.novel for row in own]),
+            bytes_down=fmean(row.bytes_down for row in own),
+            bytes_up=fmean(row.bytes_up for row in own),
+            seconds=fmean(row.seconds for row in own),
+        )
+        for method, own in of_method.items()
     ]
 
 
-def table(spreads: Sequence[Spread]) -> Table:
+def _spread(values: Sequence[Number]) -> Spread | None:
+    there = [value for value in values if value is not None]
+    return spread(there) if len(there) == len(values) else None
+
+
+def table(methods: Sequence[OverSeeds]) -> Table:
     """Returns means and deviations over seeds for a :class:`rich.console.Console` to print."""
     shown = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=True)
     shown.add_column("mean ± sd over seeds\nmethod")
-    metric = spreads[0].metric
+    metric = methods[0].metric
     unit = metric.short
     for column in (
         "\nseeds",
@@ -109,36 +123,16 @@ def table(spreads: Sequence[Spread]) -> Table:
         "\nseconds",
     ):
         shown.add_column(column, justify="right")
-    for spread in spreads:
+    for one in methods:
         shown.add_row(
-            spread.method,
-            str(len(spread.seeds)),
-            metric.spread(spread.test_mean, spread.test_std),
-            metric.spread(spread.worst_decile_mean, spread.worst_decile_std),
-            metric.spread(spread.novel_mean, spread.novel_std),
-            megabytes(spread.bytes_down),
-            megabytes(spread.bytes_up),
-            f"{spread.seconds:.1f}",
+            one.method,
+            str(len(one.seeds)),
+            *(
+                "–" if found is None else metric.spread(found.mean, found.std)
+                for found in (one.test, one.worst_decile, one.novel)
+            ),
+            megabytes(one.bytes_down),
+            megabytes(one.bytes_up),
+            f"{one.seconds:.1f}",
         )
     return shown
-
-
-def _spread(method: str, metric: Metric, rows: Sequence[Row]) -> Spread:
-    return Spread(
-        method,
-        tuple(row.seed for row in rows),
-        metric,
-        *_mean_and_std([row.test for row in rows]),
-        *_mean_and_std([row.worst_decile for row in rows]),
-        *_mean_and_std([row.novel for row in rows]),
-        bytes_down=statistics.fmean(row.bytes_down for row in rows),
-        bytes_up=statistics.fmean(row.bytes_up for row in rows),
-        seconds=statistics.fmean(row.seconds for row in rows),
-    )
-
-
-def _mean_and_std(values: Sequence[Number]) -> tuple[Number, Number]:
-    there = [value for value in values if value is not None]
-    if len(there) < len(values):
-        return None, None
-    return statistics.fmean(there), statistics.stdev(there) if len(there) > 1 else None
