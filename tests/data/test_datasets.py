@@ -8,6 +8,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from safetensors import safe_open
 
@@ -416,16 +417,19 @@ def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
     assert cache.folder() == tmp_path / ".cache" / "hyperfed"
 
 
-def test_normalize_is_the_textbook_formula_in_channels_last():
-    x = torch.randint(0, 256, (5, 3, 4, 6), dtype=torch.uint8)
-    mean, std = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3)
+@pytest.mark.parametrize(
+    ("mean", "std"), [((0.5, 0.4, 0.3), (0.2, 0.25, 0.3)), ((0.5,), (0.2,))], ids=["colour", "grey"]
+)
+def test_normalize_is_the_textbook_formula_in_channels_last(mean, std):
+    x = torch.randint(0, 256, (5, len(mean), 4, 6), dtype=torch.uint8)
     normalized = Normalize(mean, std)(x)
-    expected = (x.double() / 255 - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(
-        3, 1, 1
-    )
-    torch.testing.assert_close(normalized.double(), expected, rtol=0, atol=1e-5)
+    shift, scale = (torch.tensor(constants).view(-1, 1, 1) for constants in (mean, std))
+    torch.testing.assert_close(normalized.double(), (x.double() / 255 - shift) / scale)
     assert normalized.dtype == torch.float32
-    assert normalized.is_contiguous(memory_format=torch.channels_last)
+    # Of one channel a tensor is contiguous either way: what counts is what a convolution makes.
+    convolved = F.conv2d(normalized, torch.ones(2, len(mean), 1, 1))
+    assert convolved.is_contiguous(memory_format=torch.channels_last)
+    assert not convolved.is_contiguous()
     tokens, floats = torch.arange(6).view(2, 3), torch.rand(2, 3)
     assert Normalize((), ())(tokens) is tokens
     assert Normalize((), ())(floats) is floats

@@ -92,15 +92,19 @@ def test_a_label_map_is_linear_in_the_one_hot_label_and_blind_to_the_example() -
 
 @pytest.mark.parametrize(
     ("kind", "convolve", "shape"),
-    [(nn.Conv1d, F.conv1d, (2, 9)), (nn.Conv3d, F.conv3d, (2, 5, 4, 6))],
+    [(nn.Conv1d, F.conv1d, (2, 9)), (nn.Conv3d, F.conv3d, (2, 5, 6, 7))],
     ids=["Conv1d", "Conv3d"],
 )
+@pytest.mark.parametrize(("padding", "mode"), [(0, "zeros"), (2, "zeros"), (2, "circular")])
 def test_a_convolution_of_any_dimension_sees_the_label_as_constant_channels(
-    kind: Callable[..., nn.Module], convolve: Callable[..., Tensor], shape: tuple[int, ...]
+    kind: Callable[..., nn.Module],
+    convolve: Callable[..., Tensor],
+    shape: tuple[int, ...],
+    padding: int,
+    mode: str,
 ) -> None:
-    options = {"stride": 2, "dilation": 2}
-    circular = {"padding": 2, "padding_mode": "circular"}
-    first = kind(2, 3, kernel_size=3, bias=False, **options, **circular)
+    options, around = {"stride": 2, "dilation": 2}, {"padding": padding, "padding_mode": mode}
+    first = kind(2, 3, kernel_size=3, bias=False, **options, **around)
     target = nn.Sequential(first, nn.ReLU(), nn.Flatten(), nn.LazyLinear(7))
     target(torch.zeros(1, *shape))
     net = copy_of(target)
@@ -108,7 +112,8 @@ def test_a_convolution_of_any_dimension_sees_the_label_as_constant_channels(
     label = F.one_hot(LABELS, CLASSES).double()
     channels = torch.stack([row[:, None].expand(-1, x[0, 0].numel()) for row in label])
     seen = torch.cat([x, channels.reshape(len(x), CLASSES, *shape[1:])], dim=1)
-    seen = F.pad(seen, [2, 2] * len(shape[1:]), mode="circular")
+    how = "constant" if mode == "zeros" else mode
+    seen = F.pad(seen, [padding, padding] * len(shape[1:]), mode=how)
     hidden = convolve(seen, net.net[0].weight, **options).relu().flatten(1)
     expected = hidden @ net.net[3].weight.T + net.net[3].bias
     torch.testing.assert_close(net(x, LABELS), expected, rtol=1e-10, atol=1e-12)

@@ -38,7 +38,7 @@ class Normalize:
         if x.dtype != torch.uint8:
             return x
         if x.ndim == IMAGE_DIMENSIONS and not mapped():
-            x = x.contiguous(memory_format=torch.channels_last)
+            x = channels_last(x)
         scale, shift = self._scale_and_shift(x)
         pixels = x.float()
         return torch.addcmul(shift, pixels, scale, out=None if mapped() else pixels)
@@ -57,6 +57,17 @@ class Normalize:
             )
             self._constants[key] = (scale, shift)
         return self._constants[key]
+
+
+def channels_last(x: Tensor) -> Tensor:
+    """Returns images (B, C, H, W) with a pixel's channels side by side in memory.
+
+    Of images with one channel the strides must say so, too, which PyTorch leaves as they are: it
+    looks at them to choose between kernels, and of one channel either layout is the other.
+    """
+    if x.shape[1] == 1:
+        return x[:, 0, :, :, None].movedim(-1, 1)
+    return x.contiguous(memory_format=torch.channels_last)
 
 
 @dataclass(frozen=True, eq=False)

@@ -84,6 +84,7 @@ class Client(pefll.Client):
     """PeFLL's, described by half of a batch while the networks learn."""
 
     @step(bounded="reply")
+    @torch.no_grad()
     def describe_half(self, descriptor_net: Model) -> Tree:
         """Returns {"descriptor": (l,)}, the mean over half of a batch, rounded up."""
         (batch,) = self.batches

@@ -273,9 +273,9 @@ class Server(federation.Server):
         self.encoder_optimizer: Optimizer
         parameters = parameters_of(self.encoder).values()
         if config.encoder_optimizer == "adam":
-            self.encoder_optimizer = Adam(parameters, config.encoder_server_lr)
+            self.encoder_optimizer = Adam(parameters, config.encoder_server_lr, fused=True)
         else:
-            self.encoder_optimizer = SGD(parameters, config.encoder_lr)
+            self.encoder_optimizer = SGD(parameters, config.encoder_lr, fused=True)
         rows = 0 if self.end_to_end else outline.clients
         self.embeddings = nn.Embedding(rows, length).to(outline.dtype)
         with torch.no_grad():

@@ -203,7 +203,8 @@ class Server(federation.Server):
             config.embedding_std * torch.randn(shape, dtype=outline.dtype)
             for _ in range(outline.clients + config.global_model)
         )
-        self.optimizer = Adam([*self.embeddings, *self.hyper_net.parameters()], config.lr)
+        learned = [*self.embeddings, *self.hyper_net.parameters()]
+        self.optimizer = Adam(learned, config.lr, fused=True)
 
     def round(self, clients: Cohort) -> None:
         """Makes, sends and pulls back the models of a cohort, and the global one before them."""
@@ -273,7 +274,7 @@ class Server(federation.Server):
         like = {"embedding": self.embeddings[0].detach().new_zeros(shape.numel())}
         rows: Tensor = clients.ask(Client.draw_embedding, like)["embedding"]
         rows.requires_grad_()
-        optimizer = Adam([rows], config.novel_lr or config.lr)
+        optimizer = Adam([rows], config.novel_lr or config.lr, fused=True)
         for _ in range(config.novel_rounds):
             model = self.hyper_net(rows.view(-1, *shape), size)
             delta = clients.ask(Client.train_model, Each(detach(model)), batches=config.batches)

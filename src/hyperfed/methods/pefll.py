@@ -125,6 +125,7 @@ class Client(federation.Client):
         return {"descriptor_net": trees.cast(net, outline.dtype)}
 
     @step(bounded="reply")
+    @torch.no_grad()  # its gradient comes in a step of its own
     def describe(self, descriptor_net: Model) -> Tree:
         """Returns {"descriptor": (l,)}, a mean over examples; in a round there is one batch."""
         total, count = torch.zeros(()), 0
@@ -179,9 +180,10 @@ class Server(federation.Server):
         parameters = [*self.hyper_net.parameters(), *described.values()]
         lr, decay = config.lr, config.weight_decay
         if config.optimizer == "sgd":
-            self.optimizer = SGD(parameters, lr, config.momentum, weight_decay=decay)
+            momentum = config.momentum
+            self.optimizer = SGD(parameters, lr, momentum, weight_decay=decay, fused=True)
         else:
-            self.optimizer = Adam(parameters, lr, weight_decay=decay)
+            self.optimizer = Adam(parameters, lr, weight_decay=decay, fused=True)
 
     def round(self, clients: Cohort) -> None:
         """Algorithm 2: three exchanges, then the mean over the clients that were there for all.

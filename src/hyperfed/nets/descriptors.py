@@ -133,25 +133,33 @@ class _SeesLabels:
         return torch.cat([x, label.expand(places)], dim=dim)
 
 
-class _LabelledConv1d(_SeesLabels, nn.Conv1d):
-    """Takes labels as more channels."""
+class _LabelledConv(_SeesLabels, nn.modules.conv._ConvNd):
+    """Takes labels as more channels.
+
+    Where no padding comes in, a channel that is the same all over an example adds the same at every
+    place: the sum of its weights. That is added, and the channels are never made.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.beside(x, dim=1))
+        if any(self._reversed_padding_repeated_twice):
+            features: Tensor = super().forward(self.beside(x, dim=1))
+            return features
+        of_input, of_label = self.weight[:, : x.shape[1]], self.weight[:, x.shape[1] :]
+        convolved: Tensor = self._conv_forward(x, of_input, self.bias)
+        added = self.label @ of_label.flatten(2).sum(dim=2).T  # (B, O)
+        return convolved + added.reshape(*added.shape, *[1] * (x.ndim - 2))
 
 
-class _LabelledConv2d(_SeesLabels, nn.Conv2d):
-    """Takes labels as more channels."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.beside(x, dim=1))
+class _LabelledConv1d(_LabelledConv, nn.Conv1d):
+    """One-dimensional."""
 
 
-class _LabelledConv3d(_SeesLabels, nn.Conv3d):
-    """Takes labels as more channels."""
+class _LabelledConv2d(_LabelledConv, nn.Conv2d):
+    """Two-dimensional."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.beside(x, dim=1))
+
+class _LabelledConv3d(_LabelledConv, nn.Conv3d):
+    """Three-dimensional."""
 
 
 class _LabelledLinear(_SeesLabels, nn.Linear):
