@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hyperfed import metrics, training, trees
+from hyperfed import functional, metrics, training, trees
 from hyperfed.errors import UserError
 from hyperfed.metrics import Metric
 from hyperfed.privacy import Releases
@@ -401,7 +401,7 @@ class Client:
         return {}
 
     def network(self, name: str) -> nn.Module:
-        """Returns this worker's own copy of one of :meth:`networks`, for ``training.apply``."""
+        """Returns this worker's own copy of one of :meth:`networks`, for ``functional.apply``."""
         return self._networks[name]
 
     @property
@@ -547,7 +547,7 @@ class Client:
 
     def predict(self, model: Model, x: Tensor) -> Tensor:
         """Returns (B, classes) outputs of the client's personal model."""
-        return training.apply(self.module, model, x)
+        return functional.apply(self.module, model, x)
 
     def finetuned(self, model: Model) -> Model:
         """Returns the personal model after local SGD on the batches asked for, by the task's loss.

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from hyperfed import trees
 from hyperfed.federation import step
 from hyperfed.methods import fedbn
-from hyperfed.nets.targets import LeNet, LeNetBN, PFedLACNN, batch_norm_names
+from hyperfed.nets.anatomy import batch_norm_names
+from hyperfed.nets.targets import LeNet, LeNetBN, PFedLACNN
 from hyperfed.runs.config import from_keys
 from hyperfed.trees import Model, Tree
 from toys import (

@@ -16,9 +16,10 @@ from hyperfed import trees
 from hyperfed.engines.local.loop import LoopEngine
 from hyperfed.errors import UserError
 from hyperfed.federation import Task, step
+from hyperfed.functional import outputs_and_features
 from hyperfed.methods import knn_per
 from hyperfed.runs.evaluation import evaluate
-from hyperfed.training import UnlabelledError, outputs_and_features
+from hyperfed.training import UnlabelledError
 from hyperfed.trees import Model, Tree
 from toys import CLASSES, FEATURES, Federation, Normed, TwoLayers, make_task
 

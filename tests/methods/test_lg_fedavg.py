@@ -9,7 +9,7 @@ from torch import Tensor
 from hyperfed import trees
 from hyperfed.federation import Each, step
 from hyperfed.methods import lg_fedavg
-from hyperfed.nets.targets import head_names
+from hyperfed.nets.anatomy import head_names
 from hyperfed.runs.config import from_keys
 from hyperfed.system.randomness import seeded
 from hyperfed.trees import Model, Tree

@@ -8,15 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hyperfed import training, trees
+from hyperfed import functional, trees
 from hyperfed.engines.local.loop import LoopEngine
 from hyperfed.engines.local.vmap import VmappedEngine
 from hyperfed.errors import UserError
+from hyperfed.functional import outputs_and_features
 from hyperfed.methods import moon
 from hyperfed.methods.parts import contrast
 from hyperfed.runs.config import from_keys
 from hyperfed.system.randomness import seeded
-from hyperfed.training import Batch, outputs_and_features
+from hyperfed.training import Batch
 from hyperfed.trees import Model
 from toys import (
     CLASSES,
@@ -370,7 +371,7 @@ def inner_products(own: Tensor, other: Tensor, distance: str) -> Tensor:
 def test_mutant_of_the_contrast(name: str, mutant: Callable[..., Any], monkeypatch: Any) -> None:
     monkeypatch.setattr(moon, name, mutant)
     if name == "outputs_and_features":
-        monkeypatch.setattr(training, name, mutant)  # of the model that trains
+        monkeypatch.setattr(functional, name, mutant)  # of the model that trains
     with pytest.raises(AssertionError):
         check_a_round()
 

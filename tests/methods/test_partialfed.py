@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from hyperfed import trees
 from hyperfed.errors import UserError
 from hyperfed.methods import partialfed
-from hyperfed.nets.targets import layers_of
+from hyperfed.nets.anatomy import layers_of
 from hyperfed.runs.config import from_keys
 from hyperfed.system.randomness import generator
 from hyperfed.trees import Model

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hyperfed.errors import UserError
+from hyperfed.functional import apply
 from hyperfed.nets.deepsets import DeepSet
 from hyperfed.nets.targets import ITPFLMLP, MLP, TARGETS, CharLSTM, LeNet, build_target
 from hyperfed.privacy import sensitivity
-from hyperfed.training import apply
 from hyperfed.trees import model_of
 from toys import Normed, TwoLayers
 

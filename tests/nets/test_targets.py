@@ -414,38 +414,3 @@ class TestBuildTarget:
     def test_no_classes(self):
         with pytest.raises(UserError, match="classes must be at least 1, got 0"):
             build_target("pfedla_cnn", input_shape=(3, 32, 32), classes=0)
-
-
-class TestHeadNames:
-    @pytest.mark.parametrize(
-        ("model", "expected"),
-        [
-            (LeNet((1, 28, 28), 3), ("fc3.weight", "fc3.bias")),
-            (OmniglotNet((1, 28, 28), 3), ("fc2.weight", "fc2.bias")),
-            (MLP((4,), 3, (5, 6)), ("layers.2.weight", "layers.2.bias")),
-            (LeNetBN((1, 28, 28), 3), ("fc3.weight", "fc3.bias")),
-            (CharLSTM(5, hidden=3), ("fc.weight", "fc.bias")),
-            (nn.Linear(2, 3, bias=False), ("weight",)),
-            (nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.ReLU()), ("1.weight", "1.bias")),
-        ],
-        ids=lambda value: type(value).__name__,
-    )
-    def test_last_module_with_parameters(self, model, expected):
-        assert head_names(model) == expected
-
-    @pytest.mark.parametrize(
-        ("layers", "modules"),
-        [(0, ()), (2, ("fc1", "fc2")), (6, ("conv1", "conv2", "conv3", "conv4", "fc1", "fc2"))],
-    )
-    def test_several_layers(self, layers, modules):
-        expected = tuple(f"{name}.{kind}" for name in modules for kind in ("weight", "bias"))
-        assert head_names(OmniglotNet((1, 28, 28), 3), layers) == expected
-
-    @pytest.mark.parametrize("layers", [-1, 3])
-    def test_layers_the_model_does_not_have(self, layers):
-        with pytest.raises(UserError, match=rf"a MLP must have 0 to 2 layers .* got {layers}"):
-            head_names(MLP((4,), 3), layers)
-
-    def test_needs_parameters(self):
-        with pytest.raises(UserError, match=r"a Sequential must have 0 to 0 layers .* got 1"):
-            head_names(nn.Sequential(nn.ReLU(), nn.Flatten()))

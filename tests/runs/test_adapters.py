@@ -23,11 +23,11 @@ from hyperfed.apps.cli import main
 from hyperfed.data import own
 from hyperfed.engines.local.vmap import VmappedEngine
 from hyperfed.errors import UserError
+from hyperfed.functional import outputs_and_features
+from hyperfed.nets.anatomy import head_names
 from hyperfed.nets.deepsets import DeepSet
 from hyperfed.nets.descriptors import LabelledTarget
-from hyperfed.nets.targets import head_names
 from hyperfed.system.randomness import seeded
-from hyperfed.training import outputs_and_features
 from toys import Federation
 
 pytestmark = [

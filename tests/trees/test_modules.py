@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from hyperfed import training, trees
+from hyperfed import functional, trees
 from hyperfed.errors import UserError
+from hyperfed.nets.anatomy import batch_norm_names, head_names, layers_of
 from hyperfed.nets.deepsets import DeepSet
 from hyperfed.nets.descriptors import LabelledTarget
 from hyperfed.nets.shapes import shapes_of, spread_of
-from hyperfed.nets.targets import batch_norm_names, head_names, layers_of
 from toys import CLASSES, FEATURES, Stemmed, TwoLayers, make_task
 
 
@@ -74,7 +74,7 @@ def test_frozen_batch_norm_computes_as_in_evaluation(mode: bool) -> None:
     net.get_submodule("body").register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     before = trees.clone(trees.frozen_of(net))
     for train in (mode, not mode, mode):
-        training.apply(net, trees.model_of(net), x, train=train)
+        functional.apply(net, trees.model_of(net), x, train=train)
         torch.testing.assert_close(seen[-1], expected, rtol=0, atol=0)
         assert net.get_submodule("norm").training == train
     torch.testing.assert_close(trees.frozen_of(net), before, rtol=0, atol=0)
@@ -83,7 +83,7 @@ def test_frozen_batch_norm_computes_as_in_evaluation(mode: bool) -> None:
 def test_measuring_statistics_leaves_frozen_batch_norm() -> None:
     net, x = Stemmed(), torch.randn(3, 8, FEATURES)
     before, momentum = trees.clone(trees.frozen_of(net)), net.norm.momentum
-    found = training.batch_statistics(net, trees.model_of(net), iter(x))
+    found = functional.batch_statistics(net, trees.model_of(net), iter(x))
     assert set(found) == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
     features = net.body(net.get_submodule("stem").eval()(x.flatten(0, 1))).unflatten(0, (3, 8))
     torch.testing.assert_close(found["norm.running_mean"], features.mean(dim=(0, 1)))

@@ -29,13 +29,13 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from hyperfed import federation, training
+from hyperfed import federation, functional
 from hyperfed.errors import UserError
 from hyperfed.federation import Cohort, Outline, average, step
 from hyperfed.methods.parts.presets import DEFAULT, PFEDKT
+from hyperfed.nets.anatomy import head_names
 from hyperfed.nets.hypernets import SingleOutput
 from hyperfed.nets.shapes import shapes_of
-from hyperfed.nets.targets import head_names
 from hyperfed.training import Batch, PersonalConfig, Steps, balanced_softmax_loss, count_classes
 from hyperfed.trees import Model, Tree, model_of, partition, take
 
@@ -104,7 +104,7 @@ class Client(federation.Client):
 
         def objective(model: Model, batch: Batch) -> tuple[Tensor, Model]:
             maker, target = partition(model, personal)
-            passed = training.forward_with_features(self.module, target, batch.x)
+            passed = functional.forward_with_features(self.module, target, batch.x)
             logits, features, buffers = passed
             head = self.make_head(maker)
             return self.joint_loss(logits, features, head, batch.y, count), buffers

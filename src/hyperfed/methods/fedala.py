@@ -46,7 +46,7 @@ from torch.func import grad_and_value
 from hyperfed import federation
 from hyperfed.federation import Cohort, Each, Outline, average, step
 from hyperfed.methods.parts.presets import DEFAULT, PFLLIB
-from hyperfed.nets.targets import head_names
+from hyperfed.nets.anatomy import head_names
 from hyperfed.training import Batch, LocalConfig, Steps, pass_lengths, sgd
 from hyperfed.trees import Model, Tree, partition, tree_map
 

@@ -36,20 +36,11 @@ from torch.func import grad
 
 from hyperfed import federation
 from hyperfed.federation import Cohort, Outline, step
+from hyperfed.functional import apply, forward_with_features
 from hyperfed.methods.parts.features import check_classes, class_means, features_of
 from hyperfed.methods.parts.presets import DEFAULT
-from hyperfed.nets.targets import head_names
-from hyperfed.training import (
-    Batch,
-    Epochs,
-    PersonalConfig,
-    Sgd,
-    Steps,
-    apply,
-    count_classes,
-    forward_with_features,
-    sgd,
-)
+from hyperfed.nets.anatomy import head_names
+from hyperfed.training import Batch, Epochs, PersonalConfig, Sgd, Steps, count_classes, sgd
 from hyperfed.trees import Model, Tree, partition, weighted_mean
 
 

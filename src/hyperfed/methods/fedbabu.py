@@ -26,7 +26,7 @@ from pydantic.dataclasses import dataclass
 from hyperfed import federation
 from hyperfed.federation import Cohort, Outline, average, step
 from hyperfed.methods.parts.presets import DEFAULT
-from hyperfed.nets.targets import head_names
+from hyperfed.nets.anatomy import head_names
 from hyperfed.training import Epochs, LocalConfig, Sgd, sgd
 from hyperfed.trees import Model, Tree, partition
 

@@ -24,7 +24,7 @@ from pydantic.dataclasses import dataclass
 from hyperfed import federation
 from hyperfed.federation import Cohort, Outline, average, step
 from hyperfed.methods.parts.presets import DEFAULT
-from hyperfed.nets.targets import batch_norm_names
+from hyperfed.nets.anatomy import batch_norm_names
 from hyperfed.training import PersonalConfig, Steps, sgd
 from hyperfed.trees import Model, Tree, partition
 

@@ -36,10 +36,11 @@ from torch import Tensor
 
 from hyperfed import federation
 from hyperfed.federation import Cohort, Outline, step
+from hyperfed.functional import forward_with_features
 from hyperfed.methods.parts.features import linear_head
 from hyperfed.methods.parts.presets import DEFAULT, PFLLIB
-from hyperfed.nets.targets import head_names
-from hyperfed.training import Batch, Objective, PersonalConfig, Steps, forward_with_features
+from hyperfed.nets.anatomy import head_names
+from hyperfed.training import Batch, Objective, PersonalConfig, Steps
 from hyperfed.trees import Model, Tree, partition, weighted_mean
 
 BIAS, RUNNING = "dbe/bias", "dbe/mean"

@@ -41,19 +41,11 @@ from torch import Tensor
 
 from hyperfed import federation
 from hyperfed.federation import Cohort, Each, Outline, step
+from hyperfed.functional import forward_with_features
 from hyperfed.methods.parts.features import check_classes, class_means, features_of, linear_head
 from hyperfed.methods.parts.presets import DEFAULT
-from hyperfed.nets.targets import head_names
-from hyperfed.training import (
-    Batch,
-    Batches,
-    Epochs,
-    LocalConfig,
-    Objective,
-    Steps,
-    forward_with_features,
-    sgd,
-)
+from hyperfed.nets.anatomy import head_names
+from hyperfed.training import Batch, Batches, Epochs, LocalConfig, Objective, Steps, sgd
 from hyperfed.trees import Model, Tree, clone, partition, repeat, take, weighted_mean
 
 SMALLEST = 1e-3

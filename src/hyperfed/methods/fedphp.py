@@ -37,17 +37,10 @@ from torch import Tensor
 
 from hyperfed import federation
 from hyperfed.federation import Cohort, Outline, average, step
+from hyperfed.functional import forward_with_features, outputs_and_features
 from hyperfed.methods.parts.contrast import check_logits, distances, mean_discrepancy
 from hyperfed.methods.parts.presets import DEFAULT, PFEDKT
-from hyperfed.training import (
-    Batch,
-    LocalConfig,
-    Objective,
-    Steps,
-    forward_with_features,
-    outputs_and_features,
-    sgd,
-)
+from hyperfed.training import Batch, LocalConfig, Objective, Steps, sgd
 from hyperfed.trees import Model, Tree, interpolate
 
 Share = Annotated[float, Field(ge=0, le=1)]

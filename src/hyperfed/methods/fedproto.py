@@ -45,10 +45,11 @@ from torch import Tensor
 from hyperfed import federation
 from hyperfed.errors import UserError
 from hyperfed.federation import Cohort, Outline, step
+from hyperfed.functional import forward_with_features
 from hyperfed.methods.parts.features import check_classes, class_means, features_of, linear_head
 from hyperfed.methods.parts.presets import DEFAULT
-from hyperfed.nets.targets import head_names
-from hyperfed.training import Batch, Objective, PersonalConfig, Steps, forward_with_features
+from hyperfed.nets.anatomy import head_names
+from hyperfed.training import Batch, Objective, PersonalConfig, Steps
 from hyperfed.trees import Model, Tree
 
 NEVER = -1e6

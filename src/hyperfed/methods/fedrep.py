@@ -27,7 +27,7 @@ from hyperfed import federation
 from hyperfed.errors import UserError
 from hyperfed.federation import Cohort, Outline, average, step
 from hyperfed.methods.parts.presets import DEFAULT, PEFLL
-from hyperfed.nets.targets import head_names
+from hyperfed.nets.anatomy import head_names
 from hyperfed.training import Batch, Batches, Epochs, PersonalConfig, Steps, pass_lengths, sgd
 from hyperfed.trees import Model, Tree, partition
 

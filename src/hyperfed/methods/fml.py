@@ -33,9 +33,10 @@ from torch import Tensor, nn
 
 from hyperfed import federation, trees
 from hyperfed.federation import Cohort, Outline, step
+from hyperfed.functional import forward
 from hyperfed.methods.parts.contrast import check_logits, distances
 from hyperfed.methods.parts.presets import DEFAULT, PFEDKT
-from hyperfed.training import Batch, PersonalConfig, Steps, forward
+from hyperfed.training import Batch, PersonalConfig, Steps
 from hyperfed.trees import Model, Tree, leaves, weighted_mean
 
 Share = Annotated[float, Field(ge=0, le=1)]

@@ -45,19 +45,11 @@ from torch.linalg import vector_norm
 from hyperfed import federation
 from hyperfed.errors import UserError
 from hyperfed.federation import Cohort, Outline, average, step
+from hyperfed.functional import apply, forward_with_features, outputs_and_features
 from hyperfed.methods.parts.features import check_classes, linear_head
 from hyperfed.methods.parts.presets import DEFAULT, PFLLIB
-from hyperfed.nets.targets import head_names
-from hyperfed.training import (
-    Batch,
-    PersonalConfig,
-    Steps,
-    apply,
-    count_classes,
-    forward_with_features,
-    outputs_and_features,
-    sgd,
-)
+from hyperfed.nets.anatomy import head_names
+from hyperfed.training import Batch, PersonalConfig, Steps, count_classes, sgd
 from hyperfed.trees import Model, Tree, model_of, partition
 
 GUIDANCE = "guidance/"

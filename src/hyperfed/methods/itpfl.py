@@ -54,21 +54,13 @@ from torch.optim import SGD, Adam, Optimizer
 from hyperfed import federation
 from hyperfed.errors import UserError
 from hyperfed.federation import EVALUATION_BATCH, Cohort, Each, Outline, step
+from hyperfed.functional import batch_statistics, forward, mean_output
 from hyperfed.methods.parts.hypernet_training import HyperNetConfig, Reduction, descend
 from hyperfed.methods.parts.privacy import PrivacyConfig
 from hyperfed.nets.deepsets import DeepSet
 from hyperfed.nets.hypernets import HyperNet
 from hyperfed.privacy import sensitivity
-from hyperfed.training import (
-    Epochs,
-    LocalConfig,
-    Steps,
-    batch_statistics,
-    forward,
-    mean_output,
-    regression,
-    sgd,
-)
+from hyperfed.training import Epochs, LocalConfig, Steps, regression, sgd
 from hyperfed.trees import (
     Model,
     Tree,

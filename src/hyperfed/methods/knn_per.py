@@ -36,9 +36,10 @@ from torch import Tensor
 from hyperfed import federation
 from hyperfed.errors import UserError
 from hyperfed.federation import EVALUATION_BATCH, Cohort, Outline, Split, average, step
+from hyperfed.functional import outputs_and_features
 from hyperfed.methods.parts.presets import DEFAULT, PEFLL
-from hyperfed.nets.targets import head_names
-from hyperfed.training import LocalConfig, outputs_and_features, sgd
+from hyperfed.nets.anatomy import head_names
+from hyperfed.training import LocalConfig, sgd
 from hyperfed.trees import Model, Tree
 
 Share = Annotated[float, Field(ge=0, le=1)]

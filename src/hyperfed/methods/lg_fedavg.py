@@ -25,7 +25,7 @@ from torch import Tensor
 from hyperfed import federation
 from hyperfed.federation import Cohort, Each, Outline, average, step
 from hyperfed.methods.parts.presets import DEFAULT, PFEDHN, PFEDKT
-from hyperfed.nets.targets import head_names
+from hyperfed.nets.anatomy import head_names
 from hyperfed.training import PersonalConfig, Steps, sgd
 from hyperfed.trees import Model, Tree, partition, repeat, weighted_mean
 

@@ -32,8 +32,9 @@ from torch import Tensor
 from hyperfed import federation
 from hyperfed.errors import UserError
 from hyperfed.federation import EVALUATION_BATCH, Cohort, Outline, average, step
+from hyperfed.functional import apply, forward
 from hyperfed.methods.parts.presets import DEFAULT, PFEDKT
-from hyperfed.training import Batch, PersonalConfig, apply, forward, sgd
+from hyperfed.training import Batch, PersonalConfig, sgd
 from hyperfed.trees import Model, Tree
 
 Share = Annotated[float, Field(ge=0, le=1)]

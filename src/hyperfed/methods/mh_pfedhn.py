@@ -42,11 +42,12 @@ from torch.optim import Adam
 
 from hyperfed import federation, trees
 from hyperfed.federation import Cohort, Each, Outline, step
+from hyperfed.functional import forward
 from hyperfed.methods.parts.contrast import check_logits, distances
 from hyperfed.methods.parts.hypernet_training import clip_rows, pull_back_groups
 from hyperfed.nets.chunks import ChunkHeads
 from hyperfed.nets.shapes import shapes_of
-from hyperfed.training import Batch, LocalConfig, Objective, forward, sgd, supervised
+from hyperfed.training import Batch, LocalConfig, Objective, sgd, supervised
 from hyperfed.trees import Model, Tree, detach, partition, pull_back, subtract, weighted_mean
 
 

@@ -31,17 +31,11 @@ from torch import Tensor, nn
 from hyperfed import federation
 from hyperfed.errors import UserError
 from hyperfed.federation import Cohort, Outline, average, step
+from hyperfed.functional import forward_with_features, outputs_and_features
 from hyperfed.methods.parts.contrast import contrastive_loss, distances
 from hyperfed.methods.parts.presets import DEFAULT, PFEDKT
-from hyperfed.nets.targets import head_names
-from hyperfed.training import (
-    Batch,
-    LocalConfig,
-    Objective,
-    forward_with_features,
-    outputs_and_features,
-    sgd,
-)
+from hyperfed.nets.anatomy import head_names
+from hyperfed.training import Batch, LocalConfig, Objective, sgd
 from hyperfed.trees import Model, Tree, copied, model_of
 
 

@@ -40,7 +40,7 @@ from hyperfed import federation
 from hyperfed.errors import UserError
 from hyperfed.federation import Cohort, Outline, average, step
 from hyperfed.methods.parts.presets import DEFAULT, PFEDKT
-from hyperfed.nets.targets import layers_of
+from hyperfed.nets.anatomy import layers_of
 from hyperfed.training import Batch, PersonalConfig, Sgd, Steps, sgd
 from hyperfed.trees import Model, Tree, partition
 

@@ -22,11 +22,12 @@ from torch.optim import SGD, Adam, Optimizer
 
 from hyperfed import federation, trees
 from hyperfed.federation import EVALUATION_BATCH, Cohort, Each, Outline, Pending, step
+from hyperfed.functional import apply
 from hyperfed.methods.parts.generators import GeneratorConfig
 from hyperfed.methods.parts.hypernet_training import descend
 from hyperfed.methods.parts.presets import DEFAULT
 from hyperfed.nets.descriptors import LabelledTarget, LabelMap, Standard
-from hyperfed.training import Batch, Batches, Epochs, LocalConfig, Steps, apply, sgd
+from hyperfed.training import Batch, Batches, Epochs, LocalConfig, Steps, sgd
 from hyperfed.trees import Model, Tree
 
 DescriptorSize = Annotated[int, Field(ge=2)] | Literal["n/4", "1+n/4"]

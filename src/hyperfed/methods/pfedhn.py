@@ -31,9 +31,9 @@ from hyperfed.methods.parts import a_distance, pools
 from hyperfed.methods.parts.hypernet_training import HyperNetConfig, clip_rows, descend
 from hyperfed.methods.parts.pools import POOL, PoolConfig
 from hyperfed.methods.parts.presets import PEFLL
+from hyperfed.nets.anatomy import head_names
 from hyperfed.nets.layers import draw_weights, update_norms
 from hyperfed.nets.shapes import shapes_of
-from hyperfed.nets.targets import head_names
 from hyperfed.training import PersonalConfig, count_classes
 from hyperfed.trees import Model, Tree, detach, partition, pull_back, subtract
 

@@ -37,13 +37,14 @@ from torch.func import functional_call, grad
 
 from hyperfed import federation
 from hyperfed.federation import Cohort, Outline, average, step
+from hyperfed.functional import apply
 from hyperfed.methods.parts.complexity import count_parameters
 from hyperfed.methods.parts.contrast import Contrast, Distance, contrastive_loss, distances
 from hyperfed.methods.parts.presets import DEFAULT, PFEDKT
 from hyperfed.nets.chunks import Chunked
 from hyperfed.nets.layers import draw_weights
 from hyperfed.nets.shapes import shapes_of, spread_of
-from hyperfed.training import Batch, LocalConfig, Objective, adam, apply, sgd, supervised
+from hyperfed.training import Batch, LocalConfig, Objective, adam, sgd, supervised
 from hyperfed.trees import Model, Tree, detach, subtract, tree_map
 
 

@@ -34,9 +34,9 @@ from hyperfed import federation, trees
 from hyperfed.errors import UserError
 from hyperfed.federation import BASE, Cohort, Each, Outline, step
 from hyperfed.methods.parts.presets import DEFAULT
+from hyperfed.nets.anatomy import layers_of
 from hyperfed.nets.layer_weights import LayerWeights
 from hyperfed.nets.shapes import shapes_of
-from hyperfed.nets.targets import layers_of
 from hyperfed.training import PersonalConfig, Steps
 from hyperfed.trees import Model, Tree
 

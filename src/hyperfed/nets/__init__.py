@@ -1,5 +1,6 @@
 """Networks: what clients run (``targets``) and what generates it (``hypernets``)."""
 
+from hyperfed.nets.anatomy import batch_norm_names, head_names, layers_of
 from hyperfed.nets.chunks import Chunked, ChunkHeads, DescribedChunks
 from hyperfed.nets.hypernets import HyperNet, MultiHead, SingleOutput
 from hyperfed.nets.layer_weights import LayerWeights
@@ -15,10 +16,7 @@ from hyperfed.nets.targets import (
     PFedKTCNN,
     PFedLACNN,
     PFLlibCNN,
-    batch_norm_names,
     build_target,
-    head_names,
-    layers_of,
 )
 
 __all__ = [

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from hyperfed import trees
 from hyperfed.errors import UserError, check_positive, told
 from hyperfed.federation import Split, Task
+from hyperfed.functional import apply
 from hyperfed.runs import experiments, statistics
 from hyperfed.runs.serving import Served
 from hyperfed.runs.settings import RunConfig
@@ -32,7 +33,6 @@ from hyperfed.system.files import atomic_write
 from hyperfed.system.provenance import commit
 from hyperfed.system.randomness import generator
 from hyperfed.theory.pefll import gaussian_kl, generalization_bound
-from hyperfed.training import apply
 
 FILE = "bound.json"
 """Beside a record."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hyperfed import federation, training, trees
+from hyperfed import federation, functional, trees
 from hyperfed.engines.local.loop import LoopEngine, fair_workers
 from hyperfed.federation import Each, Task, step
 from hyperfed.nets.targets import LeNet
@@ -60,7 +60,7 @@ def test_worker_threads_do_not_share_a_methods_other_networks() -> None:
         @step
         def encode(self, model: Tree) -> Tree:
             x = torch.ones(1, self.classes, dtype=torch.float64)
-            return {"output": training.apply(self.network("encoder"), model, x)}
+            return {"output": functional.apply(self.network("encoder"), model, x)}
 
     task = make_task(novel=1)
     torch.manual_seed(5)

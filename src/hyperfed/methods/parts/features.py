@@ -5,8 +5,8 @@ from torch import Tensor, nn
 
 from hyperfed.errors import UserError
 from hyperfed.federation import EVALUATION_BATCH, Split
-from hyperfed.nets.targets import head_names
-from hyperfed.training import outputs_and_features
+from hyperfed.functional import outputs_and_features
+from hyperfed.nets.anatomy import head_names
 from hyperfed.trees import Model
 
 

@@ -1,0 +1,191 @@
+"""A network as a function of its weights: the weights of a tree go in, and outputs come out."""
+
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from hyperfed import trees
+from hyperfed.errors import UserError
+from hyperfed.trees import Model
+
+
+def apply(module: nn.Module, model: Model, x: Tensor, *more: Tensor, train: bool = False) -> Tensor:
+    """Runs ``module`` with the weights of ``model``.
+
+    Args:
+        module: the architecture. Of its own weights only frozen ones are used. It must not be
+            shared by threads.
+        model: as ``trees.model_of`` gives it. Under ``train`` buffers change in place.
+        x: (B, ...) what the network takes.
+        more: further arguments of the network, where it takes any.
+        train: the mode that batch-norm and dropout see.
+    """
+    found = _places_of(module)
+    if module.training != train:
+        module.train(train)
+        found.hold_still()
+    places = found.places
+    own = [entries[key] for _, entries, key in places]
+    try:
+        for name, entries, key in places:
+            entries[key] = model[name]
+        output: Tensor = module(x, *more)
+    finally:
+        for (_, entries, key), tensor in zip(places, own, strict=True):
+            entries[key] = tensor
+    return output
+
+
+class _Places:
+    """Where a network keeps each entry of its model, found once.
+
+    ``torch.func.functional_call`` finds them anew at every call, which takes as long as the forward
+    pass of a small network. A tensor that has two places has the name of the first.
+
+    Attributes:
+        places: (name, dictionary, key there) of each entry.
+        buffers: names of those that are buffers.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        model = trees.parameters_of(module) | trees.buffers_of(module)
+        of = {id(tensor): name for name, tensor in model.items()}
+        self.buffers = tuple(trees.buffers_of(module))
+        self.places: list[tuple[str, dict[str, Any], str]] = [
+            (of[id(tensor)], entries, key)
+            for part in module.modules()
+            for entries in (part._parameters, part._buffers)
+            for key, tensor in entries.items()
+            if id(tensor) in of
+        ]
+        frozen = trees.frozen_parts(module)
+        self._still = [part for part in frozen if any(True for _ in part.buffers(recurse=False))]
+        self.hold_still()
+
+    def hold_still(self) -> None:
+        """Puts frozen batch-norm back into evaluation mode: its statistics stay as they are."""
+        for part in self._still:
+            part.training = False
+
+
+_PLACES: WeakKeyDictionary[nn.Module, _Places] = WeakKeyDictionary()
+
+
+def _places_of(module: nn.Module) -> _Places:
+    return _PLACES.get(module) or _PLACES.setdefault(module, _Places(module))
+
+
+def outputs_and_features(
+    module: nn.Module, model: Model, x: Tensor, *, train: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Runs ``module`` as :func:`apply` does and also returns what goes into its last layer.
+
+    The last layer is the last module, as defined, that has parameters to train: the head of one
+    layer.
+
+    Args:
+        module: the architecture; its own weights are not used. It must not be shared by threads.
+        model: every parameter and buffer of ``module``. Under ``train`` buffers change in place.
+        x: (B, ...) what the network takes.
+        train: the mode that batch-norm and dropout see.
+
+    Returns:
+        the outputs, and the features (B, F), flattened where the last layer takes more dimensions.
+
+    Raises:
+        UserError: what is last is not a layer but its adapter.
+    """
+    *_, last = filter(trees.is_trained, module.modules())
+    if last in trees.adapter_parts(module):
+        raise UserError(
+            f"features are what goes into a target's last layer, but of a {type(module).__name__} "
+            "an adapter alone is trained there; name the head in its modules_to_save"
+        )
+    inputs: list[Tensor] = []
+    hook = last.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
+    try:
+        output = apply(module, model, x, train=train)
+    finally:
+        hook.remove()
+    return output, inputs[-1].flatten(1)
+
+
+def mean_output(module: nn.Module, model: Model, inputs: Iterable[Tensor]) -> Tensor:
+    """Returns the mean of a network's outputs for some batches, each weighing as its examples.
+
+    The module is in evaluation mode. There is no gradient.
+
+    Args:
+        module: the architecture; its own weights are not used. It must not be shared by threads.
+        model: every parameter and buffer of ``module``.
+        inputs: (B, ...) batches, B examples each.
+    """
+    total, count = torch.zeros((), dtype=next(module.parameters()).dtype), 0
+    with torch.no_grad():
+        for x in inputs:
+            total = total + len(x) * apply(module, model, x)
+            count += len(x)
+    return total / count
+
+
+def forward(module: nn.Module, model: Model, x: Tensor) -> tuple[Tensor, Model]:
+    """Runs ``module`` in training mode as a function: ``model`` stays as it is.
+
+    Args:
+        module: the architecture. Threads must not share it.
+        model: every parameter and buffer of ``module``.
+        x: (B, ...) what the network takes.
+
+    Returns:
+        the output and the buffers after the pass, {} where there are none.
+    """
+    # Batch-norm writes its statistics in place: into copies.
+    buffers = {name: model[name].clone() for name in _places_of(module).buffers}
+    return apply(module, model | buffers, x, train=True), buffers
+
+
+def forward_with_features(
+    module: nn.Module, model: Model, x: Tensor
+) -> tuple[Tensor, Tensor, Model]:
+    """Runs ``module`` as :func:`forward` does and also returns what goes into its last layer.
+
+    Returns:
+        the output, the features (B, F) of :func:`outputs_and_features`, and the buffers.
+    """
+    buffers = {name: model[name].clone() for name in _places_of(module).buffers}
+    return *outputs_and_features(module, model | buffers, x, train=True), buffers
+
+
+def batch_statistics(module: nn.Module, model: Model, inputs: Iterable[Tensor]) -> Model:
+    """Measures the buffers of batch-norm with the weights of ``model``, without labels.
+
+    Args:
+        module: the architecture; its own weights are overwritten. Threads must not share it.
+        model: every parameter and buffer of ``module``.
+        inputs: (B, ...) batches; each counts alike.
+
+    Returns:
+        all buffers of ``module``, as after a pass over the inputs; {} where it has none.
+    """
+    if not _places_of(module).buffers:
+        return {}
+    frozen = set(trees.frozen_parts(module))
+    norms = [m for m in module.modules() if isinstance(m, _BatchNorm) and m not in frozen]
+    momenta = [norm.momentum for norm in norms]
+    trees.fill(module, model)
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # a cumulative mean
+    buffers: Model = {name: value.clone() for name, value in trees.buffers_of(module).items()}
+    try:
+        with torch.no_grad():
+            for x in inputs:
+                _, buffers = forward(module, model | buffers, x)
+    finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+    return buffers

@@ -1,0 +1,120 @@
+"""What tells the parts of a network apart: its head, its batch normalisation, its layers."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import nn
+
+from hyperfed import trees
+from hyperfed.errors import UserError
+
+
+def head_names(model: nn.Module, layers: int = 1) -> tuple[str, ...]:
+    """Names the parameters of the head: of the last ``layers`` modules, as defined, that have any.
+
+    FedPer and pFedHN-PC keep them on the client ("personal classifier", one layer).
+
+    Args:
+        model: any module.
+        layers: modules in the head, from 0 (no head) to all that have parameters of their own.
+            Modules that are frozen do not count.
+
+    Returns:
+        Names as in ``model.named_parameters()``, such as ``("fc3.weight", "fc3.bias")``.
+
+    Raises:
+        UserError: the model has fewer such modules, or adapters in their place, or ``layers`` is
+            negative.
+    """
+    owners = [part for part in _entries(model) if part.parameters]
+    if not 0 <= layers <= len(owners):
+        raise UserError(
+            f"the head of a {type(model).__name__} must have 0 to {len(owners)} layers (modules "
+            f"with parameters to train), got {layers}; choose such a number or another target"
+        )
+    head = owners[len(owners) - layers :]
+    if adapters := [part.name for part in head if part.module in trees.adapter_parts(model)]:
+        raise UserError(
+            f"a head of {layers} must be layers that are trained whole, but {adapters[0]} belongs "
+            "to an adapter; name the target's head in its modules_to_save, or choose a method "
+            "without a head"
+        )
+    return tuple(name for part in head for name in part.parameters)
+
+
+def batch_norm_names(model: nn.Module) -> tuple[str, ...]:
+    """Names what belongs to batch normalisation, found by the type of a module, never by its name.
+
+    FedBN keeps it on the client.
+
+    Args:
+        model: any module.
+
+    Returns:
+        Names of the parameters and buffers of every batch-norm layer (of one, two or three
+        dimensions, synchronised or lazy), in the order of definition, without what is frozen.
+        Instance, layer and group normalisation have no statistics of the data set and are not
+        among them.
+    """
+    return tuple(
+        name
+        for part in _entries(model)
+        if isinstance(part.module, nn.modules.batchnorm._BatchNorm)
+        for name in part.parameters + part.buffers
+    )
+
+
+def layers_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Divides a model's entries into layers, as pFedLA weighs them.
+
+    A layer is a module with parameters to train, in the order of definition: its weight, bias and
+    buffers belong together. Buffers of a module without (a batch-norm without scale) belong to the
+    layer before it, or to the first.
+
+    Args:
+        model: any module with parameters.
+
+    Returns:
+        {module name: names of its parameters and buffers}; each entry of the model, which nothing
+        frozen is, is in one layer.
+        The name of the model itself, where it has parameters of its own, is "".
+
+    Raises:
+        UserError: the model has no parameters to train.
+    """
+    layers: dict[str, tuple[str, ...]] = {}
+    pending: tuple[str, ...] = ()
+    for part in _entries(model):
+        if part.parameters:
+            layers[part.name] = pending + part.parameters + part.buffers
+            pending = ()
+        elif layers:
+            layers[next(reversed(layers))] += part.buffers
+        else:
+            pending += part.buffers
+    if not layers:
+        raise UserError(
+            "a target must have parameters to train to divide into layers, a "
+            f"{type(model).__name__} has none; choose another target"
+        )
+    return layers
+
+
+class _Part(NamedTuple):
+    """A module of a network, and what of the network's model it has itself."""
+
+    name: str
+    module: nn.Module
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+
+
+def _entries(model: nn.Module) -> Iterator[_Part]:
+    """Yields the modules of a network in the order of definition."""
+    trained, moving = trees.parameters_of(model), trees.buffers_of(model)  # a tied one once
+    for prefix, module in model.named_modules():
+        parameters, buffers = (
+            tuple(name for name, _ in named(prefix=prefix, recurse=False) if name in kept)
+            for named, kept in ((module.named_parameters, trained), (module.named_buffers, moving))
+        )
+        yield _Part(prefix, module, parameters, buffers)
