@@ -1,6 +1,7 @@
 """The records that are committed say what they are of, and by which command they are made again."""
 
 import json
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from hyperfed.papers import origin
 from hyperfed.runs import config
+from hyperfed.runs.budgets import Budget, within
 from hyperfed.runs.folder import find_runs, read_run
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -35,6 +37,18 @@ def test_a_record_can_be_trained_again_from_its_settings(path: Path) -> None:
     assert settings.seed == record.summary["seed"]
     assert settings.rounds == record.summary["rounds"]
     assert settings.method == record.summary["method"]
+
+
+def test_the_best_round_of_a_record_is_found_again_in_its_evaluations() -> None:
+    for path in RUNS:
+        record = read_run(path)
+        assert record.summary is not None
+        if record.summary["method"] != "itpfl":  # it chooses by what no record tells
+            rounds = record.summary["rounds"]
+            longer = replace(record, summary=record.summary | {"rounds": rounds + 1})
+            found = within(longer, Budget("rounds", rounds))
+            assert found.summary is not None
+            assert found.summary["best_round"] == record.summary["best_round"], path
 
 
 def test_what_was_served_in_another_way_says_of_which_record() -> None:

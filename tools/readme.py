@@ -18,7 +18,12 @@ from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean
 
+from hyperfed.errors import UserError
 from hyperfed.methods import METHODS
+from hyperfed.papers.agreement import read_run
+from hyperfed.runs.budgets import budget_of, within
+from hyperfed.runs.comparison import FinishedRun
+from hyperfed.runs.folder import RunRecord
 
 README = Path(__file__).parents[1] / "README.md"
 DOCS = README.parent / "docs"
@@ -81,28 +86,56 @@ def table_of_sent() -> str:
     return "\n".join(["| method | sent |", "|---|---|", *rows]) + "\n"
 
 
-def table_of_records(folder: str, *, best_first: bool = False) -> str:
+def table_of_records(folder: str) -> str:
     """Returns mean and range over seeds of what records reached, ``results/FOLDER/METHOD/seedN``.
 
-    Args:
-        folder: of ``results``.
-        best_first: in the order of the clients that trained, not as methods are listed.
+    Methods come as they are listed.
     """
-    found: dict[str, list[dict[str, float]]] = {}
-    for method in (RESULTS / folder).iterdir():
-        files = sorted(method.glob("seed*/summary.json"))
-        if files:
-            found[method.name] = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-    listed = list(METHODS)
-    order = sorted(found, key=lambda name: listed.index(_method_of(name)[0]))
-    if best_first:
-        order.sort(key=lambda name: -fmean(s[ACCURACIES[0]] for s in found[name]))
+    found = _records(folder)
     lines = ["| method | clients that trained | clients that joined afterwards |", "|---|---|---|"]
-    for name in order:
-        cells = [_mean_and_range([s[key] for s in found[name]]) for key in ACCURACIES]
-        called, how = _method_of(name)
-        lines.append(" | ".join([f"| `{called}`{how}", *cells]) + " |")
+    return "\n".join(lines + [_row_of(name, found[name]) for name in found]) + "\n"
+
+
+def comparison_of_records(folder: str) -> str:
+    """Returns the same, best first, and what methods came to with as much sent as by FedAvg.
+
+    A dash stands where a method was not evaluated so early.
+    """
+    found = _records(folder)
+    sent = budget_of("mb", found["fedavg"])
+    heads = [
+        *("method", "clients that trained", "clients that joined afterwards"),
+        f"clients that trained, after {sent.most:,.0f} MB",
+    ]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for name in sorted(found, key=lambda name: -fmean(_reached(found[name], ACCURACIES[0]))):
+        try:
+            early = [within(run, sent) for run in found[name]]
+        except UserError:
+            told = "–"
+        else:
+            told = _mean_and_range(_reached(early, ACCURACIES[0]))
+        lines.append(f"{_row_of(name, found[name])} {told} |")
     return "\n".join(lines) + "\n"
+
+
+def _records(folder: str) -> dict[str, list[RunRecord]]:
+    """Returns the records of each method in a folder of ``results``, as methods are listed."""
+    listed = list(METHODS)
+    methods = [path for path in (RESULTS / folder).iterdir() if any(path.glob("seed*"))]
+    methods.sort(key=lambda path: listed.index(_method_of(path.name)[0]))
+    return {path.name: list(map(read_run, sorted(path.glob("seed*")))) for path in methods}
+
+
+def _row_of(name: str, runs: Sequence[FinishedRun]) -> str:
+    called, how = _method_of(name)
+    cells = [_mean_and_range(_reached(runs, key)) for key in ACCURACIES]
+    return " | ".join([f"| `{called}`{how}", *cells]) + " |"
+
+
+def _reached(runs: Sequence[FinishedRun], key: str) -> list[float]:
+    """Returns a number of each run's summary."""
+    return [run.summary[key] for run in runs if run.summary]
 
 
 def table_of_architectures() -> str:
@@ -165,7 +198,7 @@ SECTIONS: Mapping[str, Callable[[], str]] = {
 DOCUMENTS: Mapping[Path, Mapping[str, Callable[[], str]]] = {
     README: SECTIONS,
     DOCS / "howto" / "few_labels.md": {
-        name: partial(table_of_records, name.replace(" ", "_"), best_first=True)
+        name: partial(comparison_of_records, name.replace(" ", "_"))
         for name in ("own labels", "writers", "few labels", "many labels")
     },
     DOCS / "howto" / "architectures.md": {"architectures": table_of_architectures},

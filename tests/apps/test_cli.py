@@ -716,6 +716,13 @@ class TestCompare:
         assert '"axis": "mb"' in page.read_text()
         assert figure.read_bytes().startswith(b"\x89PNG")
 
+    def test_compares_as_of_a_budget(self, cli, trained, other):
+        outcome = cli("compare", trained, other, "--at", "rounds=2", "--json")
+        assert "as of rounds=2 at most" in outcome.err
+        rows = json.loads(outcome.out)
+        assert [row["rounds"] for row in rows] == [2, 2]
+        assert failure(cli("compare", trained, "--at", "epochs")).count("epochs") == 1
+
     def test_leaves_out_what_is_not_done(self, cli, trained, copy):
         RunFolder(copy).summary.unlink()
         outcome = cli("compare", trained, copy, "--json")

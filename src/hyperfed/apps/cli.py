@@ -40,6 +40,7 @@ from hyperfed.methods import METHODS
 from hyperfed.metrics import named
 from hyperfed.papers import agreement
 from hyperfed.runs import (
+    budgets,
     clients,
     comparison,
     config,
@@ -51,6 +52,7 @@ from hyperfed.runs import (
     records,
     seeds,
 )
+from hyperfed.runs.comparison import FinishedRun
 from hyperfed.runs.export import export_model
 from hyperfed.runs.folder import find_runs, read_run
 from hyperfed.runs.progress import following, watch
@@ -298,11 +300,20 @@ def compare(
         list[Path],
         Argument(metavar="RUN_DIR...", help="Folders of runs, or folders that hold some."),
     ],
+    *,
     figure: Annotated[Path | None, Option(help="Also draw the results to this file.")] = None,
     html: Annotated[
         Path | None, Option(help="Also write a page with table, curves and clients to this file.")
     ] = None,
-    x: Annotated[str, Option(help=f"What curves go along: {', '.join(figures.AXES)}.")] = "rounds",
+    x: Annotated[str, Option(help=f"What curves go along: {', '.join(budgets.AXES)}.")] = "rounds",
+    at: Annotated[
+        str | None,
+        Option(
+            metavar="AXIS[=MOST]",
+            help="Compare as of when each had spent so much, such as mb=300 (or rounds, "
+            "client-visits, seconds); without a number as much as the one that spent least.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Compare runs that are done, and say in which settings they differ."""
@@ -312,14 +323,19 @@ def compare(
     done = [record for record in found if record.summary is not None]
     if not done:
         raise UserError("a run to compare must be done, but none of these is; resume one")
-    rows = comparison.compare(done)
+    runs: Sequence[FinishedRun] = done
+    if at is not None:
+        budget = budgets.budget_of(at, done)
+        runs = [budgets.within(run, budget) for run in done]
+        say(f"as of {budget} at most; who joins afterwards is served at the end of a run only")
+    rows = comparison.compare(runs)
     if len({row.data_fingerprint for row in rows}) > 1:
         say("warning: these runs saw different data, so their numbers do not compare")
-    pairs = paired.pair(done, rows)
+    pairs = paired.pair(runs, rows)
     if figure is not None:
-        figures.draw_accuracy(done, figure, x)
+        figures.draw_accuracy(runs, figure, x)
     if html is not None:
-        page.write_page(done, html, x)
+        page.write_page(runs, html, x)
     if as_json:
         print_json(
             [

@@ -1,17 +1,15 @@
 """Figures of finished runs: a metric along rounds, visits, bytes or seconds, and every client's."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hyperfed.errors import UserError
+from hyperfed.runs.budgets import AXES, axis_of
 from hyperfed.runs.comparison import FinishedRun, Row, compare, metric_of
 from hyperfed.runs.drawing import COLOURS, check_ending, look, new_figure, save
-from hyperfed.runs.records import Evaluation
-from hyperfed.runs.settings import RunConfig, cohort_size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,27 +24,6 @@ ACROSS = 6
 OF_A_CLIENT = "test {} of a client"
 """What an axis of clients' values is called; the metric stands in the brackets."""
 
-Along = Callable[[FinishedRun, Evaluation], float]
-"""Where on the horizontal axis an evaluation is."""
-
-
-def _visits(run: FinishedRun, evaluation: Evaluation) -> float:
-    """Returns how many clients have been asked so far, each round counted anew."""
-    config = run.config
-    cohort = config.cohort if isinstance(config, RunConfig) else config["cohort"]
-    return evaluation.round * cohort_size(cohort, len(evaluation.clients))
-
-
-AXES: Mapping[str, tuple[str, Along]] = MappingProxyType(
-    {
-        "rounds": ("round", lambda _, e: e.round),
-        "client-visits": ("clients visited", _visits),
-        "mb": ("MB sent, both ways", lambda _, e: (e.bytes_down + e.bytes_up) / 1e6),
-        "seconds": ("seconds", lambda _, e: e.seconds),
-    }
-)
-"""Name of a horizontal axis -> its label, and where on it an evaluation is."""
-
 
 def curve(run: FinishedRun, row: Row, axis: str) -> list[tuple[float, float]]:
     """Returns (place on the axis, test metric as shown) of each evaluation of known clients.
@@ -54,9 +31,7 @@ def curve(run: FinishedRun, row: Row, axis: str) -> list[tuple[float, float]]:
     Raises:
         UserError: no such axis, or a run without test examples.
     """
-    if axis not in AXES:
-        raise UserError(f"the axis must be one of {', '.join(AXES)}, came {axis!r}")
-    along = AXES[axis][1]
+    _, along = axis_of(axis)
     found = [
         (float(along(run, e)), row.metric.scale * e.main.value)
         for e in run.evaluations

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from hyperfed.metrics import Metric, named
+from hyperfed.runs.budgets import AXES
 from hyperfed.runs.comparison import TESTED, FinishedRun, compare, metric_of
 from hyperfed.runs.differences import differences
-from hyperfed.runs.figures import AXES, curve, of_clients
+from hyperfed.runs.figures import curve, of_clients
 from hyperfed.runs.measures import Number
 from hyperfed.system.files import atomic_write
 

@@ -1,0 +1,102 @@
+"""Runs as of when they had spent a budget, against what stands in their evaluations."""
+
+from dataclasses import replace
+
+import pytest
+
+from finished_runs import Finished, evaluation, finished
+from hyperfed.errors import UserError
+from hyperfed.runs.budgets import Budget, budget_of, within
+from hyperfed.runs.comparison import compare
+
+VAL = {5: [7, 8], 10: [8, 9], 15: [9, 8], 20: [9, 9]}
+TEST = {5: [9, 9], 10: [5, 10], 15: [6, 7], 20: [4, 8]}
+
+
+def run(method: str = "pefll", mb: float = 2.0, **config: object) -> Finished:
+    """Four evaluations, the first the best on test data; ``mb`` travel in each round."""
+    done = finished(method, best_round=20, test_accuracy=0.6, novel_accuracy=0.4)
+    bytes_down = round(mb * 1e6)
+    told = [
+        replace(
+            evaluation(number, split, correct[number]),
+            bytes_down=bytes_down * number,
+            bytes_up=0,
+            seconds=number / 4,
+        )
+        for number in TEST
+        for split, correct in (("val", VAL), ("test", TEST))
+    ]
+    novel = replace(evaluation(20, "novel", [4, 4]), clients=(3,), bytes_down=bytes_down * 20)
+    told.append(novel)
+    return replace(done, config=done.config | {"cohort": 2, **config}, evaluations=tuple(told))
+
+
+@pytest.mark.parametrize(
+    ("budget", "ended", "best"),
+    [
+        (Budget("rounds", 14), 10, 10),
+        (Budget("rounds", 15), 15, 10),  # the first of two that are as good by validation
+        (Budget("mb", 20), 10, 10),
+        (Budget("mb", 19.9), 5, 5),
+        (Budget("client-visits", 39), 15, 10),
+        (Budget("seconds", 1.25), 5, 5),
+    ],
+)
+def test_a_run_ends_with_its_last_evaluation_within_the_budget(
+    budget: Budget, ended: int, best: int
+) -> None:
+    ran = within(run(), budget)
+    assert {e.split for e in ran.evaluations} == {"val", "test"}
+    (row,) = compare([ran])
+    assert (row.rounds, row.best_round) == (ended, best)
+    assert row.test == pytest.approx(sum(TEST[best]) / 20)
+    assert (row.bytes_down, row.bytes_up, row.seconds) == (2_000_000 * ended, 0, ended / 4)
+    assert row.novel is None  # who joined was served at the end of the run
+
+
+def test_the_best_round_is_by_the_number_that_the_settings_name() -> None:
+    done = run(best="masked_accuracy")
+    other = [replace(e, masked_accuracy=e.round / 100) for e in done.evaluations]
+    (row,) = compare([within(replace(done, evaluations=tuple(other)), Budget("rounds", 15))])
+    assert row.best_round == 15
+
+
+def test_without_validation_data_the_last_round_is_the_best() -> None:
+    done = run()
+    other = [replace(e, accuracy=None) if e.split == "val" else e for e in done.evaluations]
+    (row,) = compare([within(replace(done, evaluations=tuple(other)), Budget("rounds", 15))])
+    assert row.best_round == 15
+
+
+def test_a_run_that_spent_no_more_is_as_it_was() -> None:
+    done = run()
+    assert within(done, Budget("mb", 40)) is done
+
+
+def test_without_a_number_the_budget_is_what_the_thriftiest_spent_that_spent_anything() -> None:
+    runs = [run("local", mb=0), run("fedavg", mb=1), run()]
+    assert budget_of("mb", runs) == Budget("mb", 20)
+    assert budget_of("mb=12.5", runs) == Budget("mb", 12.5)
+    assert budget_of("mb", runs[:1]) == Budget("mb", 0)
+    assert [row.rounds for row in compare([within(r, Budget("mb", 20)) for r in runs])] == [
+        *(20, 20, 10)
+    ]
+
+
+@pytest.mark.parametrize("text", ["mb=", "mb=much", "mb=0", "mb=-3", "mb=nan"])
+def test_a_budget_must_be_a_number(text: str) -> None:
+    with pytest.raises(UserError, match=r"must be mb=NUMBER with a number above 0, .* came 'mb="):
+        budget_of(text, [run()])
+
+
+def test_what_cannot_be_compared_so_is_told() -> None:
+    with pytest.raises(UserError, match="one of rounds, client-visits, mb, seconds, came 'epochs'"):
+        budget_of("epochs=3", [run()])
+    with pytest.raises(UserError, match=r"within mb=9, but one of pefll was first at 10; take mb="):
+        within(run(), Budget("mb", 9))
+    with pytest.raises(UserError, match="has no summary; resume it first"):
+        within(replace(run(), summary=None), Budget("mb", 9))
+    untested = replace(run(), evaluations=())
+    with pytest.raises(UserError, match="evaluated on test data, but one was not"):
+        budget_of("mb", [untested])
