@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import hyperfed
+from finished_runs import Finished
 from hyperfed import trees
 from hyperfed.engines import Faults
 from hyperfed.engines.calls import Call
@@ -18,8 +19,8 @@ from hyperfed.federation import AllLostError, Cohort, Task
 from hyperfed.methods import itpfl
 from hyperfed.methods.parts import hypernet_training
 from hyperfed.privacy import GaussianMechanism, analytic_multiplier
-from hyperfed.runs import evaluation
-from hyperfed.runs.config import from_keys
+from hyperfed.runs import budgets, evaluation
+from hyperfed.runs.config import from_keys, to_dict
 from hyperfed.runs.run import Run
 from hyperfed.system.randomness import generator, seeded
 from hyperfed.training import UnlabelledError
@@ -819,6 +820,12 @@ def test_the_best_round_is_chosen_by_known_clients_served_as_novel_ones() -> Non
     with run._at_best() as server:
         counts = evaluation.evaluate(server, run.engine, [0, 1, 2], 6, serve=server.rehearse)["val"]
     assert run.best.value == pytest.approx(float(counts.correct.sum() / counts.count.sum()))
+    rehearsed = {e.round: e.accuracy for e in run.evaluations if e.split == "rehearsal"}
+    assert list(rehearsed) == [1, 2, 3, 4, 5, 6]
+    assert rehearsed[run.best.round] == run.best.value == max(rehearsed.values())
+    longer = Finished(to_dict(run.config), {**run.summary, "rounds": 7}, tuple(run.evaluations))
+    found = budgets.within(longer, budgets.Budget("rounds", 6))
+    assert found.summary["best_round"] == run.best.round
 
 
 # Privacy

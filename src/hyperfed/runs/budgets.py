@@ -12,7 +12,7 @@ from typing import Any
 from hyperfed.errors import UserError
 from hyperfed.runs.comparison import FinishedRun
 from hyperfed.runs.numbers import numbers
-from hyperfed.runs.records import Evaluation
+from hyperfed.runs.records import REHEARSAL, Evaluation
 from hyperfed.runs.settings import RunConfig, cohort_size
 
 Along = Callable[[FinishedRun, Evaluation], float]
@@ -105,9 +105,8 @@ def within(run: FinishedRun, budget: Budget) -> FinishedRun:
     """Returns a run as if it had ended with its last evaluation within a budget.
 
     One that spent no more is returned as it is. Of another the best round is the best until then,
-    by the validation number that its settings name; of known clients, also where the method chooses
-    by what no record tells (IT-PFL-HN). Clients that joined afterwards were served at the end of
-    the run, so that there are no numbers of them.
+    by the validation number that its settings name, of a rehearsal where there is one. Clients that
+    joined afterwards were served at the end of the run, so that there are no numbers of them.
 
     Raises:
         UserError: it is not done, or had no evaluation so early.
@@ -144,10 +143,11 @@ def _best_round(
     """Returns the first of the best rounds by validation data; without any, the last round."""
     config = run.config
     best = config.best if isinstance(config, RunConfig) else config.get("best", "accuracy")
+    chosen_by = REHEARSAL if any(e.split == REHEARSAL for e in kept) else "val"
     found = [
         (e.judged_by.order(e.value(best.replace("accuracy", e.metric))), -e.round)
         for e in kept
-        if e.split == "val" and e.round in tested
+        if e.split == chosen_by and e.round in tested
     ]
     told = [place for place in found if place[0][0]]
     return -max(told)[1] if told else max(tested)

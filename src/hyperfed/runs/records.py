@@ -22,6 +22,13 @@ from hyperfed.runs.measures import (
 )
 from hyperfed.trees import Tree, tree_map
 
+REHEARSAL = "rehearsal"
+"""Validation data under the models that known clients would have as newcomers.
+
+By it a method with :attr:`hyperfed.federation.Server.rehearse` chooses its best round. Records of
+before it was written down lack it.
+"""
+
 
 @dataclass(frozen=True)
 class Lost:
@@ -50,7 +57,7 @@ class Evaluation:
 
     Attributes:
         round: server iterations so far.
-        split: ``val``, ``test`` or ``novel``.
+        split: ``val``, ``test``, ``novel``, or :data:`REHEARSAL`.
         clients: (C,) ids.
         count: (C,) examples of each.
         client_accuracy: (C,) from 0 to 1; None of a task whose metric is another, like all
@@ -185,7 +192,7 @@ def summarise(
 
     Args:
         round: server iterations so far.
-        split: ``val``, ``test`` or ``novel``.
+        split: as of an evaluation.
         clients: (C,) ids.
         count: (C,) examples; a client may have none.
         correct: (C,) sums of the task's score.

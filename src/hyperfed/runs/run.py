@@ -29,7 +29,7 @@ from hyperfed.runs import config as configuration
 from hyperfed.runs.evaluation import Counts, chosen_by, evaluate, is_better
 from hyperfed.runs.folder import RunFolder, read_run
 from hyperfed.runs.numbers import numbers, numbers_of_sizes
-from hyperfed.runs.records import Evaluation, Lost, Void
+from hyperfed.runs.records import REHEARSAL, Evaluation, Lost, Void
 from hyperfed.runs.rollback import Snapshot, is_finite
 from hyperfed.runs.serving import Best, Served, unfit
 from hyperfed.runs.settings import RunConfig, check_cohort, cohort_size
@@ -207,9 +207,11 @@ class Run(Served):
         """Returns what the best validation round came to, one row per client and split.
 
         Columns: ``client`` (its name), ``number``, ``split`` ("val", "test"; "novel" is the test
-        data of clients that joined afterwards), ``round``, ``examples``, ``loss`` and the metrics
-        by name: ``accuracy`` and ``masked_accuracy``, or ``rmse``, ``mse`` and ``r2``, and those
-        that were asked for; numbers that are not there are missing.
+        data of clients that joined afterwards; "rehearsal" is "val" with the models that known
+        clients would have as newcomers, of methods whose best round is chosen by it), ``round``,
+        ``examples``, ``loss`` and the metrics by name: ``accuracy`` and ``masked_accuracy``, or
+        ``rmse``, ``mse`` and ``r2``, and those that were asked for; numbers that are not there are
+        missing.
 
         Raises:
             UserError: the run has not come to its first evaluation.
@@ -444,6 +446,8 @@ class Run(Served):
         if self.server.rehearse is not None:
             serve = self._finetuning(self.server.rehearse)
             val = evaluate(self.server, self.engine, ids, self.round, serve=serve)["val"]
+            rehearsal = self._summarise(REHEARSAL, ids, val, self.round, lost=lost, void=void)
+            self._record(rehearsal)
         self._choose(val, ids)
         return found
 
