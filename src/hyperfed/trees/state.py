@@ -72,7 +72,7 @@ def loaded(target: Any, state: Any) -> Any:
         return target
     if isinstance(target, torch.optim.Optimizer):
         groups = target.state_dict()["param_groups"]
-        # From the CPU: it moves what belongs elsewhere, and Adam counts its steps on the CPU.
+        # From the CPU: it moves what belongs elsewhere, and keeps what it counts on the CPU.
         entries = {int(key): trees.to(entry, CPU) for key, entry in state.items()}
         _check_shapes(target, entries)
         target.load_state_dict({"state": entries, "param_groups": groups})
