@@ -86,20 +86,15 @@ def table_of_sent() -> str:
     return "\n".join(["| method | sent |", "|---|---|", *rows]) + "\n"
 
 
-def table_of_records(folder: str) -> str:
+def table_of_records(folder: str, *, best_first: bool = False) -> str:
     """Returns mean and range over seeds of what records reached, ``results/FOLDER/METHOD/seedN``.
 
-    Methods come as they are listed.
-    """
-    found = _records(folder)
-    lines = ["| method | clients that trained | clients that joined afterwards |", "|---|---|---|"]
-    return "\n".join(lines + [_row_of(name, found[name]) for name in found]) + "\n"
+    The last column is of when as much was sent as by FedAvg in all; a dash stands where a method
+    was not evaluated so early.
 
-
-def comparison_of_records(folder: str) -> str:
-    """Returns the same, best first, and what methods came to with as much sent as by FedAvg.
-
-    A dash stands where a method was not evaluated so early.
+    Args:
+        folder: of ``results``.
+        best_first: in the order of the clients that trained, not as methods are listed.
     """
     found = _records(folder)
     sent = budget_of("mb", found["fedavg"])
@@ -108,14 +103,19 @@ def comparison_of_records(folder: str) -> str:
         f"clients that trained, after {sent.most:,.0f} MB",
     ]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for name in sorted(found, key=lambda name: -fmean(_reached(found[name], ACCURACIES[0]))):
+    order = list(found)
+    if best_first:
+        order.sort(key=lambda name: -fmean(_reached(found[name], ACCURACIES[0])))
+    for name in order:
+        called, how = _method_of(name)
+        cells = [_mean_and_range(_reached(found[name], key)) for key in ACCURACIES]
         try:
             early = [within(run, sent) for run in found[name]]
         except UserError:
-            told = "–"
+            cells.append("–")
         else:
-            told = _mean_and_range(_reached(early, ACCURACIES[0]))
-        lines.append(f"{_row_of(name, found[name])} {told} |")
+            cells.append(_mean_and_range(_reached(early, ACCURACIES[0])))
+        lines.append(f"| `{called}`{how} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -125,12 +125,6 @@ def _records(folder: str) -> dict[str, list[RunRecord]]:
     methods = [path for path in (RESULTS / folder).iterdir() if any(path.glob("seed*"))]
     methods.sort(key=lambda path: listed.index(_method_of(path.name)[0]))
     return {path.name: list(map(read_run, sorted(path.glob("seed*")))) for path in methods}
-
-
-def _row_of(name: str, runs: Sequence[FinishedRun]) -> str:
-    called, how = _method_of(name)
-    cells = [_mean_and_range(_reached(runs, key)) for key in ACCURACIES]
-    return " | ".join([f"| `{called}`{how}", *cells]) + " |"
 
 
 def _reached(runs: Sequence[FinishedRun], key: str) -> list[float]:
@@ -198,7 +192,7 @@ SECTIONS: Mapping[str, Callable[[], str]] = {
 DOCUMENTS: Mapping[Path, Mapping[str, Callable[[], str]]] = {
     README: SECTIONS,
     DOCS / "howto" / "few_labels.md": {
-        name: partial(comparison_of_records, name.replace(" ", "_"))
+        name: partial(table_of_records, name.replace(" ", "_"), best_first=True)
         for name in ("own labels", "writers", "few labels", "many labels")
     },
     DOCS / "howto" / "architectures.md": {"architectures": table_of_architectures},
