@@ -174,7 +174,6 @@ def train(
     settings: dict[str, Any] | None = None,
 ) -> hyperfed.Run:
     """Trains a method; ``settings`` replace some of its own."""
-    torch.set_num_threads(1)  # so small a network is not worth sharing among cores
     common = {"local_steps": LOCAL_STEPS, "batch_size": 8, "local_momentum": 0.0}
     own = {"local_clip": 1.0, **common, **METHODS[method]}
     if method in TRAIN_NEWCOMERS:
@@ -186,7 +185,7 @@ def train(
         rounds=rounds,
         cohort=COHORT,
         evaluate_every=max(1, rounds // 6),
-        engine="vmap",  # ten networks as small as this are trained fastest together
+        engine={"name": "vmap", "cores": 1},  # ten so small networks: together is fastest
         method=own | (settings or {}),
     )
 

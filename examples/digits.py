@@ -95,7 +95,6 @@ def train(
     settings: dict[str, Any] | None = None,
 ) -> hyperfed.Run:
     """Trains a method on the task above; ``settings`` replace some of its own."""
-    torch.set_num_threads(1)  # so small a network is not worth sharing among cores
     own = {"local_steps": LOCAL_STEPS} | METHODS[method]
     if method in TRAIN_NEWCOMERS:
         own["novel_steps"] = rounds * COHORT * LOCAL_STEPS // 50
@@ -107,7 +106,7 @@ def train(
         rounds=rounds,
         cohort=COHORT,
         evaluate_every=max(1, rounds // 10),
-        engine="vmap",  # twenty networks as small as this are trained fastest together
+        engine={"name": "vmap", "cores": 1},  # twenty so small networks: together is fastest
         method=own | (settings or {}),
     )
 

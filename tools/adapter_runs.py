@@ -166,7 +166,7 @@ def train(
         rounds=ROUNDS,
         cohort=COHORT,
         evaluate_every=ROUNDS // 2,
-        engine="vmap",
+        engine={"name": "vmap", "cores": 1},
         method={**common, **METHODS[method], **rates},
         progress=False,
     )

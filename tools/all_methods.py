@@ -30,8 +30,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import hyperfed
 from grids import ROOT, Grid, record
 from hyperfed.methods import METHODS
@@ -165,7 +163,7 @@ def train(
         rounds=federation.rounds,
         cohort=federation.cohort,
         evaluate_every=federation.rounds // 10,
-        engine=federation.engine,
+        engine={"name": federation.engine, "cores": 1},  # several processes share the work
         method=own | dict(rates),
         serve=finetuning,
     )
@@ -191,7 +189,6 @@ if __name__ == "__main__":
     parser.add_argument("--methods", nargs="+", default=NAMES, choices=NAMES)
     parser.add_argument("--results", type=Path, default=ROOT / "results")
     asked = parser.parse_args()
-    torch.set_num_threads(1)  # so small a network is not worth sharing among cores
     results, federation = asked.results / asked.federation, FEDERATIONS[asked.federation]
     grid = Grid(results / "grid.jsonl")
     for each in asked.methods:

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
@@ -182,7 +181,7 @@ def train(
         rounds=ROUNDS,
         cohort=COHORT,
         evaluate_every=ROUNDS // 2,
-        engine="vmap",
+        engine={"name": "vmap", "cores": 1},
         method={**common, **METHODS[method], **rates},
         progress=False,
     )
@@ -193,7 +192,6 @@ if __name__ == "__main__":
     parser.add_argument("what", choices=["grid", "record"])
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     asked = parser.parse_args()
-    torch.set_num_threads(1)  # so small networks are not worth sharing among cores
     grid = Grid(RESULTS / "grid.jsonl")
     for each in asked.methods:
         of = {"method": each}

@@ -20,8 +20,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import hyperfed
 from grids import ROOT, Grid, record
 
@@ -61,6 +59,7 @@ def train(
         rounds=rounds,
         cohort=1,
         evaluate_every=rounds // 4,
+        engine={"cores": 1},
         method={"local_steps": 20, "batch_size": 32, **rates, **KINDS[kind]},
         progress=False,
     )
@@ -74,7 +73,6 @@ if __name__ == "__main__":
     asked = parser.parse_args()
     usual = asked.rounds == ROUNDS
     folder = RESULTS if usual else RESULTS.with_name(f"{RESULTS.name}_{asked.rounds}")
-    torch.set_num_threads(1)
     grid = Grid(RESULTS / "grid.jsonl")
     for method, kind in product(asked.methods, KINDS):
         of = {"method": method, "kind": kind}

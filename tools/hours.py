@@ -24,7 +24,7 @@ import hyperfed
 from grids import ROOT
 from hyperfed.papers import measured, owed
 from hyperfed.papers.owed import Estimate
-from hyperfed.papers.reproduction import ONE_THREAD, training_of
+from hyperfed.papers.reproduction import ONE_CORE, training_of
 from hyperfed.runs import config, experiments
 from hyperfed.runs.run import Run
 from hyperfed.runs.settings import RunConfig, cohort_size
@@ -35,7 +35,8 @@ PHASES = ("phase_one_rounds", "pretrain_rounds")
 TAKES_NO_TIME = (
     *("rounds", "cohort", "evaluate_every", "best", "examine"),
     *("task.alpha", "task.class", "task.novel_", "task.partition", "task.pfllib", "task.share"),
-    *("task.unlabelled", "method.adapt_lr", "method.contrast_weight", "method.evaluated"),
+    *("task.unlabelled", "method.adapt_lr", "method.contrast_weight", "method.encoder_lr"),
+    "method.evaluated",
     *("method.local_lr", "method.local_momentum", "method.local_weight_decay", "method.lr"),
     *("method.margin", "method.novel_", *(f"method.{phase}" for phase in PHASES)),
 )
@@ -85,7 +86,7 @@ def trainings() -> dict[tuple[str, tuple[str, ...]], RunConfig]:
         together: dict[tuple[str, ...], list[str]] = {}
         loaded = {}
         for cell in experiment.cells:
-            loaded[cell] = config.load(experiment.source(cell), [*ONE_THREAD])
+            loaded[cell] = config.load(experiment.source(cell), [ONE_CORE])
             together.setdefault(training_of(loaded[cell]), []).append(cell)
         for cells in together.values():
             found[experiment.id, tuple(cells)] = loaded[cells[0]]

@@ -94,7 +94,7 @@ def test_all_cells_come_with_one_seed_and_then_with_the_next(folder: Path) -> No
         for cell in ("like-sampled", "like-itpfl", "unlike-sampled")
     ]
     assert [job.config.seed for job in jobs] == [0, 0, 0, 1, 1, 1]
-    assert {job.config.engine.cores_per_client for job in jobs} == {1}
+    assert {job.config.engine.cores for job in jobs} == {1}
     by = [job.trained and job.trained.name for job in jobs]
     assert by == [None, None, "seed0", None, None, "seed1"]  # each by a training of its seed
 

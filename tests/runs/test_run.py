@@ -3,6 +3,7 @@
 import json
 import math
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -17,7 +18,7 @@ import hyperfed
 from hyperfed import trees
 from hyperfed.engines import Faults
 from hyperfed.errors import LostEverybodyError, UserError
-from hyperfed.methods import METHODS
+from hyperfed.methods import METHODS, pfedhn
 from hyperfed.runs import config
 from hyperfed.runs.records import as_written
 from hyperfed.runs.run import Run
@@ -41,6 +42,36 @@ def numbers(run: Run) -> Any:
     """All that a run records, but for what time and place decide."""
     fields = [vars(evaluation) | {"seconds": None} for evaluation in run.evaluations]
     return fields, {k: v for k, v in run.summary.items() if k not in ("seconds", "commit")}
+
+
+@pytest.mark.parametrize(("cores", "seen"), [(1, {1}), (None, {2})])
+def test_server_and_clients_compute_on_the_cores_of_the_settings(
+    cores: int | None, seen: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+
+    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*arguments: Any) -> Any:
+            found.append(torch.get_num_threads())
+            return function(*arguments)
+
+        return noted
+
+    for name in ("round", "personalize"):
+        monkeypatch.setattr(pfedhn.Server, name, noting(getattr(pfedhn.Server, name)))
+    told = property(noting(pfedhn.Client.objective.fget))
+    monkeypatch.setattr(pfedhn.Client, "objective", told)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        run = trained("pfedhn", cohort=1, rounds=2, engine={"cores": cores})
+        assert torch.get_num_threads() == 2
+        run.model(0)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert set(found) == seen
+    assert run.summary["cores"] == max(seen)
 
 
 @pytest.mark.slow

@@ -45,6 +45,9 @@ class EngineConfig:
 
     Attributes:
         name: the engine; ``auto`` is ``loop`` on a CPU and ``vmap`` on an accelerator.
+        cores: threads of this process, for the server's arithmetic and for all clients that it
+            computes; None for as many as PyTorch takes. They change the last bits of the results,
+            which grow where training is not stable: a run that others shall repeat says how many.
         workers: clients computed at once; None for as many as keep all cores busy to the end.
         cores_per_client: intra-op threads of each. It changes the last bits of the results, the
             number of workers does not. None for all cores where one client trains alone, or
@@ -63,6 +66,7 @@ class EngineConfig:
     """
 
     name: Annotated[str, AfterValidator(_known)] = "auto"
+    cores: PositiveInt | None = None
     workers: PositiveInt | None = None
     cores_per_client: PositiveInt | None = None
     chunk: PositiveInt | None = None

@@ -18,8 +18,6 @@ from pathlib import Path
 from time import monotonic
 from types import FrameType
 
-import torch
-
 from hyperfed.errors import UserError
 from hyperfed.papers import agreement, bound, measured, origin
 from hyperfed.papers.origin import Origin
@@ -34,8 +32,8 @@ from hyperfed.runs.run import Progress, Run
 from hyperfed.runs.settings import RunConfig
 from hyperfed.system.files import atomic_write, refused
 
-ONE_THREAD = ("engine.workers=1", "engine.cores_per_client=1")
-"""Settings by which a process keeps one core busy, and numbers do not depend on how many run."""
+ONE_CORE = "engine.cores=1"
+"""Setting by which a process keeps one core busy, and numbers do not depend on the machine's."""
 
 SERVED = ("task.novel_alpha", "task.novel_corruption", "task.unlabelled", "method.novel_")
 """How the keys begin that say how novel clients are served, and change nothing in training."""
@@ -164,7 +162,7 @@ def plan(
 
 def _job(experiment: Experiment, cell: str, seed: int, scale: float, out: Path) -> Job:
     source = experiment.source(cell)
-    settings = [f"seed={seed}", *ONE_THREAD]
+    settings = [f"seed={seed}", ONE_CORE]
     config = configuration.load(source, settings)
     if scale < 1:
         settings += _scaled(source, config, scale)
@@ -256,7 +254,7 @@ Tell = Callable[[tuple[object, ...]], None]
 
 
 def carry_out(job: Job, tell: Tell) -> None:
-    """Does a job, with one thread, until it is done or a signal asks this process to stop.
+    """Does a job until it is done or a signal asks this process to stop.
 
     SIGINT and SIGTERM end it after the round it is in, with a checkpoint.
 
@@ -265,7 +263,6 @@ def carry_out(job: Job, tell: Tell) -> None:
         tell: takes its messages, of which the last is one of its end; an ``OSError`` of it, where
             nobody listens any more, ends the run as a signal does.
     """
-    torch.set_num_threads(1)
     stopping = _Stopping()
     try:
         done = job.trained_or_served

@@ -290,7 +290,7 @@ class Run(Served):
     def _train(self) -> Iterator[Progress]:
         while not self._over():
             self._reporter.tell("training")
-            with self._proving():
+            with self._computing():
                 self._one_round()
             if (
                 self.private
@@ -301,7 +301,7 @@ class Run(Served):
             now = self.done or self.round % self.config.evaluate_every == 0
             if now:
                 self._reporter.tell("evaluating")
-            with self._proving():
+            with self._computing():
                 evaluation = self._evaluate() if now else {}
             self._unproven &= not now  # it has asked all known clients
             if self.done or self.round % self.config.checkpoint_every == 0:
@@ -310,7 +310,7 @@ class Run(Served):
             yield Progress(self.round, self.config.rounds, lost, evaluation)
         if self.done:
             self._reporter.tell("evaluating")
-            with self._proving():
+            with self._computing():
                 self._finish()
         elif self._stop:
             self._checkpoint()

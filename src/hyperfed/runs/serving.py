@@ -19,7 +19,7 @@ from hyperfed.data.own import Task
 from hyperfed.data.roster import RemoteTask
 from hyperfed.data.shift import LabelShift, label_shift
 from hyperfed.engines import EngineCohort
-from hyperfed.engines.local.loop import LoopEngine
+from hyperfed.engines.local.loop import LoopEngine, on_cores
 from hyperfed.engines.made_up import made_up
 from hyperfed.engines.replies import UNUSABLE
 from hyperfed.errors import UserError, one_line
@@ -97,18 +97,19 @@ class Served:
         self.private = private.plan(config, self.task, self.method)
         self.server = self._new_server()
         examined.check(config, self.task, self.server)
-        self.engine = engines.build(
-            config.engine,
-            self.task,
-            self.method.Client,
-            config.settings,
-            seed=config.seed,
-            faults=config.faults,
-            precision=config.precision,
-            device=config.device,
-            private=self.private,
-            masking=config.privacy.sums(),
-        )
+        with on_cores(config.engine.cores):
+            self.engine = engines.build(
+                config.engine,
+                self.task,
+                self.method.Client,
+                config.settings,
+                seed=config.seed,
+                faults=config.faults,
+                precision=config.precision,
+                device=config.device,
+                private=self.private,
+                masking=config.privacy.sums(),
+            )
         self.server.to(self.engine.device)
         self.round = 0
         self._best: Best | None = None
@@ -450,14 +451,15 @@ class Served:
         return measure(self.task.metric, counts.by_name).value
 
     @contextmanager
-    def _proving(self) -> Iterator[None]:
-        """Has what is raised at the first use of a checkpoint be told of that.
+    def _computing(self) -> Iterator[None]:
+        """Computes on the run's cores; what a checkpoint's first use raises is told of that.
 
         What clients remember has no form that anybody but their method knows, so that it cannot be
         looked at before.
         """
         try:
-            yield
+            with on_cores(self.config.engine.cores):
+                yield
         except UserError:
             raise
         except UNUSABLE as error:
@@ -475,7 +477,7 @@ class Served:
         server.to(device).load(trees.to(trees.clone(self.best.server), device))
         now, self.engine.memory = self.engine.memory, dict(self.best.memory)
         try:
-            with self._proving():
+            with self._computing():
                 yield server
         finally:
             self.engine.memory = now

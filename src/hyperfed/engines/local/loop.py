@@ -249,10 +249,10 @@ def fair_workers(clients: int, places: int) -> int:
 
 
 @contextmanager
-def on_cores(count: int) -> Iterator[None]:
-    """Computes a block with so many threads."""
+def on_cores(count: int | None) -> Iterator[None]:
+    """Computes a block with so many threads; None for as many as before."""
     before = torch.get_num_threads()
-    torch.set_num_threads(count)
+    torch.set_num_threads(count or before)
     try:
         yield
     finally:
