@@ -120,11 +120,16 @@ def table_of_records(folder: str, *, best_first: bool = False) -> str:
 
 
 def _records(folder: str) -> dict[str, list[RunRecord]]:
-    """Returns the records of each method in a folder of ``results``, as methods are listed."""
+    """Returns the records of each method in a folder of ``results``, as methods are listed.
+
+    Those of a folder that ends in ``_again`` are the same trainings once more.
+    """
     listed = list(METHODS)
-    methods = [path for path in (RESULTS / folder).iterdir() if any(path.glob("seed*"))]
-    methods.sort(key=lambda path: listed.index(_method_of(path.name)[0]))
-    return {path.name: list(map(read_run, sorted(path.glob("seed*")))) for path in methods}
+    found: dict[str, list[RunRecord]] = {}
+    for which in (folder, f"{folder}_again"):
+        for path in sorted(RESULTS.glob(f"{which}/*/seed*")):
+            found.setdefault(path.parent.name, []).append(read_run(path))
+    return dict(sorted(found.items(), key=lambda item: listed.index(_method_of(item[0])[0])))
 
 
 def _reached(runs: Sequence[FinishedRun], key: str) -> list[float]:

@@ -695,7 +695,8 @@ class TestCompare:
         assert summary is not None
         assert row.pop("folder") == str(trained)
         assert row.pop("label") == "pfedhn"
-        paired = {"label": "pfedhn", "best": "pfedhn", "to_best": None, "over_local": None}
+        none = dict.fromkeys(("to_best", "novel_to_best", "over_local"))
+        paired = {"label": "pfedhn", "best": "pfedhn"} | none
         assert row.pop("paired") == paired
         assert row.pop("settings")["method.local_steps"] == 2
         assert row == {name: summary[name] for name in row}

@@ -244,3 +244,23 @@ def test_methods_are_compared_on_the_same_clients():
     rows = printed.getvalue().splitlines()[2:]
     assert rows[1].split() == ["best", "best", "+10.0", "[-244.1,", "264.1]", "noise", "50.0"]
     assert rows[3].split() == ["elsewhere", "best", "–", "–"]
+
+
+def test_methods_are_compared_on_the_clients_that_joined_afterwards_too():
+    """By the run that is best on known clients, which is not the one that serves newcomers best."""
+    of_best = (evaluation(10, "test", [8, 9]), evaluation(20, "novel", [3, 5]))
+    of_other = (evaluation(10, "test", [2, 9]), evaluation(20, "novel", [7, 8]))
+    runs = [
+        replace(finished("best", test_accuracy=0.85), evaluations=of_best),
+        replace(finished("other", test_accuracy=0.55), evaluations=of_other),
+    ]
+    best, other = paired.pair(runs, compare(runs))
+    assert best.novel_to_best is None
+    assert other.novel_to_best is not None
+    assert other.novel_to_best.mean == pytest.approx((0.4 + 0.3) / 2)
+    assert other.by_name["novel_to_best"]["clients"] == 2
+    printed = StringIO()
+    Console(width=100, file=printed).print(*paired.tables([best, other]))
+    heads, *_, last = printed.getvalue().splitlines()[1:]
+    assert "afterwards" in heads
+    assert last.split()[4:8] == ["noise", "+35.0", "[-28.5,", "98.5]"]

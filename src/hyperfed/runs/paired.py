@@ -25,6 +25,7 @@ class Paired:
         metric: by which both are judged.
         best: the label of the run that does best on these test data.
         to_best: what clients gain over that one; None for itself.
+        novel_to_best: what clients that joined afterwards gain over it; None where there are none.
         over_local: what they gain over training alone; None where no run of ``local`` saw the same.
     """
 
@@ -32,13 +33,14 @@ class Paired:
     metric: Metric
     best: str
     to_best: Difference | None
+    novel_to_best: Difference | None
     over_local: Difference | None
 
     @property
     def by_name(self) -> dict[str, Any]:
         """The same as plain values."""
-        differences = {"to_best": self.to_best, "over_local": self.over_local}
-        told = {name: found and asdict(found) for name, found in differences.items()}
+        names = "to_best", "novel_to_best", "over_local"
+        told = {name: (found := getattr(self, name)) and asdict(found) for name in names}
         return {"label": self.label, "best": self.best, **told}
 
 
@@ -50,21 +52,23 @@ def pair(runs: Sequence[FinishedRun], rows: Sequence[Row]) -> list[Paired]:
         rows: of :func:`hyperfed.runs.comparison.compare`, one for each.
     """
     scores = [statistics.scores(run) for run in runs]
+    novel = [statistics.scores(run, "novel") for run in runs]
     found = []
-    for row, own in zip(rows, scores, strict=True):
+    for row, own, newcomers in zip(rows, scores, novel, strict=True):
         same = [
-            (other, theirs)
-            for other, theirs in zip(rows, scores, strict=True)
+            (other, theirs, of_newcomers)
+            for other, theirs, of_newcomers in zip(rows, scores, novel, strict=True)
             if theirs.of == own.of
         ]
-        best, of_best = max(same, key=lambda other: row.metric.order(other[0].test))
-        alone = [theirs for other, theirs in same if other.method == "local"][:1]
+        best, of_best, novel_best = max(same, key=lambda other: row.metric.order(other[0].test))
+        alone = [theirs for other, theirs, _ in same if other.method == "local"][:1]
         found.append(
             Paired(
                 row.label,
                 row.metric,
                 best.label,
                 None if best is row else statistics.difference([own], [of_best]),
+                None if best is row else statistics.difference([newcomers], [novel_best]),
                 None if row.method == "local" else statistics.difference([own], alone),
             )
         )
@@ -92,18 +96,21 @@ def _table(pairs: Sequence[Paired]) -> Table:
     shown = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=True)
     metric = pairs[0].metric
     gain = "points" if metric.percents else f"{metric.label} gain"
+    joined = any(one.novel_to_best is not None for one in pairs)
     for column in (
         "\nmethod",
         f"{gain} to\nthe best",
+        *(["of who joined\nafterwards"] if joined else []),
         f"{gain}\nover local",
         "clients that\ngain over it %",
     ):
         shown.add_column(column, justify="left" if "method" in column else "right")
     for one in pairs:
-        local = one.over_local
+        local, best = one.over_local, one.label == one.best
         shown.add_row(
             one.label,
-            "best" if one.label == one.best else difference(one.to_best, metric),
+            "best" if best else difference(one.to_best, metric),
+            *([difference(one.novel_to_best, metric)] if joined else []),
             difference(local, metric),
             "–" if local is None else percent(local.gaining),
         )
