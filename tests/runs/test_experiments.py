@@ -67,7 +67,9 @@ def test_the_settings_of_a_cell_are_those_of_table_column_row_and_its_own(table:
     assert (two.evaluate_every, other.evaluate_every) == (2, 1)  # a row's beat a column's
 
 
-def test_a_cell_has_its_own_published_number_or_that_of_what_it_is_like(table: Path) -> None:
+def test_a_cell_has_its_own_published_number_or_that_of_what_it_is_like(
+    table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     experiment = experiments.find("paper/table1", table.parents[1])
     assert list(experiment.cells) == ["one-fedavg", "two-fedavg", "two-other"]
     assert {experiment.published("test", cell) for cell in experiment.cells} == {
@@ -84,6 +86,11 @@ def test_a_cell_has_its_own_published_number_or_that_of_what_it_is_like(table: P
     assert experiment.matching("two-*") == ["two-fedavg", "two-other"]
     with pytest.raises(UserError, match=r"none fits 'x\*'; they are one-fedavg, two-fedavg"):
         experiment.matching("x*")
+    with pytest.raises(UserError, match=r"came 'x'; they are one-fedavg, two-fedavg, two-other$"):
+        list(experiment.layers("x"))
+    monkeypatch.setattr(experiments, "MOST_NAMED", 1)
+    with pytest.raises(UserError, match="they are one-fedavg and 2 more, which hyperfed list"):
+        list(experiment.layers("x"))
 
 
 def test_sources_are_told_from_methods() -> None:

@@ -64,6 +64,10 @@ Tried = Annotated[tuple[int | float, ...], Field(min_length=2)]
 _STRICT = ConfigDict(extra="forbid")
 
 
+MOST_NAMED = 12
+"""Cells that a message names, at most."""
+
+
 @dataclass(frozen=True)
 class Published:
     """A number of a paper, in the unit of its measure.
@@ -292,9 +296,14 @@ class Experiment:
         if not found:
             raise UserError(
                 f"cells of {self.id} must fit a pattern such as '*-pfedhn', but none fits "
-                f"{pattern!r}; they are {', '.join(self.cells)}"
+                f"{pattern!r}; they are {self._some_cells()}"
             )
         return found
+
+    def _some_cells(self) -> str:
+        """Names the cells, of many the first."""
+        first, more = list(self.cells)[:MOST_NAMED], len(self.cells) - MOST_NAMED
+        return ", ".join(first) + (f" and {more} more, which hyperfed list names" * (more > 0))
 
     def published(self, measure: str, cell: str) -> Published | None:
         """Returns what the paper says of a cell, or of the one that it is like."""
@@ -334,7 +343,7 @@ class Experiment:
         """
         if cell not in self.cells:
             near = difflib.get_close_matches(cell, self.cells, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"they are {', '.join(self.cells)}"
+            hint = f"did you mean {near[0]}?" if near else f"they are {self._some_cells()}"
             raise UserError(f"{self.path} must have the cell that is run, came {cell!r}; {hint}")
         column, row = self.cells[cell]
         yield self.table.set
