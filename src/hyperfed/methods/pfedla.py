@@ -149,7 +149,7 @@ class Server(federation.Server):
             outline.clients, counts, config.embedding_size, config.hidden, config.hidden_layers
         ).to(outline.dtype)
         # Plain SGD: momentum or decay would move the hypernetworks of clients that were not asked.
-        self.optimizer = torch.optim.SGD(self.hyper_nets.parameters(), lr=config.lr)
+        self.optimizer = torch.optim.SGD(self.hyper_nets.parameters(), config.lr, fused=True)
         n, sizes = outline.clients, outline.models
         self.trained: Tree = trees.clone({s: trees.repeat(outline.initial(s), n) for s in sizes})
         # Who may be of a size: what size a client has shows when it takes part for the first time.
