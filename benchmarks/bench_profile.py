@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from hyperfed import training, trees
-from hyperfed.federation import Split
 from hyperfed.methods import pefll, pfedhn
 from hyperfed.methods.parts import hypernet_training
 from hyperfed.nets.hypernets import MultiHead, SingleOutput
 from hyperfed.runs import config, run
+from hyperfed.task import Split
 from random_images import make_task
 
 ROUNDS = {"pfedhn": 120, "pefll": 30}

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import textbook
-from hyperfed.federation import Task
 from hyperfed.methods import METHODS, fedavg, pfedhn
 from hyperfed.methods.parts.complexity import count_flops
 from hyperfed.nets.targets import LeNet
+from hyperfed.task import Task
 from random_images import CLASSES, SHAPE, make_task
 from rounds import Rounds
 from side_by_side import milliseconds, process_of_its_own, ratio, take_turns

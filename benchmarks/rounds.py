@@ -7,9 +7,9 @@ from typing import Any
 
 from hyperfed.engines.cohort import EngineCohort
 from hyperfed.engines.local.loop import LoopEngine
-from hyperfed.federation import Task
 from hyperfed.runs.evaluation import evaluate
 from hyperfed.system.randomness import seeded
+from hyperfed.task import Task
 
 
 class Rounds:

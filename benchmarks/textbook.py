@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from hyperfed.federation import Task
+from hyperfed.task import Task
 from random_images import CLASSES, MEAN, STD
 
 _MEAN, _STD = (torch.tensor(channel).view(3, 1, 1) for channel in (MEAN, STD))

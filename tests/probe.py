@@ -8,7 +8,8 @@ from pydantic.dataclasses import dataclass
 
 from hyperfed import federation, trees
 from hyperfed.engines.local.loop import LoopEngine
-from hyperfed.federation import Task, step
+from hyperfed.federation import step
+from hyperfed.task import Task
 from hyperfed.trees import Tree
 from toys import make_task
 

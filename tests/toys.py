@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from hyperfed import trees
 from hyperfed.engines.local.loop import LoopEngine
-from hyperfed.federation import Server, Task
+from hyperfed.federation import Server
 from hyperfed.methods import METHODS
 from hyperfed.system.devices import CPU
 from hyperfed.system.randomness import seeded
+from hyperfed.task import Task
 from hyperfed.trees import Tree
 
 FEATURES, CLASSES = 5, 3

@@ -75,12 +75,12 @@ def train(
     Raises:
         UserError: settings or data are wrong; lists all errors at once.
     """
-    from hyperfed import federation
     from hyperfed.runs import config as configuration
     from hyperfed.runs.progress import watch
     from hyperfed.runs.run import Run
+    from hyperfed.task import Task
 
-    if isinstance(keys.get("task"), federation.Task):
+    if isinstance(keys.get("task"), Task):
         if task is not None:
             raise UserError("there must be one task, but two were given; leave one out")
         task = keys.pop("task")
@@ -90,7 +90,7 @@ def train(
             f"a task that was made must come without settings of one, got {', '.join(settings)} "
             "beside it; make the task as you want it, or leave it out"
         )
-    if not isinstance(task, federation.Task | None):
+    if not isinstance(task, Task | None):
         raise UserError(
             f"the task must be a hyperfed.Task, got {task!r}; make one with "
             "hyperfed.Task.from_arrays, or name data by the keyword task"

@@ -22,7 +22,7 @@ import typer
 from click.shell_completion import ShellComplete
 
 import hyperfed
-from hyperfed import federation
+from hyperfed import task as tasks
 from hyperfed.apps import catalogue
 from hyperfed.apps.cli import app, main
 from hyperfed.data import own
@@ -861,7 +861,7 @@ class TestPackage:
 
     def test_names_are_those_of_their_modules(self):
         assert hyperfed.Task is own.Task
-        assert issubclass(hyperfed.Task, federation.Task)
+        assert issubclass(hyperfed.Task, tasks.Task)
         assert isinstance(build(TaskConfig(clients=4), seed=0), hyperfed.Task)
         assert hyperfed.Run is Run
         assert all(hasattr(hyperfed, name) for name in hyperfed.__all__)

@@ -14,7 +14,7 @@ from hyperfed.data.shift import (
     total_variation,
 )
 from hyperfed.errors import UserError
-from hyperfed.federation import Task
+from hyperfed.task import Task
 
 P = torch.tensor([[0.5, 0.5, 0.0], [0.2, 0.3, 0.5]], dtype=torch.float64)
 Q = torch.tensor([[0.5, 0.25, 0.25], [0.0, 0.0, 1.0], [0.2, 0.3, 0.5]], dtype=torch.float64)

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from hyperfed import trees
 from hyperfed.data import own
 from hyperfed.engines.local.vmap import VmappedEngine
-from hyperfed.federation import Task
 from hyperfed.methods import METHODS
 from hyperfed.nets.descriptors import LabelledTarget
 from hyperfed.nets.pretrained import compute_in_own_precision
 from hyperfed.system.randomness import seeded
+from hyperfed.task import Task
 from toys import CLASSES, EXAMPLES, FEATURES, Federation, make_task, short
 
 WIDE = 37

@@ -15,9 +15,10 @@ from hyperfed.engines.calls import Call
 from hyperfed.engines.cohort import CohortState, Question
 from hyperfed.engines.local.loop import LoopEngine
 from hyperfed.errors import UserError
-from hyperfed.federation import AllLostError, Each, Task, step
+from hyperfed.federation import AllLostError, Each, step
 from hyperfed.runs.evaluation import evaluate
 from hyperfed.system.devices import CPU
+from hyperfed.task import Task
 from hyperfed.trees import Tree
 from probe import Client, Config, engine_of
 from toys import EXAMPLES, Federation, Normed, TwoLayers, make_task

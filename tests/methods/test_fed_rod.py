@@ -12,11 +12,12 @@ from torch.func import functional_call
 
 from hyperfed import training, trees
 from hyperfed.errors import UserError
-from hyperfed.federation import Task, step
+from hyperfed.federation import step
 from hyperfed.methods import fed_rod
 from hyperfed.methods.fed_rod import PERSONAL
 from hyperfed.runs.config import from_keys
 from hyperfed.system.randomness import seeded
+from hyperfed.task import Task
 from hyperfed.trees import Model, Tree
 from toys import (
     CLASSES,

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hyperfed.errors import UserError
-from hyperfed.federation import Task
 from hyperfed.methods import METHODS
+from hyperfed.task import Task
 from hyperfed.training import UnlabelledError
 from hyperfed.trees import Tree
 from toys import ONE_STEP, Federation, Normed, TwoLayers, make_quadratic_task, make_task

@@ -12,8 +12,8 @@ from torch import Tensor
 from hyperfed import trees
 from hyperfed.engines import Faults
 from hyperfed.engines.calls import Call
-from hyperfed.federation import Task
 from hyperfed.methods import fedfomo
+from hyperfed.task import Task
 from hyperfed.trees import Model
 from toys import CLASSES, FEATURES, ONE_STEP, Federation, Normed, TwoLayers, client_loss, make_task
 

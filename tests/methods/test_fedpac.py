@@ -11,8 +11,8 @@ from scipy.optimize import minimize
 from torch import Tensor, nn
 
 from hyperfed.errors import UserError
-from hyperfed.federation import Task
 from hyperfed.methods.fedpac import combining_weights
+from hyperfed.task import Task
 from hyperfed.training import UnlabelledError
 from hyperfed.trees import Tree
 from toys import (

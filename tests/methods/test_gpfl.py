@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hyperfed.errors import UserError
-from hyperfed.federation import Task
 from hyperfed.runs.evaluation import evaluate
+from hyperfed.task import Task
 from hyperfed.training import UnlabelledError
 from hyperfed.trees import Tree
 from toys import (

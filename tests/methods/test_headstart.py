@@ -12,10 +12,10 @@ from hyperfed.data.own import mean_squared_error
 from hyperfed.engines import Faults
 from hyperfed.engines.calls import Call
 from hyperfed.errors import UserError
-from hyperfed.federation import Task
 from hyperfed.methods import headstart
 from hyperfed.nets.descriptors import Centred
 from hyperfed.system.randomness import generator, seeded
+from hyperfed.task import Task
 from hyperfed.training import UnlabelledError
 from toys import PLAIN, Federation, TwoLayers, logits, make_task
 

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from hyperfed import trees
 from hyperfed.errors import UserError
-from hyperfed.federation import AllLostError, Task
+from hyperfed.federation import AllLostError
 from hyperfed.methods import hypcluster
 from hyperfed.runs.evaluation import evaluate
+from hyperfed.task import Task
 from hyperfed.training import UnlabelledError
 from hyperfed.trees import Model, Tree
 from toys import (

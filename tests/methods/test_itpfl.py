@@ -15,7 +15,7 @@ from hyperfed import trees
 from hyperfed.engines import Faults
 from hyperfed.engines.calls import Call
 from hyperfed.errors import UserError
-from hyperfed.federation import AllLostError, Cohort, Task
+from hyperfed.federation import AllLostError, Cohort
 from hyperfed.methods import itpfl
 from hyperfed.methods.parts import hypernet_training
 from hyperfed.privacy import GaussianMechanism, analytic_multiplier
@@ -23,6 +23,7 @@ from hyperfed.runs import budgets, evaluation
 from hyperfed.runs.config import from_keys, to_dict
 from hyperfed.runs.run import Run
 from hyperfed.system.randomness import generator, seeded
+from hyperfed.task import Task
 from hyperfed.training import UnlabelledError
 from toys import (
     CLASSES,

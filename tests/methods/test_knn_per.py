@@ -15,10 +15,11 @@ import hyperfed
 from hyperfed import trees
 from hyperfed.engines.local.loop import LoopEngine
 from hyperfed.errors import UserError
-from hyperfed.federation import Task, step
+from hyperfed.federation import step
 from hyperfed.functional import outputs_and_features
 from hyperfed.methods import knn_per
 from hyperfed.runs.evaluation import evaluate
+from hyperfed.task import Task
 from hyperfed.training import UnlabelledError
 from hyperfed.trees import Model, Tree
 from toys import CLASSES, FEATURES, Federation, Normed, TwoLayers, make_task

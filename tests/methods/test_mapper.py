@@ -10,9 +10,9 @@ from torch import Tensor
 
 from hyperfed import trees
 from hyperfed.errors import UserError
-from hyperfed.federation import Task
 from hyperfed.methods import mapper
 from hyperfed.runs.config import from_keys
+from hyperfed.task import Task
 from hyperfed.trees import Model
 from toys import EXAMPLES, ONE_STEP, PLAIN, Federation, Normed, logits, make_task
 

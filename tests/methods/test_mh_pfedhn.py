@@ -14,10 +14,10 @@ from hyperfed import trees
 from hyperfed.engines import Faults
 from hyperfed.engines.calls import Call
 from hyperfed.errors import UserError
-from hyperfed.federation import Task
 from hyperfed.methods import mh_pfedhn
 from hyperfed.methods.mh_pfedhn import Client, Config
 from hyperfed.system.randomness import seeded
+from hyperfed.task import Task
 from hyperfed.trees import aggregation
 from hyperfed.trees.aggregation import Rule
 from toys import (

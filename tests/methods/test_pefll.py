@@ -14,13 +14,14 @@ from hyperfed import engines, trees
 from hyperfed.engines import EngineCohort, Faults
 from hyperfed.engines.calls import Call
 from hyperfed.engines.local import loop
-from hyperfed.federation import AllLostError, Each, Outline, Task
+from hyperfed.federation import AllLostError, Each
 from hyperfed.methods import pefll
 from hyperfed.methods.parts import hypernet_training
 from hyperfed.nets import LeNet
 from hyperfed.nets.descriptors import Standard
 from hyperfed.runs import config
 from hyperfed.system.randomness import generator, seeded
+from hyperfed.task import Outline, Task
 from hyperfed.training import Batch, UnlabelledError
 from hyperfed.trees import Model, Tree, checkpoints
 from toys import (

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from hyperfed import trees
-from hyperfed.federation import Task, step
+from hyperfed.federation import step
 from hyperfed.methods import per_fedavg
 from hyperfed.runs.config import from_keys
 from hyperfed.system.randomness import generator
+from hyperfed.task import Task
 from hyperfed.training import Batch, Sgd, sgd
 from hyperfed.trees import Model
 from toys import (

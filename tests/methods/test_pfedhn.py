@@ -12,10 +12,11 @@ from hyperfed import trees
 from hyperfed.engines import Faults
 from hyperfed.engines.local.loop import LoopEngine
 from hyperfed.engines.local.vmap import VmappedEngine
-from hyperfed.federation import AllLostError, Task
+from hyperfed.federation import AllLostError
 from hyperfed.methods import pfedhn
 from hyperfed.methods.parts import hypernet_training
 from hyperfed.system.randomness import generator, seeded
+from hyperfed.task import Task
 from toys import (
     CLASSES,
     FEATURES,

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from hyperfed import trees
-from hyperfed.federation import Outline, Task
 from hyperfed.methods import pfedkt
 from hyperfed.methods.parts.contrast import contrastive_loss, distances
 from hyperfed.nets import CharLSTM, PFedKTCNN
@@ -19,6 +18,7 @@ from hyperfed.nets.layers import draw_weights
 from hyperfed.nets.shapes import spread_of
 from hyperfed.runs.config import from_keys
 from hyperfed.system.randomness import generator, seeded
+from hyperfed.task import Outline, Task
 from hyperfed.trees import Model
 from toys import (
     CLASSES,

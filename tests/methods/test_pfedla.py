@@ -15,11 +15,11 @@ from hyperfed import trees
 from hyperfed.engines import Faults
 from hyperfed.engines.calls import Call
 from hyperfed.errors import UserError
-from hyperfed.federation import Task
 from hyperfed.methods import pfedla
 from hyperfed.nets import LeNet, PFedLACNN
 from hyperfed.runs.config import from_keys
 from hyperfed.system.randomness import seeded
+from hyperfed.task import Task
 from toys import FEATURES, ONE_STEP, PLAIN, Federation, Normed, TwoLayers, client_loss, make_task
 
 CLOSE: dict[str, Any] = {"rtol": 1e-8, "atol": 1e-12}

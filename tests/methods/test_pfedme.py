@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from hyperfed import trees
-from hyperfed.federation import Task
 from hyperfed.methods import pfedme
 from hyperfed.runs.config import from_keys
 from hyperfed.system.randomness import generator
+from hyperfed.task import Task
 from hyperfed.training import Batch, proximal
 from hyperfed.trees import Model
 from toys import (

@@ -12,10 +12,11 @@ from hyperfed import trees
 from hyperfed.engines import updates
 from hyperfed.engines.updates import PrivateUpdates, Where
 from hyperfed.errors import UserError
-from hyperfed.federation import AllLostError, Task
+from hyperfed.federation import AllLostError
 from hyperfed.methods import METHODS
 from hyperfed.runs.capability import NO_UPDATES
 from hyperfed.runs.private import AggregateNoise
+from hyperfed.task import Task
 from hyperfed.trees import Tree
 from hyperfed.trees.aggregation import MEAN, MeanNoise
 from toys import ONE_STEP, Federation, TwoLayers, client_loss, make_task, short

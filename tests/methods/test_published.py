@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from hyperfed.federation import Outline
 from hyperfed.methods import METHODS
 from hyperfed.methods.pefll import Config as PefllConfig
 from hyperfed.runs import config
 from hyperfed.runs.settings import RunConfig
 from hyperfed.system.randomness import seeded
+from hyperfed.task import Outline
 from toys import CLASSES, TwoLayers
 
 

@@ -9,11 +9,11 @@ import torch
 from hyperfed import trees
 from hyperfed.engines import Faults
 from hyperfed.engines.calls import Call
-from hyperfed.federation import Task
 from hyperfed.methods import METHODS
 from hyperfed.runs.capability import NO_MEAN
 from hyperfed.runs.settings import RobustConfig
 from hyperfed.system.randomness import seeded
+from hyperfed.task import Task
 from hyperfed.trees import aggregation
 from hyperfed.trees.aggregation import Rule
 from toys import (

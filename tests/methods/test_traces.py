@@ -11,9 +11,9 @@ from torch import Tensor
 
 from hyperfed import trees
 from hyperfed.engines.local import loop
-from hyperfed.federation import Task
 from hyperfed.methods import METHODS
 from hyperfed.nets.targets import LeNet
+from hyperfed.task import Task
 from hyperfed.trees import Tree
 
 TRACES = Path(__file__).parents[1] / "traces"

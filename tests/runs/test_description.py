@@ -7,11 +7,11 @@ import pytest
 
 from hyperfed.apps.cli import main
 from hyperfed.errors import UserError
-from hyperfed.federation import Task
 from hyperfed.runs.config import from_keys
 from hyperfed.runs.description import Description, describe
 from hyperfed.runs.run import Run
 from hyperfed.runs.settings import RunConfig
+from hyperfed.task import Task
 from toys import Stemmed, make_task
 
 KEYS: dict[str, Any] = {"rounds": 70, "cohort": 3, "method": {"batch_size": 4, "hidden": 7}}

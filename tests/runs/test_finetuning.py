@@ -12,12 +12,12 @@ from torch import Tensor, nn
 import hyperfed
 from hyperfed import trees
 from hyperfed.errors import UserError
-from hyperfed.federation import Task
 from hyperfed.methods import METHODS
 from hyperfed.runs.config import from_keys, to_dict
 from hyperfed.runs.evaluation import evaluate, finetuned
 from hyperfed.runs.run import Run
 from hyperfed.system.randomness import generator
+from hyperfed.task import Task
 from hyperfed.training import Steps
 from together import both, close
 from toys import Normed, make_task, short

@@ -12,12 +12,13 @@ import hyperfed
 from hyperfed import federation, trees
 from hyperfed.engines.local.loop import LoopEngine
 from hyperfed.errors import UserError
-from hyperfed.federation import Cohort, Outline, Task, step
+from hyperfed.federation import Cohort, step
 from hyperfed.methods import METHODS
 from hyperfed.privacy import analytic_multiplier
 from hyperfed.runs.config import from_keys
 from hyperfed.runs.evaluation import SUMS, evaluate, with_samples
 from hyperfed.runs.run import Run
+from hyperfed.task import Outline, Task
 from hyperfed.training import UnlabelledError
 from hyperfed.trees import Model, Tree
 from toys import Federation, lengths, make_task

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 
 import hyperfed
 from hyperfed import engines, trees
-from hyperfed.federation import Task
 from hyperfed.runs.evaluation import evaluate
 from hyperfed.runs.run import Run
+from hyperfed.task import Task
 from toys import Normed, make_task, short
 
 NOVEL = 3

@@ -10,16 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hyperfed import federation, metrics, trees
+from hyperfed import metrics, trees
+from hyperfed import task as tasks
 from hyperfed.data import arrays, features, partitions, tables
 from hyperfed.data.examples import Normalize, channel_statistics, fingerprint_of_frozen, hash_of
 from hyperfed.data.features import Beginning, Prefix
 from hyperfed.data.partitions import Partition
 from hyperfed.data.sizes import sizes_of
 from hyperfed.errors import UserError
-from hyperfed.federation import BASE, accuracy
 from hyperfed.nets.pretrained import compute_in_own_precision, with_plain_output
 from hyperfed.system.randomness import seeded
+from hyperfed.task import BASE, accuracy
 
 HELD_OUT = 0.15
 """Fraction of each client's examples for validation, and for testing, where nothing says it."""
@@ -210,7 +211,7 @@ def from_frame(
 
 
 @dataclass(frozen=True, repr=False)
-class Task(federation.Task):
+class Task(tasks.Task):
     """A task that data make; ``hyperfed.Task`` is this one.
 
     Attributes:

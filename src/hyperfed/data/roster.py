@@ -16,8 +16,8 @@ from torch import nn
 from hyperfed.data.examples import Normalize, hash_of
 from hyperfed.data.own import Task, mean_squared_error, minus_squared_error
 from hyperfed.errors import UserError, one_line
-from hyperfed.federation import BASE
 from hyperfed.system.files import atomic_write
+from hyperfed.task import BASE
 
 _PLAIN = ConfigDict(extra="forbid", strict=True)
 _DTYPES = {str(dtype): dtype for dtype in (torch.uint8, torch.float32, torch.float64, torch.int64)}
@@ -148,7 +148,7 @@ class Frame:
         return self.known + self.novel
 
     def task_options(self) -> dict[str, Any]:
-        """Returns what of a :class:`~hyperfed.federation.Task` follows from the frame."""
+        """Returns what of a :class:`~hyperfed.task.Task` follows from the frame."""
         options: dict[str, Any] = {
             "classes": self.classes,
             "sizes": self.sizes,

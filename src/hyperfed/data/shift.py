@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hyperfed.errors import UserError
-from hyperfed.federation import Task
+from hyperfed.task import Task
 from hyperfed.training import count_classes
 
 

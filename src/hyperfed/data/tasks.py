@@ -1,4 +1,4 @@
-"""From settings to a :class:`~hyperfed.federation.Task`: load, divide, build the targets."""
+"""From settings to a :class:`~hyperfed.task.Task`: load, divide, build the targets."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hyperfed import federation
+from hyperfed import task as tasks
 from hyperfed.data import datasets, features, model_files, own_files, partitions
 from hyperfed.data.arrays import raise_all
 from hyperfed.data.corruptions import CorruptionName, corrupt_novel
@@ -34,9 +34,9 @@ from hyperfed.data.partitions import Partition
 from hyperfed.data.roster import Frame, RemoteTask, Roster, dtype_of
 from hyperfed.data.settings import PARTITIONS, TaskConfig
 from hyperfed.errors import UserError
-from hyperfed.federation import BASE
 from hyperfed.nets.targets import build_target
 from hyperfed.system.randomness import seeded
+from hyperfed.task import BASE
 
 __all__ = [
     "PARTITIONS",
@@ -126,7 +126,7 @@ class Source:
     seed: int
 
 
-def settings_of(task: federation.Task, seed: int) -> TaskConfig:
+def settings_of(task: tasks.Task, seed: int) -> TaskConfig:
     """Returns the settings that make a task with a seed; else what records say of one from Python.
 
     Args:

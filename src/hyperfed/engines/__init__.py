@@ -19,8 +19,9 @@ from hyperfed.engines.local.vmap import VmappedEngine, best_engine
 from hyperfed.engines.masking import Masking
 from hyperfed.engines.updates import PrivateUpdates
 from hyperfed.errors import UserError
-from hyperfed.federation import Client, Task
+from hyperfed.federation import Client
 from hyperfed.system.devices import find_device
+from hyperfed.task import Task
 from hyperfed.training import Precision
 
 __all__ = ["ENGINES", "Engine", "EngineCohort", "EngineConfig", "Exchange", "Faults", "build"]

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from hyperfed import trees
 from hyperfed.engines.replies import DivergedError, check_tree
 from hyperfed.engines.updates import KEPT, UNCOVERED, PrivateUpdates, centre_of, moved, offset
-from hyperfed.federation import Client, Split, StepInfo, Task
+from hyperfed.federation import Client, StepInfo
 from hyperfed.privacy import Noise, Releases, secret_noise, seeded_noise
 from hyperfed.system.randomness import generator
+from hyperfed.task import Split, Task
 from hyperfed.training import Batches
 from hyperfed.trees import Tree
 from hyperfed.trees.checkpoints import dumps

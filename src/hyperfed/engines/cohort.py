@@ -29,7 +29,8 @@ from hyperfed.engines.replies import (
 )
 from hyperfed.engines.updates import UNCOVERED, PrivateUpdates, bounded
 from hyperfed.errors import UserError
-from hyperfed.federation import AllLostError, Client, Each, StepInfo, Task
+from hyperfed.federation import AllLostError, Client, Each, StepInfo
+from hyperfed.task import Task
 from hyperfed.training import Batches
 from hyperfed.trees import Tree
 from hyperfed.trees.aggregation import MEAN

@@ -2,7 +2,7 @@
 
 import torch
 
-from hyperfed.federation import Task
+from hyperfed.task import Task
 
 EXAMPLES = 8
 """Of a made-up client: more than one, for batch-norm."""

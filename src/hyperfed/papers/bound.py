@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from hyperfed import trees
 from hyperfed.errors import UserError, check_positive, told
-from hyperfed.federation import Split, Task
 from hyperfed.functional import apply
 from hyperfed.runs import experiments, statistics
 from hyperfed.runs.serving import Served
@@ -32,6 +31,7 @@ from hyperfed.runs.settings import RunConfig
 from hyperfed.system.files import atomic_write
 from hyperfed.system.provenance import commit
 from hyperfed.system.randomness import generator
+from hyperfed.task import Split, Task
 from hyperfed.theory.pefll import gaussian_kl, generalization_bound
 
 FILE = "bound.json"

@@ -13,15 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hyperfed import federation, metrics, trees
+from hyperfed import metrics, trees
+from hyperfed import task as tasks
 from hyperfed.data.own import Task, mean_squared_error, minus_squared_error
 from hyperfed.engines import Engine, EngineCohort
 from hyperfed.engines.replies import UNUSABLE
 from hyperfed.errors import UserError, one_line
-from hyperfed.federation import AllLostError, Client, Cohort, Each, Server, accuracy
+from hyperfed.federation import AllLostError, Client, Cohort, Each, Server
 from hyperfed.runs.measures import Number, weighted_mean
 from hyperfed.system.devices import CPU
 from hyperfed.system.randomness import generator
+from hyperfed.task import accuracy
 from hyperfed.training import Batches
 from hyperfed.trees import Tree
 
@@ -111,7 +113,7 @@ def evaluate(
     return {split: Counts.of(sums, missed) for split, sums in ordered.items()}
 
 
-def _asked(group: EngineCohort, client: type[Client], serve: Serve, task: federation.Task) -> Tree:
+def _asked(group: EngineCohort, client: type[Client], serve: Serve, task: tasks.Task) -> Tree:
     """Returns what clients of one size count; who is lost counts nothing."""
     clients, splits = len(group.ids), ("val", "test")
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(SUMS, ())
@@ -144,7 +146,7 @@ def _asked(group: EngineCohort, client: type[Client], serve: Serve, task: federa
         return nobody
 
 
-def _impossible(replies: Tree, group: EngineCohort, task: federation.Task) -> dict[int, str]:
+def _impossible(replies: Tree, group: EngineCohort, task: tasks.Task) -> dict[int, str]:
     """Returns whose counts cannot be those of its examples, {client: why}."""
     held_out = {"val": task.val, "test": task.test}
     found: dict[int, str] = {}
@@ -158,7 +160,7 @@ def _impossible(replies: Tree, group: EngineCohort, task: federation.Task) -> di
     return found
 
 
-def _why_not(counts: metrics.Counts, examples: int, task: federation.Task) -> str | None:
+def _why_not(counts: metrics.Counts, examples: int, task: tasks.Task) -> str | None:
     sums = {name: float(counts[name]) for name in SUMS}
     count = sums["count"]
     if count != examples:

@@ -21,11 +21,11 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from hyperfed import federation
 from hyperfed.data.examples import Normalize
 from hyperfed.data.features import Prefix
 from hyperfed.errors import UserError
 from hyperfed.system.files import atomic_write
+from hyperfed.task import Task
 
 ENDINGS: Mapping[str, str] = MappingProxyType(
     {"safetensors": ".safetensors", "onnx": ".onnx", "torch-export": ".pt2"}
@@ -84,7 +84,7 @@ class Portable(nn.Module):
         model: the network.
     """
 
-    def __init__(self, model: nn.Module, task: federation.Task) -> None:
+    def __init__(self, model: nn.Module, task: Task) -> None:
         super().__init__()
         self.normalize = _module(task.transform, task.x.dtype)
         self.model = model
@@ -101,12 +101,10 @@ def _module(transform: Callable[[Tensor], Tensor], raw: torch.dtype) -> nn.Modul
         return Pixels(transform) if raw == torch.uint8 else nn.Identity()
     if isinstance(transform, Prefix) and isinstance(transform.net, nn.Module):
         return nn.Sequential(_module(transform.normalize, raw), deepcopy(transform.net))
-    return nn.Identity() if transform is federation.Task.transform else Applied(transform)
+    return nn.Identity() if transform is Task.transform else Applied(transform)
 
 
-def export_model(
-    model: nn.Module, task: federation.Task, path: str | Path, format: str | None = None
-) -> None:
+def export_model(model: nn.Module, task: Task, path: str | Path, format: str | None = None) -> None:
     """Writes a model of a run, with the task's normalisation, to a file.
 
     Args:
@@ -151,7 +149,7 @@ def format_of(path: Path, format: str | None = None) -> str:
     return chosen
 
 
-def _about(task: federation.Task) -> dict[str, Any]:
+def _about(task: Task) -> dict[str, Any]:
     """Returns what a reader must know of the input and the output, as plain data."""
     dtype = str(task.x.dtype).removeprefix("torch.")
     pixels = "pixels from 0 to 255, which the model normalises itself"

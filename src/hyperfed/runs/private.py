@@ -20,10 +20,11 @@ from hyperfed.engines.local.loop import LoopEngine
 from hyperfed.engines.made_up import made_up
 from hyperfed.engines.updates import PrivateUpdates, without_negative_variances
 from hyperfed.errors import UserError
-from hyperfed.federation import AllLostError, Server, Task
+from hyperfed.federation import AllLostError, Server
 from hyperfed.privacy import Ledger
 from hyperfed.runs.settings import RunConfig, cohort_size
 from hyperfed.system.randomness import generator, seeded
+from hyperfed.task import Task
 from hyperfed.trees import Tree
 from hyperfed.trees.aggregation import MEAN, MeanNoise
 

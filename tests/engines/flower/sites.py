@@ -10,7 +10,7 @@ from hyperfed.data.roster import Introduction, RemoteTask, enrol
 from hyperfed.engines.flower.site import Shard, Site
 from hyperfed.engines.flower.sites import HELLO
 from hyperfed.engines.replies import NoAnswerError
-from hyperfed.federation import Task
+from hyperfed.task import Task
 
 Handler = Callable[[bytes], bytes]
 

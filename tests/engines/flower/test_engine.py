@@ -21,12 +21,13 @@ from hyperfed.engines.flower.site import Site
 from hyperfed.engines.flower.sites import HELLO, Sites
 from hyperfed.engines.replies import NoAnswerError
 from hyperfed.errors import UserError
-from hyperfed.federation import AllLostError, Task, step
+from hyperfed.federation import AllLostError, step
 from hyperfed.methods import METHODS
 from hyperfed.runs.config import from_keys
 from hyperfed.runs.evaluation import SUMS, evaluate, finetuned
 from hyperfed.runs.run import Run
 from hyperfed.system.randomness import seeded
+from hyperfed.task import Task
 from hyperfed.training import Steps
 from hyperfed.trees import Tree
 from test_every_method import SETTINGS

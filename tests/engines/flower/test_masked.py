@@ -29,11 +29,12 @@ from hyperfed.engines.flower.policy import Policy
 from hyperfed.engines.flower.site import Shard, Site
 from hyperfed.engines.masking import Masking
 from hyperfed.engines.updates import PrivateUpdates
-from hyperfed.federation import AllLostError, Task
+from hyperfed.federation import AllLostError
 from hyperfed.methods import METHODS
 from hyperfed.runs.capability import NO_SUMS
 from hyperfed.runs.evaluation import evaluate
 from hyperfed.system.randomness import seeded
+from hyperfed.task import Task
 from hyperfed.trees import Tree
 from hyperfed.trees.checkpoints import load_state
 from toys import Federation, Normed, make_task, short

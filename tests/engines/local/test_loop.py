@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from hyperfed import federation, functional, trees
 from hyperfed.engines.local.loop import LoopEngine, fair_workers
-from hyperfed.federation import Each, Task, step
+from hyperfed.federation import Each, step
 from hyperfed.nets.targets import LeNet
 from hyperfed.system.randomness import seeded
+from hyperfed.task import Outline, Task
 from hyperfed.trees import Tree
 from toys import CLASSES, Dropping, Federation, TwoLayers, logits, make_task
 
@@ -54,7 +55,7 @@ def test_worker_threads_do_not_share_a_methods_other_networks() -> None:
 
     class Encoding(federation.Client):
         @staticmethod
-        def networks(outline: federation.Outline, config: Any) -> dict[str, nn.Module]:
+        def networks(outline: Outline, config: Any) -> dict[str, nn.Module]:
             return {"encoder": Slow(outline.classes, outline.clients, dtype=outline.dtype)}
 
         @step
@@ -77,7 +78,7 @@ def test_worker_threads_do_not_share_a_methods_other_networks() -> None:
 def test_a_newcomers_engine_builds_the_networks_of_the_trained_task() -> None:
     class Encoding(federation.Client):
         @staticmethod
-        def networks(outline: federation.Outline, config: Any) -> dict[str, nn.Module]:
+        def networks(outline: Outline, config: Any) -> dict[str, nn.Module]:
             return {"encoder": nn.Linear(1, outline.clients)}
 
         @step

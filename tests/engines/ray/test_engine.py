@@ -537,7 +537,8 @@ SCRIPT = """
     from hyperfed import federation
     from hyperfed.engines.local.loop import LoopEngine
     from hyperfed.engines.ray.engine import RayEngine
-    from hyperfed.federation import Task, step
+    from hyperfed.federation import step
+    from hyperfed.task import Task
 
     class Net(nn.Linear):
         def forward(self, x):

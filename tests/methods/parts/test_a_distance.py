@@ -13,8 +13,9 @@ from torch import Tensor
 from hyperfed import federation
 from hyperfed.engines import EngineCohort
 from hyperfed.engines.local.loop import LoopEngine
-from hyperfed.federation import Each, Task
+from hyperfed.federation import Each
 from hyperfed.methods.parts import a_distance
+from hyperfed.task import Task
 from hyperfed.trees import Model, Tree
 from toys import CLASSES, FEATURES, make_task
 

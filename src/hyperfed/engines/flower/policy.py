@@ -16,7 +16,8 @@ from hyperfed.engines.calls import Call, draw, find_step
 from hyperfed.engines.masking import SMALLEST, Masking
 from hyperfed.engines.updates import PrivateUpdates
 from hyperfed.errors import UserError
-from hyperfed.federation import Client, Split, Task, step
+from hyperfed.federation import Client, step
+from hyperfed.task import Split, Task
 from hyperfed.training import Batch, Batches, Epochs
 from hyperfed.trees import Tree
 

@@ -33,9 +33,10 @@ from hyperfed.engines.masking import SMALLEST, Masking
 from hyperfed.engines.replies import BadReplyError, DivergedError
 from hyperfed.engines.updates import PrivateUpdates
 from hyperfed.errors import UserError, one_line
-from hyperfed.federation import Client, Task
+from hyperfed.federation import Client
 from hyperfed.system.devices import CPU
 from hyperfed.system.locks import alone
+from hyperfed.task import Task
 from hyperfed.training import Precision, UnlabelledError
 from hyperfed.trees import Tree
 from hyperfed.trees.checkpoints import load_state, save_state

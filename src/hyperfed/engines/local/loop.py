@@ -24,10 +24,11 @@ from hyperfed.engines.faults import Faults
 from hyperfed.engines.masking import Masking
 from hyperfed.engines.memories import Memories
 from hyperfed.engines.updates import PrivateUpdates
-from hyperfed.federation import Client, Task
+from hyperfed.federation import Client
 from hyperfed.system.allocation import keep_freed_memory
 from hyperfed.system.devices import CPU, describe
 from hyperfed.system.randomness import seeded
+from hyperfed.task import Task
 from hyperfed.training import Precision, arithmetic
 from hyperfed.trees import Tree
 

@@ -35,9 +35,9 @@ from hyperfed.engines.local.graphs import Graphs
 from hyperfed.engines.local.loop import LoopEngine, on_cores
 from hyperfed.engines.replies import DivergedError
 from hyperfed.engines.updates import PrivateUpdates
-from hyperfed.federation import Split, Task
 from hyperfed.system.devices import CPU, is_out_of_memory
 from hyperfed.system.randomness import generator
+from hyperfed.task import Split, Task
 from hyperfed.trees import Model, Structure, Tree
 
 log = logging.getLogger(__name__)

@@ -14,8 +14,9 @@ from hyperfed import trees
 from hyperfed.engines.calls import Answer, Call
 from hyperfed.engines.local.vmap import best_engine
 from hyperfed.engines.updates import PrivateUpdates
-from hyperfed.federation import Client, Task
+from hyperfed.federation import Client
 from hyperfed.system.devices import find_device
+from hyperfed.task import Task
 from hyperfed.training import Precision
 from hyperfed.trees import Tree
 from hyperfed.trees.packing import pack, unpack

@@ -29,8 +29,9 @@ from hyperfed.engines.ray.cluster import Connection, connect
 from hyperfed.engines.replies import NoAnswerError
 from hyperfed.engines.updates import PrivateUpdates
 from hyperfed.errors import EngineLostError, UserError
-from hyperfed.federation import Client, Task
+from hyperfed.federation import Client
 from hyperfed.system.devices import CPU
+from hyperfed.task import Task
 from hyperfed.training import Precision
 from hyperfed.trees import Tree
 from hyperfed.trees.packing import pack, unpack
