@@ -13,6 +13,7 @@ as rates, share one measurement. Each line of ``results/hours.jsonl`` says which
 import argparse
 import json
 import time
+from collections import Counter
 from contextlib import closing
 from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
@@ -106,6 +107,7 @@ if __name__ == "__main__":
         for key, one in there.items()
         if one.seconds is not None and key in wanted
     }
+    without: Counter[tuple[str, str]] = Counter()
     for pattern in asked.tables:
         for (table, cells), settings in wanted.items():
             if (table, cells) in there or not fnmatchcase(table, pattern):
@@ -115,7 +117,7 @@ if __name__ == "__main__":
                 try:
                     timed = measure(settings)
                 except hyperfed.UserError as error:  # data that are not here, mostly
-                    print(f"{table}:{cells[0]}: {error}", flush=True)
+                    without[table, str(error)] += 1
                     continue
                 known[cost(settings)] = f"{table}:{cells[0]}", timed
             of, seconds = known[cost(settings)]
@@ -127,3 +129,5 @@ if __name__ == "__main__":
                 )
             if timed:
                 print(f"{of:40}{one.hours:8.2f} h", flush=True)
+    for (table, why), number in without.items():
+        print(f"{table}: {number} trainings without an estimate: {why}")
