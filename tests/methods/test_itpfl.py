@@ -378,6 +378,7 @@ def test_an_encoder_that_phase_two_cannot_use_is_reported(
     ours.server.tuning = torch.tensor(False)
     ours.server.rehearse(cohort)
     assert caplog.text == ""  # it may still learn
+    assert ours.server.diagnostics() == {}
     ours.server.tuning = torch.tensor(True)
     embedding = ours.server.embeddings.weight.detach()[:3]
     embedding[0] += torch.tensor([1.0, -2.0, 4.0])  # entries of different variances
@@ -385,6 +386,7 @@ def test_an_encoder_that_phase_two_cannot_use_is_reported(
     missed = (embedding - ours.server.describe(cohort)).square().sum()
     missed /= (embedding - embedding.mean(dim=0)).square().sum()
     assert f"explains {100 * (1 - missed):.0f} %" in caplog.text
+    assert ours.server.diagnostics()["explained"].item() == pytest.approx((1 - missed).item())
     assert "% of the variance of the clients' embeddings" in caplog.text
 
 
@@ -1039,3 +1041,17 @@ def test_noise_of_the_server_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(itpfl.Server, "describe", noisy)
     with pytest.raises(AssertionError):
         check_noise()
+
+
+def test_an_evaluation_records_what_is_explained_by_the_encoder_that_it_judges() -> None:
+    """After the first round of three the encoder still learns."""
+    run = hyperfed.train(
+        "itpfl",
+        make_task(),
+        rounds=3,
+        evaluate_every=1,
+        method={"phase_one_rounds": 2, "local_steps": 1},
+        progress=False,
+    )
+    told = [e.diagnostics for e in run.evaluations if e.split == "val"]
+    assert ["explained" in each for each in told] == [False, False, True]

@@ -279,6 +279,7 @@ class Server(federation.Server):
             embeddings=self.embeddings.parameters(), hyper_net=self.hyper_net.parameters()
         )
         self.tuning_optimizer = config.sgd(hyper_net=self.tuned_net.parameters())
+        self.explained: float | None = None  # in the latest rehearsal
 
     @property
     def novel_net(self) -> HyperNet:
@@ -362,21 +363,34 @@ class Server(federation.Server):
     def rehearse(self, clients: Cohort) -> Each:
         """Serves clients as novel ones; on known clients it tells which round is the best."""
         descriptor = self.describe(clients)
-        there = clients.weight > 0
-        explains = self.tuning and not self.end_to_end
-        if explains and not clients.novel and there.sum() > 1:
-            from sklearn.metrics import r2_score  # takes seconds to import
-
-            pair = (rows[there].detach().cpu() for rows in (self.embed(clients), descriptor))
-            explained = r2_score(*pair, multioutput="variance_weighted")
-            if explained < EXPLAINED:
-                log.warning(
-                    f"the encoder explains {100 * explained:.0f} % of the variance of the clients' "
-                    "embeddings, so novel clients get nearly one model; train phase 1 longer, or "
-                    "with another method.encoder_lr"
-                )
+        if not clients.novel:
+            self.explained = self.explained_by(descriptor, clients)
         with torch.no_grad():
             return Each(self.novel_net(descriptor, clients.size))
+
+    def explained_by(self, descriptor: Tensor, clients: Cohort) -> float | None:
+        """Returns R^2 of known clients' embeddings by their descriptors, and warns of little.
+
+        None where there is none yet: of an encoder that still learns, or has no embedding to tell.
+        """
+        there = clients.weight > 0
+        if not self.tuning or self.end_to_end or there.sum() < 2:
+            return None
+        from sklearn.metrics import r2_score  # takes seconds to import
+
+        pair = (rows[there].detach().cpu() for rows in (self.embed(clients), descriptor))
+        explained = float(r2_score(*pair, multioutput="variance_weighted"))
+        if explained < EXPLAINED:
+            log.warning(
+                f"the encoder explains {100 * explained:.0f} % of the variance of the clients' "
+                "embeddings, so novel clients get nearly one model; train phase 1 longer, or with "
+                "another method.encoder_lr"
+            )
+        return explained
+
+    def diagnostics(self) -> Tree:
+        """Returns {"explained": R^2}, of known clients' embeddings by their descriptors."""
+        return {} if self.explained is None else {"explained": torch.tensor(self.explained)}
 
     def embed(self, clients: Cohort) -> Tensor:
         """Returns (C, l) embeddings of known clients, on the unit sphere for a bounded encoder."""

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -428,26 +429,25 @@ class Run(Served):
         ids = list(self.task.known)
         serve = self._finetuning(self.server.personalize)
         counts = evaluate(self.server, self.engine, ids, self.round, serve=serve)
+        rehearsed: Counts | None = None
+        if self.server.rehearse is not None:
+            serve = self._finetuning(self.server.rehearse)
+            rehearsed = evaluate(self.server, self.engine, ids, self.round, serve=serve)["val"]
         self._count()
         lost, self._lost = tuple(self._lost), []
         void, self._void = tuple(self._void), []
-        found = {
-            split: self._summarise(split, ids, counts[split], self.round, lost=lost, void=void)
-            for split in counts
-        }
+        summarise = partial(self._summarise, round=self.round, lost=lost, void=void)
+        found = {split: summarise(split, ids, counts[split]) for split in counts}
         told = trees.to(self.server.diagnostics(), CPU)
         if "descriptors" in self.config.examine:
             told = told | {"descriptors": self._rank_correlations()}
         found["val"] = replace(found["val"], diagnostics=records.plain(told))
         for evaluation in found.values():
             self._record(evaluation)
+        if rehearsed is not None:
+            self._record(summarise(REHEARSAL, ids, rehearsed))
         # Without validation data there is nothing to choose by: the latest round is taken.
-        val = counts["val"]
-        if self.server.rehearse is not None:
-            serve = self._finetuning(self.server.rehearse)
-            val = evaluate(self.server, self.engine, ids, self.round, serve=serve)["val"]
-            rehearsal = self._summarise(REHEARSAL, ids, val, self.round, lost=lost, void=void)
-            self._record(rehearsal)
+        val = counts["val"] if rehearsed is None else rehearsed
         self._choose(val, ids)
         return found
 
