@@ -83,8 +83,8 @@ class Metric:
         return f"{self.shown(value)} %" if self.percents else self.shown(value)
 
     def spread(self, mean: float | None, std: float | None) -> str:
-        """Returns mean ± standard deviation, or a dash."""
-        return "–" if mean is None or std is None else f"{self.shown(mean)} ± {self.shown(std)}"
+        """Returns mean ± standard deviation, the mean alone where there is none, or a dash."""
+        return self.shown(mean) if std is None else f"{self.shown(mean)} ± {self.shown(std)}"
 
     def gain(self, ours: float, theirs: float) -> float:
         """Returns by how much a value is better than another; below 0 where it is worse."""

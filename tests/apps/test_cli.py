@@ -694,7 +694,7 @@ class TestCompare:
         summary = read_run(trained).summary
         assert summary is not None
         assert row.pop("folder") == str(trained)
-        assert row.pop("label") == "pfedhn"
+        assert (row.pop("label"), row.pop("group")) == ("pfedhn", "pfedhn")
         none = dict.fromkeys(("to_best", "novel_to_best", "over_local"))
         paired = {"label": "pfedhn", "best": "pfedhn"} | none
         assert row.pop("paired") == paired
@@ -716,6 +716,18 @@ class TestCompare:
         assert lines[start + 1].split() == ["5", "fedavg"]
         assert '"axis": "mb"' in page.read_text()
         assert figure.read_bytes().startswith(b"\x89PNG")
+
+    def test_has_means_over_seeds_where_there_are_several(self, cli, trained, copy):
+        line = "mean ± sd over seeds"
+        assert line not in cli("compare", trained).out
+        for name in ("config.toml", "summary.json"):
+            text = (copy / name).read_text()
+            (copy / name).write_text(
+                text.replace("seed = 0", "seed = 1").replace('"seed": 0', '"seed": 1')
+            )
+        _, _, means = cli("compare", trained, copy).out.partition(line)
+        (row,) = [told.split() for told in means.splitlines() if told.startswith("pfedhn  ")]
+        assert row[1:4] == ["2", f"{100 * read_run(trained).summary['test_accuracy']:.1f}", "±"]
 
     def test_compares_as_of_a_budget(self, cli, trained, other):
         outcome = cli("compare", trained, other, "--at", "rounds=2", "--json")

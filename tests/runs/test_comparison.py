@@ -25,7 +25,7 @@ def test_rows_are_the_summaries_in_order():
     assert (other.label, other.test, other.best_round) == ("local", 0.75, 20)
     assert other.novel is None
     assert first.summary is not None
-    expected = {"label": "pfedhn", "total_variation": None} | first.summary
+    expected = {"label": "pfedhn", "group": "pfedhn", "total_variation": None} | first.summary
     assert one.by_name == {name: expected[name] for name in expected if name != "engine"}
 
 

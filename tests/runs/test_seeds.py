@@ -1,18 +1,22 @@
 """Several seeds: which are asked for, and mean and spread by hand."""
 
+from dataclasses import replace
 from io import StringIO
 
 import pytest
 from rich.console import Console
 
+from finished_runs import finished
 from hyperfed.errors import UserError
-from hyperfed.runs.comparison import Row
-from hyperfed.runs.seeds import asked_for, over_seeds, table
+from hyperfed.metrics import RMSE
+from hyperfed.runs.comparison import Row, compare
+from hyperfed.runs.seeds import asked_for, over_seeds, tables
 
 
 def row(method: str, seed: int, accuracy: float, novel: float | None = None) -> Row:
     return Row(
         label=f"{method} seed={seed}",
+        group=method,
         method=method,
         seed=seed,
         rounds=10,
@@ -55,7 +59,13 @@ def test_mean_and_spread_are_those_over_the_seeds_of_a_method():
     assert (b.bytes_down, b.bytes_up, b.seconds) == (2_000_000, 0, 2.0)
     assert (a.test.mean, a.test.std) == (0.7, None)
     assert a.by_name == {
-        **{"method": "a", "seeds": (0,), "test_accuracy_mean": 0.7, "test_accuracy_std": None},
+        **{
+            "group": "a",
+            "method": "a",
+            "seeds": (0,),
+            "test_accuracy_mean": 0.7,
+            "test_accuracy_std": None,
+        },
         **{"worst_decile_accuracy_mean": 0.35, "worst_decile_accuracy_std": None},
         **{"novel_accuracy_mean": None, "novel_accuracy_std": None},
         **{"bytes_down": 1_000_000, "bytes_up": 0, "seconds": 0.0},
@@ -71,9 +81,32 @@ def test_a_mean_over_fewer_runs_than_there_are_is_none():
 def test_the_table_has_every_number_in_80_columns():
     printed = StringIO()
     rows = [row("pfedhn_pc", seed, 0.5 + 0.1 * seed, 1.0) for seed in range(3)]
-    Console(width=80, file=printed).print(table(over_seeds(rows)))
+    Console(width=80, file=printed).print(*tables(over_seeds(rows)))
     last = printed.getvalue().splitlines()[-1]
     assert last.split() == [
         *("pfedhn_pc", "3", "60.0", "±", "10.0", "30.0", "±", "5.0", "100.0", "±", "0.0"),
         *("2.0", "0.0", "2.0"),
     ]
+
+
+def test_runs_belong_together_that_differ_by_their_seeds_alone():
+    runs = [finished("pfedla", seed) for seed in (0, 1, 0, 1, 2)]
+    for run, retain in zip(runs, (1, 1, 2, 2, 1), strict=True):
+        run.config["method"] |= {"retain": retain, "lr": 0.1}
+    runs[4].config["method"]["new"] = True  # of a version that the others did not know
+    runs[1].config["engine"]["name"] = "vmap"  # changes no number
+    one, two, local = over_seeds(compare([*runs, finished("local", 3)]))
+    assert (one.group, one.seeds) == ("pfedla retain=1", (0, 1, 2))
+    assert (two.group, two.seeds) == ("pfedla retain=2", (0, 1))
+    assert (local.group, local.seeds) == ("local", (3,))
+
+
+def test_a_seed_that_ran_twice_counts_as_one_and_each_metric_has_a_table():
+    rows = [row("a", 0, 0.5), row("a", 1, 0.5), row("a", 0, 0.7)]
+    (twice,) = over_seeds(rows)
+    assert twice.test.mean == pytest.approx(1.7 / 3)
+    printed = StringIO()
+    of_both = over_seeds([*rows, replace(row("a", 0, 0.25), metric=RMSE)])
+    Console(width=80, file=printed).print(*tables(of_both))
+    lines = [line.split() for line in printed.getvalue().splitlines() if line.startswith("a ")]
+    assert [line[:3] for line in lines] == [["a", "2", "56.7"], ["a", "1", "0.2500"]]

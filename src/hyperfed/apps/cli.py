@@ -354,6 +354,9 @@ def compare(
         print()
     for shown in comparison.tables(rows):
         print_table(shown)
+    of_groups = seeds.over_seeds(rows)
+    for shown in seeds.tables(of_groups) if len(of_groups) < len(rows) else ():
+        print_table(shown)
     if any(pair.to_best is not None for pair in pairs):
         for shown in paired.tables(pairs):
             print_table(shown)
@@ -457,15 +460,15 @@ def _train_all(
             results.append(_result(run))
     done = [read_run(Path(result["folder"])) for result in results]
     rows = comparison.compare(done)
-    of_methods = seeds.over_seeds(rows) if len(each) > 1 else []
+    of_groups = seeds.over_seeds(rows) if len(each) > 1 else []
     if as_json:
-        over = [one.by_name for one in of_methods]
-        print_json({"runs": results, "over_seeds": over} if of_methods else results)
+        over = [one.by_name for one in of_groups]
+        print_json({"runs": results, "over_seeds": over} if of_groups else results)
         return
     for shown in comparison.tables(rows):
         print_table(shown)
-    if of_methods:
-        print_table(seeds.table(of_methods))
+    for shown in seeds.tables(of_groups):
+        print_table(shown)
     print(out, flush=True)
 
 

@@ -50,9 +50,7 @@ def _other(label: str, metric: Metric, runs: Sequence[RunRecord]) -> list[str]:
         if not there:
             return "–"
         found = statistics.spread(there)
-        return (
-            metric.shown(found.mean) if found.std is None else metric.spread(found.mean, found.std)
-        )
+        return metric.spread(found.mean, found.std)
 
     def summed_up(key: str) -> str:
         return over_seeds([s.get(key) for s in summaries])

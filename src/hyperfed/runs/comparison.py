@@ -51,6 +51,7 @@ class Row:
 
     Attributes:
         label: the method, with settings or a number where that is needed to tell runs apart.
+        group: the same of all runs that differ by their seeds alone.
         method: its name.
         seed: of the run.
         rounds: server iterations.
@@ -72,6 +73,7 @@ class Row:
     """
 
     label: str
+    group: str
     method: str
     seed: int
     rounds: int
@@ -125,7 +127,9 @@ def compare(runs: Sequence[FinishedRun]) -> list[Row]:
         UserError: a run is not done, or its summary lacks a number.
     """
     numbers = [_numbers(run) for run in runs]
-    return [Row(label=label, **row) for label, row in zip(_labels(runs), numbers, strict=True)]
+    settings = [settings_of(run) for run in runs]
+    named = zip(_labels(settings), _groups(settings), numbers, strict=True)
+    return [Row(label=label, group=group, **row) for label, group, row in named]
 
 
 def metric_of(rows: Sequence[Row]) -> Metric:
@@ -219,7 +223,8 @@ def _numbers(run: FinishedRun) -> dict[str, Any]:
     if not run.summary:
         raise UserError("a run to compare must be done, but one has no summary; resume it first")
     summary, metric = run.summary, named(run.summary.get("metric", ACCURACY.name))
-    own = [field.name for field in fields(Row) if field.name not in ("label", "metric", "more")]
+    apart = ("label", "group", "metric", "more")
+    own = [field.name for field in fields(Row) if field.name not in apart]
     keys = {name: KEYS.get(name, name).format(metric.name) for name in own}
     names = list(keys.values())
     missing = [name for name in names if name not in summary and name != "total_variation"]
@@ -236,7 +241,7 @@ def _numbers(run: FinishedRun) -> dict[str, Any]:
     found = {name: summary.get(key) for name, key in keys.items()}
     found |= {"metric": metric, "more": more}
     try:
-        row = _ROW.validate_python({"label": "", **found})
+        row = _ROW.validate_python({"label": "", "group": "", **found})
     except ValidationError as error:
         wrong = error.errors()[0]
         raise UserError(
@@ -247,15 +252,13 @@ def _numbers(run: FinishedRun) -> dict[str, Any]:
     return {name: getattr(row, name) for name in found}  # numbers, where those came in words
 
 
-def _labels(runs: Sequence[FinishedRun]) -> list[str]:
+def _labels(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     """Names runs by method, several of one by the settings that differ, and else by number."""
-    settings = [settings_of(run) for run in runs]
     methods = [own["method.name"] for own in settings]
     labels = []
     for method, own in zip(methods, settings, strict=True):
         others = [it for name, it in zip(methods, settings, strict=True) if name == method]
-        # A record of an earlier version may lack a key, which says nothing of its value.
-        told = [key for key in own if any(it.get(key, own[key]) != own[key] for it in others)]
+        told = [key for key in own if any(_differ(own, it, key) for it in others)]
         named = [f"{key.removeprefix('method.')}={own[key]}" for key in told[:MOST_NAMED]]
         labels.append(" ".join([method, *named]))
     total, seen = Counter(labels), Counter[str]()
@@ -264,6 +267,24 @@ def _labels(runs: Sequence[FinishedRun]) -> list[str]:
         if total[label] > 1:
             labels[index] = f"{label} ({seen[label]})"
     return labels
+
+
+def _groups(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Names runs alike that differ by their seeds alone."""
+    but_seed = [{key: own[key] for key in own if key != "seed"} for own in settings]
+    firsts: list[Mapping[str, Any]] = []
+    which = []
+    for own in but_seed:
+        alike = (n for n, it in enumerate(firsts) if not any(_differ(own, it, key) for key in own))
+        which.append(next(alike, len(firsts)))
+        firsts += [own] * (which[-1] == len(firsts))
+    labels = _labels(firsts)
+    return [labels[number] for number in which]
+
+
+def _differ(one: Mapping[str, Any], other: Mapping[str, Any], key: str) -> bool:
+    """Whether a setting differs; that an earlier version lacks it says nothing of its value."""
+    return bool(other.get(key, one[key]) != one[key])
 
 
 def settings_of(run: FinishedRun) -> dict[str, Any]:

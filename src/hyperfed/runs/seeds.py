@@ -10,7 +10,7 @@ from rich.table import Table
 
 from hyperfed.errors import UserError
 from hyperfed.metrics import Metric
-from hyperfed.runs.comparison import KEYS, Row, megabytes, metric_of
+from hyperfed.runs.comparison import KEYS, Row, megabytes
 from hyperfed.runs.measures import Number
 from hyperfed.runs.statistics import Spread, spread
 
@@ -19,9 +19,10 @@ RANGE = re.compile(r"\s*seed\s*=\s*(\d+)\.\.(\d+)\s*")
 
 @dataclass(frozen=True)
 class OverSeeds:
-    """What the runs of one method with several seeds came to; accuracies are from 0 to 1.
+    """What runs that differ by their seeds alone came to; accuracies are from 0 to 1.
 
     Attributes:
+        group: the method, with settings where that is needed to tell it from others.
         method: its name.
         seeds: of its runs.
         metric: by which they are judged.
@@ -33,6 +34,7 @@ class OverSeeds:
         seconds: mean.
     """
 
+    group: str
     method: str
     seeds: tuple[int, ...]
     metric: Metric
@@ -77,20 +79,16 @@ def asked_for(settings: Sequence[str]) -> list[list[str]]:
 
 
 def over_seeds(rows: Sequence[Row]) -> list[OverSeeds]:
-    """Returns what each method came to over its seeds, in the order of their first runs.
-
-    Raises:
-        UserError: the runs are judged by several metrics.
-    """
-    metric = metric_of(rows)
-    of_method: dict[str, list[Row]] = {}
+    """Returns what runs with the same settings came to, in the order of the first of each."""
+    groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
-        of_method.setdefault(row.method, []).append(row)
+        groups.setdefault((row.group, row.metric.name), []).append(row)
     return [
         OverSeeds(
-            method,
+            group,
+            own[0].method,
             tuple(row.seed for row in own),
-            metric,
+            own[0].metric,
             test=_spread([row.test for row in own]),
             worst_decile=_spread([row.worst_decile for row in own]),
             novel=_spread([row.novel for row in own]),
@@ -98,7 +96,7 @@ def over_seeds(rows: Sequence[Row]) -> list[OverSeeds]:
             bytes_up=fmean(row.bytes_up for row in own),
             seconds=fmean(row.seconds for row in own),
         )
-        for method, own in of_method.items()
+        for (group, _), own in groups.items()
     ]
 
 
@@ -107,11 +105,15 @@ def _spread(values: Sequence[Number]) -> Spread | None:
     return spread(there) if len(there) == len(values) else None
 
 
-def table(methods: Sequence[OverSeeds]) -> Table:
-    """Returns means and deviations over seeds for a :class:`rich.console.Console` to print."""
+def tables(groups: Sequence[OverSeeds]) -> list[Table]:
+    """Returns means and deviations over seeds, a table for each metric that runs are judged by."""
+    metrics = dict.fromkeys(one.metric for one in groups)
+    return [_table([one for one in groups if one.metric == metric], metric) for metric in metrics]
+
+
+def _table(groups: Sequence[OverSeeds], metric: Metric) -> Table:
     shown = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=True)
     shown.add_column("mean ± sd over seeds\nmethod")
-    metric = methods[0].metric
     unit = metric.short
     for column in (
         "\nseeds",
@@ -123,10 +125,10 @@ def table(methods: Sequence[OverSeeds]) -> Table:
         "\nseconds",
     ):
         shown.add_column(column, justify="right")
-    for one in methods:
+    for one in groups:
         shown.add_row(
-            one.method,
-            str(len(one.seeds)),
+            one.group,
+            str(len(set(one.seeds))),
             *(
                 "–" if found is None else metric.spread(found.mean, found.std)
                 for found in (one.test, one.worst_decile, one.novel)
