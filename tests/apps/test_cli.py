@@ -729,6 +729,23 @@ class TestCompare:
         (row,) = [told.split() for told in means.splitlines() if told.startswith("pfedhn  ")]
         assert row[1:4] == ["2", f"{100 * read_run(trained).summary['test_accuracy']:.1f}", "±"]
 
+    def test_compares_the_seeds_of_methods_together(self, cli, trained, copy, other):
+        assert cli("compare", trained, other).out.count("the best") == 0  # other data
+        folders = [trained, *(copy.with_name(f"like {number}") for number in range(3))]
+        for number, folder in enumerate(folders[1:], 1):
+            shutil.copytree(trained, folder)
+            for name in ("config.toml", "summary.json"):
+                text = (folder / name).read_text()
+                text = text.replace("seed = 0", f"seed = {number % 2}")
+                text = text.replace('"seed": 0', f'"seed": {number % 2}')
+                text = text.replace("local_steps = 2", f"local_steps = {2 + number // 2}")
+                (folder / name).write_text(text)
+        lines = cli("compare", *folders).out.splitlines()
+        heads = [number for number, line in enumerate(lines) if "the best" in line]
+        last = [line.split()[:2] for line in lines[heads[-1] + 1 :]]
+        assert len(heads) == 2
+        assert last == [["pfedhn", "local_steps=2"], ["pfedhn", "local_steps=3"]]
+
     def test_compares_as_of_a_budget(self, cli, trained, other):
         outcome = cli("compare", trained, other, "--at", "rounds=2", "--json")
         assert "as of rounds=2 at most" in outcome.err

@@ -264,3 +264,29 @@ def test_methods_are_compared_on_the_clients_that_joined_afterwards_too():
     heads, *_, last = printed.getvalue().splitlines()[1:]
     assert "afterwards" in heads
     assert last.split()[4:8] == ["noise", "+35.0", "[-28.5,", "98.5]"]
+
+
+def test_seeds_are_compared_together_with_those_that_have_the_same():
+    """Two of ten more in one seed and three in the other, each for one of two clients."""
+    shown = {"good": ([8, 9], [7, 9]), "bad": ([6, 9], [4, 9]), "local": ([5, 9], [5, 9])}
+    means = {"good": 0.825, "bad": 0.7, "local": 0.7}
+    runs = [
+        replace(
+            finished(method, seed, test_accuracy=means[method], data_fingerprint=f"data {seed}"),
+            evaluations=(evaluation(10, "test", right),),
+        )
+        for method, of_seeds in shown.items()
+        for seed, right in enumerate(of_seeds)
+    ]
+    runs.append(finished("once", 0, test_accuracy=0.99, data_fingerprint="data 0"))
+    good, bad, local, once = paired.pair_groups(runs, compare(runs))
+    assert [one.label for one in (good, bad, local, once)] == [*shown, "once"]
+    assert {one.best for one in (good, bad, local)} == {"good"}  # the others have one seed more
+    assert once.best == "once"
+    assert bad.to_best is not None
+    assert (bad.to_best.clients, bad.to_best.mean) == (4, pytest.approx(-(0.2 + 0.3) / 4))
+    assert good.over_local is not None
+    assert good.over_local.mean == pytest.approx((0.3 + 0.2) / 4)
+    assert (good.to_best, local.over_local, once.over_local) == (None, None, None)
+    separately = paired.pair(runs, compare(runs))
+    assert [one.best for one in separately[:2]] == ["once", "good seed=1"]

@@ -355,10 +355,13 @@ def compare(
     for shown in comparison.tables(rows):
         print_table(shown)
     of_groups = seeds.over_seeds(rows)
-    for shown in seeds.tables(of_groups) if len(of_groups) < len(rows) else ():
+    several = len(of_groups) < len(rows)
+    for shown in seeds.tables(of_groups) if several else ():
         print_table(shown)
     if any(pair.to_best is not None for pair in pairs):
         for shown in paired.tables(pairs):
+            print_table(shown)
+        for shown in paired.tables(paired.pair_groups(runs, rows)) if several else ():
             print_table(shown)
         for metric in dict.fromkeys(pair.metric for pair in pairs):
             say(paired.told_of(metric))

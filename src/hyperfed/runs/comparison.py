@@ -132,6 +132,14 @@ def compare(runs: Sequence[FinishedRun]) -> list[Row]:
     return [Row(label=label, group=group, **row) for label, group, row in named]
 
 
+def grouped(rows: Sequence[Row]) -> list[tuple[str, list[int]]]:
+    """Returns (name, which rows) of those that differ by their seeds alone, in their order."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for number, row in enumerate(rows):
+        found.setdefault((row.group, row.metric.name), []).append(number)
+    return [(group, own) for (group, _), own in found.items()]
+
+
 def metric_of(rows: Sequence[Row]) -> Metric:
     """Returns the metric by which all of some runs are judged.
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -11,17 +12,26 @@ from rich.table import Table
 from hyperfed.errors import UserError
 from hyperfed.metrics import Metric
 from hyperfed.runs import statistics
-from hyperfed.runs.comparison import FinishedRun, Row, compare, difference, metric_of, percent
+from hyperfed.runs.comparison import (
+    FinishedRun,
+    Row,
+    compare,
+    difference,
+    grouped,
+    metric_of,
+    percent,
+)
 from hyperfed.runs.drawing import COLOURS, MARKERS, check_ending, new_figure, save
-from hyperfed.runs.statistics import Difference
+from hyperfed.runs.measures import Number
+from hyperfed.runs.statistics import Difference, Scores
 
 
 @dataclass(frozen=True)
 class Paired:
-    """A run against others, on the clients and the data that both have.
+    """A run, or its seeds together, against others, on the clients and the data that both have.
 
     Attributes:
-        label: the run's.
+        label: the run's, or that of its seeds.
         metric: by which both are judged.
         best: the label of the run that does best on these test data.
         to_best: what clients gain over that one; None for itself.
@@ -44,6 +54,23 @@ class Paired:
         return {"label": self.label, "best": self.best, **told}
 
 
+@dataclass(frozen=True)
+class _Side:
+    """A run, or those of several seeds, to be set against others."""
+
+    label: str
+    method: str
+    metric: Metric
+    test: Number
+    scores: Sequence[Scores]
+    novel: Sequence[Scores]
+
+    @property
+    def of(self) -> frozenset[tuple[int, str, str]]:
+        """What both sides must have in common."""
+        return frozenset(own.of for own in self.scores)
+
+
 def pair(runs: Sequence[FinishedRun], rows: Sequence[Row]) -> list[Paired]:
     """Compares each run, client by client, to the best one on its data and to ``local``.
 
@@ -51,25 +78,45 @@ def pair(runs: Sequence[FinishedRun], rows: Sequence[Row]) -> list[Paired]:
         runs: finished.
         rows: of :func:`hyperfed.runs.comparison.compare`, one for each.
     """
-    scores = [statistics.scores(run) for run in runs]
-    novel = [statistics.scores(run, "novel") for run in runs]
-    found = []
-    for row, own, newcomers in zip(rows, scores, novel, strict=True):
-        same = [
-            (other, theirs, of_newcomers)
-            for other, theirs, of_newcomers in zip(rows, scores, novel, strict=True)
-            if theirs.of == own.of
+    return _pair([_side([run], [row], row.label) for run, row in zip(runs, rows, strict=True)])
+
+
+def pair_groups(runs: Sequence[FinishedRun], rows: Sequence[Row]) -> list[Paired]:
+    """Does the same with all seeds of each run together: those that have seeds and data alike."""
+    return _pair(
+        [
+            _side([runs[number] for number in own], [rows[number] for number in own], group)
+            for group, own in grouped(rows)
         ]
-        best, of_best, novel_best = max(same, key=lambda other: row.metric.order(other[0].test))
-        alone = [theirs for other, theirs, _ in same if other.method == "local"][:1]
+    )
+
+
+def _side(runs: Sequence[FinishedRun], rows: Sequence[Row], label: str) -> _Side:
+    tested = [row.test for row in rows if row.test is not None]
+    return _Side(
+        label,
+        rows[0].method,
+        rows[0].metric,
+        fmean(tested) if len(tested) == len(rows) else None,
+        [statistics.scores(run) for run in runs],
+        [statistics.scores(run, "novel") for run in runs],
+    )
+
+
+def _pair(sides: Sequence[_Side]) -> list[Paired]:
+    found = []
+    for one in sides:
+        same = [other for other in sides if other.of == one.of]
+        best = max(same, key=lambda other: other.metric.order(other.test))
+        alone = next((other.scores for other in same if other.method == "local"), [])
         found.append(
             Paired(
-                row.label,
-                row.metric,
+                one.label,
+                one.metric,
                 best.label,
-                None if best is row else statistics.difference([own], [of_best]),
-                None if best is row else statistics.difference([newcomers], [novel_best]),
-                None if row.method == "local" else statistics.difference([own], alone),
+                None if best is one else statistics.difference(one.scores, best.scores),
+                None if best is one else statistics.difference(one.novel, best.novel),
+                None if one.method == "local" else statistics.difference(one.scores, alone),
             )
         )
     return found

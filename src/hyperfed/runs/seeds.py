@@ -10,7 +10,7 @@ from rich.table import Table
 
 from hyperfed.errors import UserError
 from hyperfed.metrics import Metric
-from hyperfed.runs.comparison import KEYS, Row, megabytes
+from hyperfed.runs.comparison import KEYS, Row, grouped, megabytes
 from hyperfed.runs.measures import Number
 from hyperfed.runs.statistics import Spread, spread
 
@@ -80,24 +80,22 @@ def asked_for(settings: Sequence[str]) -> list[list[str]]:
 
 def over_seeds(rows: Sequence[Row]) -> list[OverSeeds]:
     """Returns what runs with the same settings came to, in the order of the first of each."""
-    groups: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row.group, row.metric.name), []).append(row)
-    return [
-        OverSeeds(
-            group,
-            own[0].method,
-            tuple(row.seed for row in own),
-            own[0].metric,
-            test=_spread([row.test for row in own]),
-            worst_decile=_spread([row.worst_decile for row in own]),
-            novel=_spread([row.novel for row in own]),
-            bytes_down=fmean(row.bytes_down for row in own),
-            bytes_up=fmean(row.bytes_up for row in own),
-            seconds=fmean(row.seconds for row in own),
-        )
-        for (group, _), own in groups.items()
-    ]
+    return [_over_seeds(group, [rows[number] for number in own]) for group, own in grouped(rows)]
+
+
+def _over_seeds(group: str, rows: Sequence[Row]) -> OverSeeds:
+    return OverSeeds(
+        group,
+        rows[0].method,
+        tuple(row.seed for row in rows),
+        rows[0].metric,
+        test=_spread([row.test for row in rows]),
+        worst_decile=_spread([row.worst_decile for row in rows]),
+        novel=_spread([row.novel for row in rows]),
+        bytes_down=fmean(row.bytes_down for row in rows),
+        bytes_up=fmean(row.bytes_up for row in rows),
+        seconds=fmean(row.seconds for row in rows),
+    )
 
 
 def _spread(values: Sequence[Number]) -> Spread | None:
