@@ -181,9 +181,10 @@ def test_less_error_is_better_for_every_client_and_over_seeds() -> None:
     assert "%" not in shown.replace("gain over it %", "")  # a share of clients, that is
     assert "2.550" in shown
     assert "RMSE is lower" in paired.told_of(RMSE)
-    (spread,) = seeds.over_seeds([rows[0], replace(rows[1], method="local")])
+    (spread,) = seeds.over_seeds([rows[0], replace(rows[1], group="local")])
     assert spread.by_name["test_rmse_mean"] == pytest.approx((6.5**0.5 + 2.5**0.5) / 2)
-    assert "test\nRMSE" in [column.header for column in seeds.table([spread]).columns]
+    (table,) = seeds.tables([spread])
+    assert "test\nRMSE" in [column.header for column in table.columns]
     assert rows[0].by_name["worst_decile_rmse"] == 3
     assert rows[0].by_name["test_mse"] == 6.5
     assert not [key for key in rows[0].by_name if "accuracy" in key]
