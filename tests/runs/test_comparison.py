@@ -269,10 +269,12 @@ def test_methods_are_compared_on_the_clients_that_joined_afterwards_too():
 def test_seeds_are_compared_together_with_those_that_have_the_same():
     """Two of ten more in one seed and three in the other, each for one of two clients."""
     shown = {"good": ([8, 9], [7, 9]), "bad": ([6, 9], [4, 9]), "local": ([5, 9], [5, 9])}
-    means = {"good": 0.825, "bad": 0.7, "local": 0.7}
+    tested = {"good": (0.7, 0.95), "bad": (0.8, 0.6), "local": (0.7, 0.7)}  # one seed misleads
     runs = [
         replace(
-            finished(method, seed, test_accuracy=means[method], data_fingerprint=f"data {seed}"),
+            finished(
+                method, seed, test_accuracy=tested[method][seed], data_fingerprint=f"data {seed}"
+            ),
             evaluations=(evaluation(10, "test", right),),
         )
         for method, of_seeds in shown.items()
@@ -290,3 +292,5 @@ def test_seeds_are_compared_together_with_those_that_have_the_same():
     assert (good.to_best, local.over_local, once.over_local) == (None, None, None)
     separately = paired.pair(runs, compare(runs))
     assert [one.best for one in separately[:2]] == ["once", "good seed=1"]
+    assert separately[0].over_local is not None
+    assert separately[0].over_local.mean == pytest.approx(0.3 / 2)
