@@ -95,3 +95,13 @@ def test_scores_are_those_of_the_best_round_and_of_novel_clients_the_last() -> N
     assert scores(done) == Scores(5, "f", {3: 0.2})
     assert scores(done, "novel").clients == {3: 0.7}
     assert scores(done, "val").clients == {3: 0.8}
+
+
+def test_a_seed_that_ran_twice_is_set_against_by_both_of_its_runs() -> None:
+    twice = [Scores(0, "a", {1: 0.25, 2: 0.5}), Scores(0, "a", {1: 0.75, 2: 0.0})]
+    once = [Scores(0, "a", {1: 0.75, 2: 0.75})]
+    for ours, theirs, sign in ((once, twice, 1), (twice, once, -1)):
+        found = difference(ours, theirs)
+        assert found is not None
+        assert (found.clients, found.mean) == (2, pytest.approx(sign * (0.25 + 0.5) / 2))
+        assert found.agree

@@ -151,8 +151,9 @@ def _row(line: Line, lines: Sequence[Line], notes: list[str]) -> list[str]:
     if percents:
         best = max(lines, key=lambda other: other.mean.mean)
         to_best = "best" if line is best else difference(line.against([best]))
-        local = [other for other in lines if other.method == "local"]
-        over = "–" if line.method == "local" else difference(line.against(local))
+        # The first row that is Local's is the paper's; others have other budgets.
+        alone = (line.against([other]) for other in lines if other.method == "local")
+        over = "–" if line.method == "local" else difference(next(filter(None, alone), None))
         cells += ["–" if line.worst is None else percent(line.worst), over, to_best]
     rounds, clients, local_work = line.budget
     cells += [f"{rounds:,} × {clients} × {local_work}", f"{line.megabytes:,.0f}"]

@@ -127,17 +127,18 @@ def difference(ours: Iterable[Scores], theirs: Iterable[Scores]) -> Difference |
     there are too few for one; whether they agree is told instead.
 
     Args:
-        ours: of one method, each seed once.
+        ours: of one method. Each run is set against all of the other method that have its seed.
         theirs: of the other.
 
     Returns:
         None where no pair of runs has a seed, its data, a metric and clients in common.
     """
-    by_run = {run.of: run.clients for run in theirs}
+    by_run: dict[tuple[int, str, str], list[Mapping[int, float]]] = defaultdict(list)
+    for run in theirs:
+        by_run[run.of].append(run.clients)
     gains: dict[tuple[str, int], list[float]] = defaultdict(list)
     means: list[float] = []
-    for run in ours:
-        other = by_run.get(run.of, {})
+    for run, other in ((own, clients) for own in ours for clients in by_run[own.of]):
         gain = {
             client: run.metric.gain(value, other[client])
             for client, value in run.clients.items()
