@@ -144,6 +144,7 @@ class Client:
         module: this worker's own copy of the target; weights that are not frozen mean nothing.
         batches: the batches that the server asked for.
         generator: for any other draw of this step, a function of (seed, client, round, step).
+        labelled: whether its training and validation examples have labels for it.
         releases: what the client has let out with noise, and its way to let out more.
     """
 
@@ -169,7 +170,7 @@ class Client:
         self.memory, self.scratch, self.releases = memory, scratch, releases
         self.module, self._networks = module, networks or {}
         self.loss, self.classes = task.loss, task.classes
-        self._task, self._labelled, self._evaluates = task, labelled, evaluates
+        self.labelled, self._task, self._evaluates = labelled, task, evaluates
 
     @staticmethod
     def networks(outline: Outline, config: Any) -> dict[str, nn.Module]:
@@ -192,12 +193,12 @@ class Client:
     @property
     def train(self) -> Split:
         """The examples to learn from."""
-        return Split(self._task, self._task.train[self.id], labelled=self._labelled)
+        return Split(self._task, self._task.train[self.id], labelled=self.labelled)
 
     @property
     def val(self) -> Split:
         """The examples to choose with."""
-        return Split(self._task, self._task.val[self.id], labelled=self._labelled)
+        return Split(self._task, self._task.val[self.id], labelled=self.labelled)
 
     @property
     def test(self) -> Split:
@@ -386,13 +387,10 @@ class Client:
 
     def _absent_classes(self) -> Tensor | None:
         """(classes,) True where the client has no training example of the class."""
-        training_labels_hidden = self._task.unlabelled and self.novel
-        if not self.classes or training_labels_hidden:
+        if not self.classes or not self.labelled:
             return None
-        labels = self._task.y[self._task.train[self.id]].flatten()
-        seen = labels.where(labels >= 0, self.classes)  # what is ignored stands behind the classes
-        absent = labels.new_ones(self.classes + 1, dtype=torch.bool).scatter(0, seen, False)
-        return absent[: self.classes]
+        labels = self._task.y[self._task.train[self.id]]
+        return training.count_classes(labels, self.classes) == 0
 
     def _count(self, model: Model, split: Split, absent: Tensor | None) -> Tree:
         score, classes = self._task.score, self.classes

@@ -139,11 +139,12 @@ class PersonalConfig(LocalConfig):
 
 
 def count_classes(y: Tensor, classes: int) -> Tensor:
-    """Returns the (classes,) number of each class among labels (m,), int64.
+    """Returns the (classes,) number of each class among labels (...), int64.
 
-    As ``torch.bincount`` does, which waits for the GPU.
+    Labels below zero, which are ignored, do not count. ``torch.bincount`` waits for the GPU.
     """
-    return y.new_zeros(classes).scatter_add(0, y, torch.ones_like(y))
+    known = y.flatten().where(y.flatten() >= 0, classes)  # others stand behind the classes
+    return y.new_zeros(classes + 1).scatter_add(0, known, torch.ones_like(known))[:classes]
 
 
 class UnlabelledError(RuntimeError):

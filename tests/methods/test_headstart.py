@@ -17,7 +17,7 @@ from hyperfed.nets.descriptors import Centred
 from hyperfed.system.randomness import generator, seeded
 from hyperfed.task import Task
 from hyperfed.training import UnlabelledError
-from toys import PLAIN, Federation, TwoLayers, logits, make_task
+from toys import CLASSES, PLAIN, Federation, TwoLayers, logits, make_task
 
 CLOSE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-12}
 SETTINGS: dict[str, Any] = PLAIN | {
@@ -25,7 +25,8 @@ SETTINGS: dict[str, Any] = PLAIN | {
     "batch_size": 5,
     "local_lr": 0.1,
     "optimizer": "sgd",
-    "lr": 0.5,
+    "lr": 0.3,
+    "network_lr": 0.5,
     "momentum": 0.0,
     "clip": None,
     "descriptor_size": 3,
@@ -55,10 +56,14 @@ def expected_after(
     """Both networks after a round, the objective being one piece for autograd.
 
     With one plain local step of rate 0.1, delta is 0.1 times the gradient of a client's loss by its
-    model: the server descends the mean loss at rate 0.5 * 0.1, and biases, whose gradient is that
-    mean, by 0.7 * 0.1 more.
+    model: what makes descriptors and features descends the mean loss at rate 0.5 * 0.1, matrices of
+    the output at 0.3 * 0.1, and the common model, whose gradient is that mean, at 0.7 * 0.1.
     """
     server, task = federation.server, federation.task
+    common = list(server.hyper_net.buffers())
+    for value in common:
+        value.requires_grad_()
+    named = parameters(federation)
     looks = [drawn(task, client, number, "describe_half") for client in clients]
     looks = [
         (x, told(server.config, client, number, y))
@@ -75,24 +80,42 @@ def expected_after(
     for row, client in enumerate(clients):
         x, y = drawn(task, client, number, "train_model")
         model = {name: value[row] for name, value in made.items()}
-        objective = objective + task.loss(logits(task.models["base"], model, x), y) / len(clients)
-    named = parameters(federation)
+        output = logits(task.models["base"], model, x)
+        if (looks[row][1] >= 0).all():
+            output = output + frequencies(task, client, server.config.pseudo_count).log()
+        objective = objective + task.loss(output, y) / len(clients)
     found = torch.autograd.grad(objective, list(named.values()))
+    for value in common:
+        value.requires_grad_(False)
     return {
-        name: value.detach() - 0.1 * (0.5 + 0.7 * is_common(name)) * by
+        name: value.detach() - 0.1 * rate(name) * by
         for (name, value), by in zip(named.items(), found, strict=True)
     }
 
 
-def is_common(name: str) -> bool:
-    """Whether a parameter is a bias of what the hypernetwork ends with."""
-    return name.startswith(("h.heads", "h.outputs")) and name.endswith("bias")
+def frequencies(task: Task, client: int, more: float | None) -> Tensor:
+    """Of each class among a client's training examples and ``more`` of each; all alike for None."""
+    if more is None:
+        return torch.ones(task.classes, dtype=torch.float64)
+    labels = task.y[task.train[client]].tolist()
+    counts = [labels.count(each) + more for each in range(task.classes)]
+    return torch.tensor(counts, dtype=torch.float64) / sum(counts)
+
+
+def rate(name: str) -> float:
+    """By how much of its gradient of the mean delta a tensor moves."""
+    if name.startswith(("h.heads", "h.outputs")):
+        return 0.7 if name.endswith("bias") else 0.3
+    return 0.7 if name.startswith("h.common") else 0.5
 
 
 def parameters(federation: Federation) -> dict[str, Tensor]:
+    """All that a round moves."""
     server = federation.server
     hyper = {f"h.{name}": value for name, value in server.hyper_net.named_parameters()}
-    return hyper | {f"v.{name}": value for name, value in server.descriptor_net.named_parameters()}
+    common = {f"h.{name}": value for name, value in server.hyper_net.named_buffers()}
+    described = {f"v.{name}": value for name, value in server.descriptor_net.named_parameters()}
+    return hyper | common | described
 
 
 @pytest.mark.parametrize(
@@ -102,6 +125,10 @@ def parameters(federation: Federation) -> dict[str, Tensor]:
         ([0, 1, 3], {}),
         ([0, 1, 3], {"hyper_net": "single"}),
         ([0, 1, 3], {"label_dropout": 0.5}),
+        ([0, 1, 3], {"pseudo_count": 0.1}),
+        ([0, 1, 3], {"pseudo_count": None}),
+        ([0, 1, 3], {"head_rank": 2}),
+        ([0, 1, 3], {"hyper_net": "chunks", "chunk": 5}),
     ],
 )
 def test_the_update_is_that_of_the_one_piece_objective_and_the_mean_delta(
@@ -109,7 +136,7 @@ def test_the_update_is_that_of_the_one_piece_objective_and_the_mean_delta(
 ) -> None:
     federation = Federation("headstart", make_task(), **SETTINGS | own)
     standard: list[Tensor] = []
-    for number in range(2):
+    for number in range(3):  # in the first only the output learns
         expected = expected_after(federation, clients, number, standard)
         federation.round(clients, number)
         ours = {name: value.detach() for name, value in parameters(federation).items()}
@@ -135,14 +162,11 @@ def test_without_what_tells_clients_apart_it_begins_as_the_target(hyper_net: str
 
 
 def test_where_descriptors_say_nothing_it_is_fedavg_of_equal_clients() -> None:
-    """No weight of the outputs, no step of the server: what is left is averaging."""
+    """No step of the output, which begins at zero: what is left is averaging."""
     task = make_task()
     federation = Federation(
         "headstart", task, **SETTINGS | {"lr": 1e-300, "common_lr": 1.0, "local_steps": 3}
     )
-    with torch.no_grad():
-        for head in federation.server.hyper_net.heads.values():
-            head.weight.zero_()
     for number in range(2):
         start = {
             name: value.clone() for name, value in federation.server.hyper_net.common().items()
@@ -157,8 +181,45 @@ def test_where_descriptors_say_nothing_it_is_fedavg_of_equal_clients() -> None:
         )
         federation.round([0, 1, 3], number)
         for name, value in federation.server.hyper_net.common().items():
-            torch.testing.assert_close(sent[name], start[name], **CLOSE)
+            more = frequencies(task, 0, 1.0).log() if name == "head.bias" else 0
+            torch.testing.assert_close(sent[name], start[name] + more, **CLOSE)
             torch.testing.assert_close(value, start[name] - delta[name].mean(0), **CLOSE)
+
+
+@pytest.mark.parametrize("own", [{}, {"hyper_net": "single"}, {"head_rank": 2}])
+def test_the_output_learns_from_features_of_length_one(own: dict[str, Any]) -> None:
+    """So that a rate of 1 moves a client's model by its delta, as averaging does."""
+    net = Federation("headstart", make_task(), **SETTINGS | own).server.hyper_net
+    length = net.trunk(torch.randn(5, 3, dtype=torch.float64)).norm(dim=-1)
+    torch.testing.assert_close(length, torch.ones_like(length))
+
+
+def test_frequencies_are_of_labels_that_count() -> None:
+    task = make_task()
+    task.y[task.train[1][:3]] = -1  # ignored
+    federation = Federation("headstart", task, **SETTINGS)
+    made = federation.server.hyper_net.common()["head.bias"]
+    expected = made + frequencies(task, 1, 1.0).log()
+    torch.testing.assert_close(federation.personal(1)["head.bias"], expected, **CLOSE)
+
+
+class NoBias(TwoLayers):
+    """Ends with a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Linear(4, CLASSES, bias=False)
+
+
+@pytest.mark.parametrize("without", ["bias", "classes", "count"])
+def test_a_model_stays_as_it_is_made_where_frequencies_have_no_place(without: str) -> None:
+    task = make_task(NoBias if without == "bias" else TwoLayers)
+    if without == "classes":
+        task = replace(task, y=task.y.double(), classes=0, loss=mean_squared_error)
+    more = None if without == "count" else 1.0
+    federation = Federation("headstart", task, **SETTINGS, pseudo_count=more)
+    made = federation.server.hyper_net.common()
+    torch.testing.assert_close(federation.personal(1), made, **CLOSE)
 
 
 @pytest.mark.parametrize("step", ["describe_half", "train_model"])
@@ -187,6 +248,7 @@ def test_half_of_a_batch_describes_in_training_and_everything_when_served() -> N
             look = server.descriptor_net(task.x[rows], task.y[rows]).mean(0)
             centred = (look - server.standard.mean) / server.standard.deviation
             made = server.hyper_net(centred[None])
+        made["head.bias"] = made["head.bias"] + frequencies(task, client, 1.0).log()
         ours = federation.personal(client)
         torch.testing.assert_close(ours, {name: value[0] for name, value in made.items()}, **CLOSE)
 

@@ -1,32 +1,36 @@
-"""HeadStart (hyperfed, 2026): all start from one model, moved by a look at half of a batch.
+"""HeadStart (hyperfed, 2026): one model for all, and by a look at half of a batch what differs.
 
 Our own: PeFLL (Scott et al., ICLR 2024), whose descriptor network and hypernetwork learn in three
 exchanges, with what other methods of the field do once each:
 
-- **The hypernetwork begins as the target.** The biases of its output are the target's initial
-  weights: clients start from one network, as in FedAvg, and the rest is what they differ by.
-- **The common model also learns by plain averaging.** Those biases move by the mean of the cohort's
-  deltas, as FedAvg's model does (McMahan et al., 2017), beside the hypernetwork's own step. So a
-  descriptor that says nothing costs nothing.
+- **All start from one model, which learns by plain averaging.** The biases of the hypernetwork's
+  output are the target's initial weights, and move by the mean of the cohort's deltas, as FedAvg's
+  model does (McMahan et al., 2017). The output's matrices, at first zero, make what clients differ
+  by.
+- **The matrices learn at the pace of averaging.** They descend plainly, at a rate of 1 like the
+  biases, from features of length 1: a client's model moves by its own delta, and by those of others
+  as much as their features are alike. Where deltas have nothing in common that descriptors tell,
+  the matrices hardly move. A step of Adam, as PeFLL's code makes it, has the same size whatever the
+  deltas say: it learns few clients by heart, and a LeNet dies of it. (The hidden layers and the
+  descriptor network have Adam.)
+- **A client's own class frequencies stand in its last layer's biases** (``pseudo_count``), as
+  logarithms, in training and after: the balanced softmax (Ren et al., NeurIPS 2020) by which
+  Fed-RoD trains its generic model. What is averaged learns all classes alike, and nothing is left
+  to learn of who has which.
 - **Descriptors are centred.** The hypernetwork sees at once what clients differ by, since what the
   first cohort has in common is taken away, entry by entry.
 - **Labels may be kept from the descriptor network** (``label_dropout``): of a part of the visits it
-  sees inputs alone, so that a newcomer without labels is described by the same network.
+  sees inputs alone, and no frequencies are told, so that a newcomer without labels is described by
+  the same network.
 - **In training a client is described by half of a batch**, and trains on all of it: who describes a
   client of few examples by all of them, always the same, learns it by heart, and newcomers get what
   they should not.
 
-Left out is what did not help on the validation data by which the rest was chosen (the division of
-``tools/all_methods.py`` that no record is of; many clients with few labels, where a fine-tuned
-HeadStart comes to 85.8 %): steps before those that the networks learn from, so that a model is
-judged after it was fine-tuned, first order as in Per-FedAvg (five such steps 83.0 %, ten 82.2 %);
-and a classifier that is made once and then the client's own (83.7 %, newcomers 86.7 -> 80.9 %; with
-few clients and many labels 95.4 -> 94.7 %). Of these trials no records are kept.
-
 Sent: the descriptor network down, the descriptor up; the model down, delta up; the descriptor's
-gradient down, that of the descriptor network up, as in PeFLL. Kept by the client: nothing.
-Evaluated: the model made from all training data; ``serve.finetune_steps`` goes on from it. A novel
-client does the same; without labels it can where ``label_dropout`` is above 0.
+gradient down, that of the descriptor network up, as in PeFLL. Kept by the client: nothing; its
+class frequencies do not leave it. Evaluated: the model made from all training data, with the
+client's frequencies; ``serve.finetune_steps`` goes on from it. A novel client does the same;
+without labels it can where ``label_dropout`` is above 0.
 """
 
 from collections.abc import Mapping
@@ -36,33 +40,47 @@ import torch
 from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 from torch import Tensor
+from torch.optim import SGD
 
+from hyperfed import trees
 from hyperfed.errors import UserError
 from hyperfed.federation import Cohort, Outline, step
 from hyperfed.methods import pefll
+from hyperfed.methods.parts.hypernet_training import descend
 from hyperfed.methods.parts.presets import DEFAULT
+from hyperfed.nets.chunks import DescribedChunks
 from hyperfed.nets.descriptors import Centred
-from hyperfed.training import Batch, Steps
+from hyperfed.nets.hypernets import hold_common, start_at
+from hyperfed.nets.layers import UnitLength
+from hyperfed.training import Batch, Steps, count_classes
 from hyperfed.trees import Model, Tree, model_of, weighted_mean
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class Config(pefll.Config):
-    """Settings of HeadStart: PeFLL's, and two more.
+    """Settings of HeadStart: PeFLL's, and three more.
 
     Attributes:
-        lr: learning rate of the server; small targets take twice as much, at which a LeNet dies.
+        lr: learning rate of the hypernetwork's output: by how much of its delta a client's model
+            moves, were it a cohort of its own.
+        network_lr: that of the descriptor network and the hypernetwork's hidden layers, to which
+            ``optimizer``, ``momentum`` and ``weight_decay`` belong; a hypernetwork in ``chunks``
+            learns by it alone.
         descriptor_size: as of PeFLL; it does not grow with the number of clients here.
-        common_lr: by how much of a cohort's mean delta the common model moves; 1 as in FedAvg, 0
-            leaves it to the hypernetwork's own step.
+        common_lr: by how much of a cohort's mean delta the common model moves; 1 as in FedAvg.
+        pseudo_count: examples of every class that a client counts beside its own, so that no class
+            is impossible; None leaves the biases as they are made. Of a task with classes, and a
+            target whose last trained parameter is a bias for each of them.
         label_dropout: probability that the descriptor network is told no label in a visit of
             training; of classes, and a network that looks at inputs, only.
     """
 
     local_lr: PositiveFloat = 5e-3
-    lr: PositiveFloat = 1e-3
+    lr: PositiveFloat = 1.0
+    network_lr: PositiveFloat = 1e-3
     descriptor_size: pefll.DescriptorSize = 16
     common_lr: NonNegativeFloat = 1.0
+    pseudo_count: PositiveFloat | None = 1.0
     label_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
     def __post_init__(self) -> None:
@@ -91,10 +109,22 @@ class Client(pefll.Client):
         half = (len(batch.x) + 1) // 2  # of examples drawn in random order
         seen = Batch(batch.x[:half], batch.y[:half])
         if self.config.label_dropout:
-            hidden = torch.rand((), generator=self.generator) < self.config.label_dropout
-            seen = Batch(seen.x, seen.y.masked_fill(hidden.to(self.device), UNTOLD))
+            draw = torch.rand((), generator=self.generator).to(self.device)
+            hidden = draw < self.config.label_dropout
+            seen = Batch(seen.x, seen.y.masked_fill(hidden, UNTOLD))
+            self.scratch["told"] = ~hidden
         self.scratch |= {"descriptor_net": descriptor_net, "x": seen.x, "y": seen.y}
         return {"descriptor": self.embed(descriptor_net, seen).mean(dim=0)}
+
+    def personal_model(self, received: Model) -> Model:
+        """Returns what was made, the logarithms of the client's class frequencies in its biases."""
+        *_, (name, last) = trees.parameters_of(self.module).items()
+        more = self.config.pseudo_count
+        if more is None or not self.labelled or not self.classes or last.shape != (self.classes,):
+            return received
+        count = count_classes(self.train.labels, self.classes).to(last.dtype) + more
+        added = (count / count.sum()).log() * self.scratch.get("told", 1)
+        return {**received, name: received[name] + added}
 
     def labels(self, batch: Batch) -> Tensor:
         """Returns (B,) the labels, untold where there are none and the network learned without."""
@@ -113,10 +143,17 @@ class Server(pefll.Server):
                 "method.label_dropout must be 0 where targets are numbers, of which none means "
                 f"untold, came {config.label_dropout}; leave it out"
             )
-        for size in outline.models:
-            start = outline.initial(size)
-            for name, value in self.hyper_net.common(size).items():
-                value.copy_(start[name])
+        start_at(self.hyper_net, outline.models)
+        outputs: list[Tensor] = []
+        if not isinstance(self.hyper_net, DescribedChunks):  # whose output all layers share
+            hold_common(self.hyper_net)
+            self.hyper_net.trunk.append(UnitLength())
+            outputs = [layer.weight for layer in self.hyper_net.last_layers()]
+        described = trees.parameters_of(self.descriptor_net)
+        parameters = [*self.hyper_net.parameters(), *described.values()]
+        others = [value for value in parameters if all(value is not output for output in outputs)]
+        self.optimizer = config.optimizer_of(others, config.network_lr)
+        self.output_optimizer = SGD([{"params": outputs}], config.lr, fused=True)
         if config.standardize:
             self.standard = Centred(config.length(outline)).to(outline.dtype)
 
@@ -131,7 +168,8 @@ class Server(pefll.Server):
         self, model: Mapping[str, Model], delta: Mapping[str, Model], clients: Cohort
     ) -> None:
         """Makes PeFLL's step, and moves the common model of each size by its clients' mean."""
-        super().descend(model, delta, clients)
+        optimizers = [self.optimizer, self.output_optimizer]
+        descend(optimizers, model, delta, clients, self.config.clip)
         for size, group in clients.sizes.items():
             if group.weight.any():
                 mean = weighted_mean(delta[size], group.weight.sign())

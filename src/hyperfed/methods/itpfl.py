@@ -318,7 +318,7 @@ class Server(federation.Server):
         elif learning:
             self.train_encoder(clients)
         descend(
-            optimizer,
+            [optimizer],
             model,
             delta,
             clients,

@@ -223,7 +223,7 @@ class Server(federation.Server):
             for size, group in groups.items()
         }
 
-        pull_back_groups(self.optimizer, model, delta, groups, clients.weight.sign().sum())
+        pull_back_groups([self.optimizer], model, delta, groups, clients.weight.sign().sum())
         for client in clients.ids[clients.weight == 0].tolist():
             self.embeddings[client].grad = None
         if light:

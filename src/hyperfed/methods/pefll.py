@@ -10,7 +10,7 @@ travel with the model and are averaged over the cohort. Evaluated: the model mad
 from all training data. A novel client does the same: one forward pass, which needs its labels.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 import torch
@@ -73,6 +73,13 @@ class Config(GeneratorConfig, LocalConfig):
 
     def __post_init__(self) -> None:
         self.check_hyper_net()
+
+    def optimizer_of(self, parameters: Iterable[Tensor], lr: float) -> Optimizer:
+        """Returns an optimiser of the server."""
+        momentum, decay = self.momentum, self.weight_decay
+        if self.optimizer == "sgd":
+            return SGD(parameters, lr, momentum, weight_decay=decay, fused=True)
+        return Adam(parameters, lr, weight_decay=decay, fused=True)
 
     def length(self, outline: Outline) -> int:
         """Returns the length l of a descriptor."""
@@ -139,10 +146,10 @@ class Client(federation.Client):
 
     @step(like="model", bounded="reply")
     def train_model(self, model: Model) -> Model:
-        """Returns delta after local SGD."""
-        local, parameters = self.config.local, self.parameters
-        trained = sgd(self.objective, model, self.batches, local, trainable=parameters).model
-        return trees.subtract(model, trained)
+        """Returns delta after local SGD from the personal model."""
+        local, parameters, start = self.config.local, self.parameters, self.personal_model(model)
+        trained = sgd(self.objective, start, self.batches, local, trainable=parameters).model
+        return trees.subtract(start, trained)
 
     @step(deferrable=True, bounded="reply")
     def descriptor_net_gradient(self, gradient: Tree) -> Model:
@@ -176,15 +183,9 @@ class Server(federation.Server):
         }
         self.late_gradient: Tree = {}
         self._posted: Pending | None = None
-        self.optimizer: Optimizer
         described = trees.parameters_of(self.descriptor_net)
         parameters = [*self.hyper_net.parameters(), *described.values()]
-        lr, decay = config.lr, config.weight_decay
-        if config.optimizer == "sgd":
-            momentum = config.momentum
-            self.optimizer = SGD(parameters, lr, momentum, weight_decay=decay, fused=True)
-        else:
-            self.optimizer = Adam(parameters, lr, weight_decay=decay, fused=True)
+        self.optimizer = config.optimizer_of(parameters, config.lr)
 
     def round(self, clients: Cohort) -> None:
         """Algorithm 2: three exchanges, then the mean over the clients that were there for all.
@@ -236,7 +237,7 @@ class Server(federation.Server):
         self, model: Mapping[str, Model], delta: Mapping[str, Model], clients: Cohort
     ) -> None:
         """Makes a step of both networks: see :func:`hypernet_training.descend`."""
-        descend(self.optimizer, model, delta, clients, self.config.clip)
+        descend([self.optimizer], model, delta, clients, self.config.clip)
 
     def latest_gradient(self) -> Tree:
         """Returns the descriptor network's gradient that was posted, {} where there is none."""

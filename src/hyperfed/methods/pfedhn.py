@@ -194,7 +194,7 @@ class Server(federation.Server):
         }
         self.examples = examples
         descend(
-            self.optimizer,
+            [self.optimizer],
             model,
             delta,
             clients,

@@ -111,7 +111,7 @@ class MultiHead(nn.Module):
         They are views, so writing to them moves the models of all clients alike.
         """
         biases = {
-            name: self.heads[_head_key(size, name)].get_parameter("bias").detach()
+            name: self.heads[_head_key(size, name)].state_dict()["bias"]
             for name in of_size(self.shapes, size)
         }
         return {name: bias.view(self.shapes[size][name]) for name, bias in biases.items()}
@@ -169,7 +169,7 @@ class SingleOutput(nn.Module):
     def common(self, size: str = "base") -> dict[str, Tensor]:
         """Returns the output layer's bias as one model; as of ``MultiHead.common``."""
         tensors = of_size(self.shapes, size)
-        return unflatten(self.outputs[size].get_parameter("bias").detach(), tensors)
+        return unflatten(self.outputs[size].state_dict()["bias"], tensors)
 
     def last_layers(self) -> list[nn.Linear]:
         """As of ``MultiHead``."""
@@ -204,3 +204,11 @@ def start_at(net: HyperNet, targets: Mapping[str, nn.Module]) -> None:
             present = trees.parameters_of(target)
             for name, value in net.common(size).items():
                 value.copy_(present[name])
+
+
+def hold_common(net: MultiHead | SingleOutput) -> None:
+    """Makes what all models have in common a buffer, as it is in chunks: no optimiser moves it."""
+    for layer in net.last_layers():
+        common = layer.bias.detach()
+        del layer.bias
+        layer.register_buffer("bias", common)

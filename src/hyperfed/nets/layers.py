@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm as _normalise_spectrum
 from torch.nn.utils.parametrize import is_parametrized
@@ -49,6 +50,14 @@ def output_layer(hidden: int, outputs: int, rank: int | None) -> nn.Linear:
         for parameter in (layer.weight, layer.bias):
             nn.init.uniform_(parameter, -1 / math.sqrt(hidden), 1 / math.sqrt(hidden))
     return layer
+
+
+class UnitLength(nn.Module):
+    """Divides vectors (..., H) by their lengths; zero stays zero."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Returns (..., H)."""
+        return F.normalize(features, dim=-1)
 
 
 def draw_weights(

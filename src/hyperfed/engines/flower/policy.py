@@ -237,7 +237,7 @@ def guarded(client: type[Client], policy: Policy) -> type[Client]:
         @property
         def train(self) -> Split:
             """The examples to learn from, not without end."""
-            return _Bounded(self._task, self._task.train[self.id], self._read, self._labelled)
+            return _Bounded(self._task, self._task.train[self.id], self._read, self.labelled)
 
         @property
         def val(self) -> Split:

@@ -7,6 +7,7 @@ import torch
 from pydantic import ConfigDict, NonNegativeFloat, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
 
 from hyperfed.federation import Cohort
 from hyperfed.methods.parts.generators import GeneratorConfig
@@ -54,7 +55,7 @@ class HyperNetConfig(GeneratorConfig):
         embeddings: Iterable[Tensor] = (),
         hyper_net: Iterable[Tensor] = (),
         embedding_lr: float | None = None,
-    ) -> torch.optim.SGD:
+    ) -> SGD:
         """Returns the server's optimiser.
 
         Args:
@@ -69,7 +70,7 @@ class HyperNetConfig(GeneratorConfig):
             {"params": [*embeddings], "lr": lr, "weight_decay": decay, "own": True},
             {"params": [*hyper_net]},
         ]
-        return torch.optim.SGD(
+        return SGD(
             groups,
             lr=self.lr,
             momentum=self.momentum,
@@ -79,7 +80,7 @@ class HyperNetConfig(GeneratorConfig):
 
 
 def descend(
-    optimizer: torch.optim.Optimizer,
+    optimizers: Sequence[Optimizer],
     model: Mapping[str, Model],
     delta: Mapping[str, Model],
     clients: Cohort,
@@ -92,7 +93,7 @@ def descend(
     Gradients that parameters have already are added; afterwards they have none.
 
     Args:
-        optimizer: of whatever made the models. All its parameters move by momentum and weight
+        optimizers: of whatever made the models. All their parameters move by momentum and weight
             decay, those that made none of these models too.
         model: {size: what was sent to its clients, leaves (C, ...), part of an autograd graph}.
         delta: {size: sent minus trained}, likewise.
@@ -101,17 +102,18 @@ def descend(
         reduction: over the clients that are there.
     """
     together = clients.weight.sign().sum() if reduction == "mean" else 1
-    pull_back_groups(optimizer, model, delta, clients.sizes, together)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    pull_back_groups(optimizers, model, delta, clients.sizes, together)
+    parameters = [parameter for parameter, _ in _parameters(optimizers)]
     fill_gradients(parameters)
     if clip is not None:
         nn.utils.clip_grad_norm_(parameters, clip)
-    optimizer.step()
-    optimizer.zero_grad()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def pull_back_groups(
-    optimizer: torch.optim.Optimizer,
+    optimizers: Sequence[Optimizer],
     model: Mapping[str, Model],
     delta: Mapping[str, Model],
     groups: Mapping[str, Cohort],
@@ -120,7 +122,7 @@ def pull_back_groups(
     """Pulls the deltas of clients back: their sum, or what a rule makes of them, over ``together``.
 
     Args:
-        optimizer: of whatever made the models; adds to the gradients of its parameters.
+        optimizers: of whatever made the models; adds to the gradients of their parameters.
         model: {size: what was sent to its clients, leaves (C, ...), part of an autograd graph}.
         delta: {size: sent minus trained}, likewise.
         groups: {size: its clients}; a lost client does not count.
@@ -130,11 +132,11 @@ def pull_back_groups(
         if is_plain():
             pull_back(model[size], delta[size], group.weight.sign() / together)
         else:
-            pull_back_apart(optimizer, model[size], delta[size], group, together)
+            pull_back_apart(optimizers, model[size], delta[size], group, together)
 
 
 def pull_back_apart(
-    optimizer: torch.optim.Optimizer,
+    optimizers: Sequence[Optimizer],
     model: Model,
     delta: Model,
     clients: Cohort,
@@ -152,14 +154,13 @@ def pull_back_apart(
     so is whatever it makes of it. Who is in the cohort is no secret.
 
     Args:
-        optimizer: of whatever made the models; adds to the gradients of its parameters.
+        optimizers: of whatever made the models; adds to the gradients of their parameters.
         model: what was sent to the clients of one size, (C, ...), part of an autograd graph.
         delta: sent minus trained, likewise.
         clients: those of one size; a lost client does not count.
         together: by how much the clients' sum is divided.
     """
-    groups, clip, there = optimizer.param_groups, private_clip(), clients.weight.sign()
-    parameters = [(p, group.get("own", False)) for group in groups for p in group["params"]]
+    parameters, clip, there = _parameters(optimizers), private_clip(), clients.weight.sign()
     pulled: list[list[Tensor | None]] = []
     for position in there.nonzero().flatten().tolist():
         alone = torch.zeros_like(there)
@@ -188,6 +189,12 @@ def pull_back_apart(
             total[absent] = 0
         gradient = total / together
         parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+def _parameters(optimizers: Iterable[Optimizer]) -> list[tuple[Tensor, bool]]:
+    """Returns all parameters, each with whether every row of it is one client's own."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return [(p, group.get("own", False)) for group in groups for p in group["params"]]
 
 
 def clip_together(gradients: Sequence[Tensor], clip: float) -> list[Tensor]:
