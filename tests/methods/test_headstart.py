@@ -1,5 +1,6 @@
 """HeadStart: its update against one-piece autograd, where it begins, and what is averaged."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -57,7 +58,8 @@ def expected_after(
 
     With one plain local step of rate 0.1, delta is 0.1 times the gradient of a client's loss by its
     model: what makes descriptors and features descends the mean loss at rate 0.5 * 0.1, matrices of
-    the output at 0.3 * 0.1, and the common model, whose gradient is that mean, at 0.7 * 0.1.
+    the output at 0.3 * 0.1, and the common model, whose gradient is that mean, at 0.7 * 0.1. It is
+    averaged apart from what is clipped.
     """
     server, task = federation.server, federation.task
     common = list(server.hyper_net.buffers())
@@ -87,9 +89,13 @@ def expected_after(
     found = torch.autograd.grad(objective, list(named.values()))
     for value in common:
         value.requires_grad_(False)
+    pulled = {name: 0.1 * by for name, by in zip(named, found, strict=True)}
+    squares = [float((by**2).sum()) for name, by in pulled.items() if rate(name) != 0.7]
+    bound = (server.config.clip or math.inf) / (math.sqrt(sum(squares)) + 1e-6)
     return {
-        name: value.detach() - 0.1 * rate(name) * by
-        for (name, value), by in zip(named.items(), found, strict=True)
+        name: value.detach()
+        - rate(name) * pulled[name] * (min(1, bound) if rate(name) != 0.7 else 1)
+        for name, value in named.items()
     }
 
 
@@ -128,6 +134,7 @@ def parameters(federation: Federation) -> dict[str, Tensor]:
         ([0, 1, 3], {"pseudo_count": 0.1}),
         ([0, 1, 3], {"pseudo_count": None}),
         ([0, 1, 3], {"head_rank": 2}),
+        ([0, 1, 3], {"clip": 1e-3}),
         ([0, 1, 3], {"hyper_net": "chunks", "chunk": 5}),
     ],
 )
@@ -211,15 +218,41 @@ class NoBias(TwoLayers):
         self.head = torch.nn.Linear(4, CLASSES, bias=False)
 
 
-@pytest.mark.parametrize("without", ["bias", "classes", "count"])
+@pytest.mark.parametrize("without", ["bias", "classes", "count", "labels"])
 def test_a_model_stays_as_it_is_made_where_frequencies_have_no_place(without: str) -> None:
-    task = make_task(NoBias if without == "bias" else TwoLayers)
+    task = make_task(NoBias if without == "bias" else TwoLayers, novel=1)
     if without == "classes":
         task = replace(task, y=task.y.double(), classes=0, loss=mean_squared_error)
-    more = None if without == "count" else 1.0
-    federation = Federation("headstart", task, **SETTINGS, pseudo_count=more)
+    own: dict[str, Any] = {"pseudo_count": None} if without == "count" else {}
+    if without == "labels":
+        task, own = replace(task, unlabelled=True), {"label_dropout": 0.5}
+    federation = Federation("headstart", task, **SETTINGS, **own)
     made = federation.server.hyper_net.common()
-    torch.testing.assert_close(federation.personal(1), made, **CLOSE)
+    torch.testing.assert_close(federation.personal(3, fresh=True), made, **CLOSE)
+
+
+def test_what_differs_is_learned_at_the_pace_of_averaging_and_no_class_is_impossible() -> None:
+    assert headstart.Config().lr == headstart.Config().common_lr == 1
+    assert headstart.Config().network_lr == 1e-3  # Adam's own
+    with pytest.raises(ValueError, match="pseudo_count"):
+        headstart.Config(pseudo_count=0)
+
+
+def test_the_common_model_of_a_size_moves_by_the_mean_of_its_own_clients() -> None:
+    with seeded(0, "sizes"):
+        models = {"S": TwoLayers().double(), "L": TwoLayers().double()}
+    task = make_task(models=models, sizes=("S", "L", "L", "L"))
+    federation = Federation("headstart", task, **SETTINGS | {"common_lr": 1.0})
+    common = federation.server.hyper_net.common("S")
+    start = {name: value.clone() for name, value in common.items()}
+    x, y = drawn(task, 0, 0, "train_model")
+    model = {name: value.clone().requires_grad_() for name, value in start.items()}
+    output = logits(models["S"], model, x) + frequencies(task, 0, 1.0).log()
+    task.loss(output, y).backward()
+    federation.round([0, 1, 2, 3])
+    for name, value in model.items():
+        assert value.grad is not None
+        torch.testing.assert_close(common[name], start[name] - 0.1 * value.grad, **CLOSE)
 
 
 @pytest.mark.parametrize("step", ["describe_half", "train_model"])
