@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
-from all_methods import FEDERATIONS, train
+from all_methods import FEDERATIONS, server_rates, train
 from hyperfed.data.settings import TaskConfig
 
 
@@ -34,3 +35,14 @@ def test_newcomers_without_labels_are_served_by_a_method_that_learned_to_do_with
     assert run.config.settings.label_dropout == 0.5
     assert len(run.task.novel_ids) == 1
     assert run.summary["novel_accuracy"] is not None
+
+
+def test_what_a_hypernetwork_is_worth_is_told_by_a_training_without() -> None:
+    task = FEDERATIONS["own_labels"].task | {"clients": 6}
+    few = replace(FEDERATIONS["own_labels"], task=task, rounds=10, local_steps=1, cohort=1)
+    run = train("headstart_common", few, 3, {})
+    one, other = (run.model(client).state_dict() for client in (0, 1))
+    *names, _ = one  # the last are biases, with class frequencies
+    assert all(torch.equal(one[name], other[name]) for name in names)
+    assert not server_rates("headstart_common")
+    assert len(server_rates("headstart")) == 3

@@ -109,10 +109,14 @@ FINETUNED = "_finetuned"
 UNLABELLED = "_unlabelled"
 """Ends the name of a method whose newcomers have no labels, and which learned to do without."""
 
+COMMON = "_common"
+"""Ends the name of a method whose hypernetwork learns nothing; clients add their frequencies."""
+
 NAMES = [
     *METHODS,
     *(method + FINETUNED for method in ("fedavg", "pfedhn", "pefll", "headstart", "itpfl")),
     "headstart" + UNLABELLED,
+    "headstart" + COMMON,
 ]
 
 
@@ -138,7 +142,9 @@ def settings_of(method: str, federation: Federation) -> dict[str, Any]:
 
 def method_of(name: str) -> str:
     """Returns the method of a name that may have an ending."""
-    return name.removesuffix(FINETUNED).removesuffix(UNLABELLED)
+    for ending in (FINETUNED, UNLABELLED, COMMON):
+        name = name.removesuffix(ending)
+    return name
 
 
 def train(
@@ -155,6 +161,8 @@ def train(
     if name.endswith(UNLABELLED):
         task |= {"unlabelled": True}
         own |= {"label_dropout": 0.5}
+    if name.endswith(COMMON):
+        own |= {"lr": 0.0}
     return hyperfed.train(
         method,
         out=out,
@@ -173,7 +181,7 @@ def server_rates(name: str) -> list[float]:
     """Returns the rates that a server may learn with; none where it does not learn."""
     method = METHODS[method_of(name)]
     settings = method.Config(**_defaults(method.PRESETS["default"]))
-    own = [settings.lr] if hasattr(settings, "lr") else []
+    own = [settings.lr] if hasattr(settings, "lr") and not name.endswith(COMMON) else []
     return [float(f"{rate * factor:.2g}") for rate in own for factor in SERVER_FACTORS]
 
 

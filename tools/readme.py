@@ -185,7 +185,11 @@ def _mean_and_range(values: Sequence[float]) -> str:
     return f"{mean} % ({low} to {high})"
 
 
-ENDINGS = {"_finetuned": ", fine-tuned", "_unlabelled": ", newcomers without labels"}
+ENDINGS = {
+    "_finetuned": ", fine-tuned",
+    "_unlabelled": ", newcomers without labels",
+    "_common": ", its common model alone",
+}
 """Of the folder of a method that was served otherwise -> what is said of it."""
 
 SECTIONS: Mapping[str, Callable[[], str]] = {

@@ -62,7 +62,7 @@ class Config(pefll.Config):
 
     Attributes:
         lr: learning rate of the hypernetwork's output: by how much of its delta a client's model
-            moves, were it a cohort of its own.
+            moves, were it a cohort of its own. At 0 they differ by class frequencies alone.
         network_lr: that of the descriptor network and the hypernetwork's hidden layers, to which
             ``optimizer``, ``momentum`` and ``weight_decay`` belong; a hypernetwork in ``chunks``
             learns by it alone.
@@ -76,7 +76,7 @@ class Config(pefll.Config):
     """
 
     local_lr: PositiveFloat = 5e-3
-    lr: PositiveFloat = 1.0
+    lr: NonNegativeFloat = 1.0
     network_lr: PositiveFloat = 1e-3
     descriptor_size: pefll.DescriptorSize = 16
     common_lr: NonNegativeFloat = 1.0
