@@ -198,7 +198,7 @@ def compare(folder: Path) -> None:
     rows = comparison.compare(runs)
     comparison.tables(rows)
     paired.tables(paired.pair(runs, rows))
-    differences.table(differences.differences(runs, [row.label for row in rows]))
+    differences.table(differences.differences(runs, rows))
     comparison.remark(found.summary)
 
 

@@ -13,7 +13,15 @@ from finished_runs import Finished, evaluation, finished
 from hyperfed.errors import UserError
 from hyperfed.metrics import ACCURACY
 from hyperfed.runs import paired
-from hyperfed.runs.comparison import compare, difference, megabytes, percent, remark, table
+from hyperfed.runs.comparison import (
+    compare,
+    difference,
+    megabytes,
+    percent,
+    remark,
+    saw_the_same,
+    table,
+)
 from hyperfed.runs.figures import draw_accuracy
 from hyperfed.runs.statistics import Difference
 
@@ -294,3 +302,25 @@ def test_seeds_are_compared_together_with_those_that_have_the_same():
     assert [one.best for one in separately[:2]] == ["once", "good seed=1"]
     assert separately[0].over_local is not None
     assert separately[0].over_local.mean == pytest.approx(0.3 / 2)
+
+
+@pytest.mark.parametrize(
+    ("seen", "same"),
+    [
+        ({"a": "xy", "b": "xy"}, True),  # a division for each seed
+        ({"a": "xx", "b": "x"}, True),
+        ({"a": "xy", "b": "xz"}, False),
+        ({"a": "xy", "b": "x"}, False),  # a mean over one division more
+        ({"a": "x", "b": "y"}, False),
+        ({"a": "xy"}, True),
+    ],
+)
+def test_methods_compare_that_saw_the_same_data_over_all_their_seeds(
+    seen: dict[str, str], same: bool
+) -> None:
+    runs = [
+        finished(method, seed, data_fingerprint=data)
+        for method, of_seeds in seen.items()
+        for seed, data in enumerate(of_seeds)
+    ]
+    assert saw_the_same(compare(runs)) is same

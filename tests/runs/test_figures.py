@@ -92,7 +92,7 @@ def test_the_page_has_everything_in_it_and_loads_nothing(tmp_path):
     assert local["curves"]["client-visits"] == [[20, 75.0], [40, 60.0]]
     assert local["clients"] == [50.0, 100.0]
     assert local["best_point"] == 0
-    assert found["data"] == 1
+    assert found["same_data"] is True
     assert found["differences"]["cohort"] == {"2": ["local"], "1": ["pfedhn"]}
     assert found["differences"]["method.note"] == {"</script>": ["local"], "<b>": ["pfedhn"]}
 
@@ -106,14 +106,26 @@ def test_all_settings_in_which_runs_differ_are_told():
     del runs[3].config["method"]["b"]  # of another method: not the same thing
     runs[3].config["track"] = "mlflow"
     runs[3].config["method"]["lr"] = 0.5
-    labels = ["p0", "p1", "p2", "m"]
-    assert differences(runs, labels) == {
+    rows = [
+        replace(row, label=label, group=label)
+        for row, label in zip(compare(runs), ["p0", "p1", "p2", "m"], strict=True)
+    ]
+    assert differences(runs, rows) == {
         "seed": {"0": ["p0", "m"], "1": ["p1"], "2": ["p2"]},
         "method.a": {"0": ["p0"], "1": ["p1"], "2": ["p2"], "3": ["m"]},
         "method.b": {"0": ["p0", "p1"], "1": ["p2"]},
         "method.lr": {"none": ["p0", "p1", "p2"], "0.5": ["m"]},
     }
-    assert differences(runs[:1], labels[:1]) == {}
+    assert differences(runs[:1], rows[:1]) == {}
+
+
+def test_runs_that_differ_by_their_seeds_are_named_once_where_settings_differ():
+    runs = [finished(method, seed) for method in ("pfedhn", "moon") for seed in range(3)]
+    for run in runs[:3]:
+        run.config["cohort"] = 2
+    for run in runs[3:]:
+        run.config["cohort"] = 1
+    assert differences(runs, compare(runs)) == {"cohort": {"2": ["pfedhn"], "1": ["moon"]}}
 
 
 def test_most_of_many_runs_are_the_others():

@@ -329,7 +329,7 @@ def compare(
         runs = [budgets.within(run, budget) for run in done]
         say(f"as of {budget} at most; who joins afterwards is served at the end of a run only")
     rows = comparison.compare(runs)
-    if len({row.data_fingerprint for row in rows}) > 1:
+    if not comparison.saw_the_same(rows):
         say("warning: these runs saw different data, so their numbers do not compare")
     pairs = paired.pair(runs, rows)
     if figure is not None:
@@ -349,7 +349,7 @@ def compare(
             ]
         )
         return
-    if found_other := differences.differences(done, [row.label for row in rows]):
+    if found_other := differences.differences(done, rows):
         print_table(differences.table(found_other))
         print()
     for shown in comparison.tables(rows):

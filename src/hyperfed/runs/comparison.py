@@ -121,7 +121,7 @@ _ROW = TypeAdapter(Row)
 def compare(runs: Sequence[FinishedRun]) -> list[Row]:
     """Returns a row for each run, in their order.
 
-    Rows can be compared where their ``data_fingerprint`` is the same.
+    Rows can be compared where they :func:`saw_the_same`.
 
     Raises:
         UserError: a run is not done, or its summary lacks a number.
@@ -138,6 +138,12 @@ def grouped(rows: Sequence[Row]) -> list[tuple[str, list[int]]]:
     for number, row in enumerate(rows):
         found.setdefault((row.group, row.metric.name), []).append(number)
     return [(group, own) for (group, _), own in found.items()]
+
+
+def saw_the_same(rows: Sequence[Row]) -> bool:
+    """Returns whether all that were compared had the same data, of all their seeds together."""
+    data = {frozenset(rows[number].data_fingerprint for number in own) for _, own in grouped(rows)}
+    return len(data) <= 1
 
 
 def metric_of(rows: Sequence[Row]) -> Metric:

@@ -6,7 +6,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from hyperfed.runs.comparison import FinishedRun, settings_of
+from hyperfed.runs.comparison import FinishedRun, Row, grouped, settings_of
 
 NAMED = 6
 """Runs with the most frequent value that are named in a table; more are the others."""
@@ -15,20 +15,23 @@ Difference = dict[str, list[str]]
 """Value, as a user writes it -> the labels of the runs that have it."""
 
 
-def differences(runs: Sequence[FinishedRun], labels: Sequence[str]) -> dict[str, Difference]:
+def differences(runs: Sequence[FinishedRun], rows: Sequence[Row]) -> dict[str, Difference]:
     """Returns {key: who has which value} for each setting in which runs differ.
 
     Where not every run has a key of its method, it is compared among runs of one method: of another
     it may mean something else. Left out are the method's name, which the labels say, and what
-    changes no number.
+    changes no number. Runs that differ by their seeds alone are named once, without these.
 
     Args:
         runs: finished.
-        labels: what each is called.
+        rows: theirs.
     """
     settings = [settings_of(run) for run in runs]
+    several = len(grouped(rows)) < len(rows)
+    labels = [row.group if several else row.label for row in rows]
+    said = {"method.name", "seed"} if several else {"method.name"}
     found: dict[str, Difference] = {}
-    for key in dict.fromkeys(key for own in settings for key in own if key != "method.name"):
+    for key in dict.fromkeys(key for own in settings for key in own if key not in said):
         everyones = all(key in own for own in settings)
         for method in [None] if everyones else dict.fromkeys(it["method.name"] for it in settings):
             values: Difference = {}
@@ -37,7 +40,7 @@ def differences(runs: Sequence[FinishedRun], labels: Sequence[str]) -> dict[str,
                     values.setdefault(_written(own[key]), []).append(label)
             if len(values) > 1:
                 for value, of in values.items():
-                    found.setdefault(key, {}).setdefault(value, []).extend(of)
+                    found.setdefault(key, {}).setdefault(value, []).extend(dict.fromkeys(of))
     return found
 
 

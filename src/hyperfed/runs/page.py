@@ -8,7 +8,7 @@ from typing import Any
 
 from hyperfed.metrics import Metric, named
 from hyperfed.runs.budgets import AXES
-from hyperfed.runs.comparison import TESTED, FinishedRun, compare, metric_of
+from hyperfed.runs.comparison import TESTED, FinishedRun, compare, metric_of, saw_the_same
 from hyperfed.runs.differences import differences
 from hyperfed.runs.figures import curve, of_clients
 from hyperfed.runs.measures import Number
@@ -62,8 +62,8 @@ def content(runs: Sequence[FinishedRun], axis: str = "rounds") -> dict[str, Any]
         "others": [_about(other) for other in others],
         "axis": axis,
         "axes": {name: label for name, (label, _) in AXES.items()},
-        "data": len({row.data_fingerprint for row in rows}),
-        "differences": differences(runs, [row.label for row in rows]),
+        "same_data": saw_the_same(rows),
+        "differences": differences(runs, rows),
     }
 
 
