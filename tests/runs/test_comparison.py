@@ -324,3 +324,16 @@ def test_methods_compare_that_saw_the_same_data_over_all_their_seeds(
         for seed, data in enumerate(of_seeds)
     ]
     assert saw_the_same(compare(runs)) is same
+
+
+def test_runs_are_named_by_the_settings_that_tell_most_of_them_apart():
+    runs = [finished("fedavg") for _ in range(4)]
+    for number, run in enumerate(runs):
+        run.config["method"] |= {"a": number // 2, "b": number // 2, "c": number // 2}
+        run.config["method"] |= {"d": number % 2, "e": number % 2}
+    assert [row.label for row in compare(runs)] == [
+        "fedavg a=0 b=0 d=0",
+        "fedavg a=0 b=0 d=1",
+        "fedavg a=1 b=1 d=0",
+        "fedavg a=1 b=1 d=1",
+    ]

@@ -58,7 +58,7 @@ from hyperfed.trees import Model, Tree, model_of, weighted_mean
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class Config(pefll.Config):
-    """Settings of HeadStart: PeFLL's, and three more.
+    """Settings of HeadStart: PeFLL's, and four more.
 
     Attributes:
         lr: learning rate of the hypernetwork's output: by how much of its delta a client's model

@@ -273,7 +273,7 @@ def _labels(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     for method, own in zip(methods, settings, strict=True):
         others = [it for name, it in zip(methods, settings, strict=True) if name == method]
         told = [key for key in own if any(_differ(own, it, key) for it in others)]
-        named = [f"{key.removeprefix('method.')}={own[key]}" for key in told[:MOST_NAMED]]
+        named = [f"{key.removeprefix('method.')}={own[key]}" for key in _telling(told, others)]
         labels.append(" ".join([method, *named]))
     total, seen = Counter(labels), Counter[str]()
     for index, label in enumerate(labels):
@@ -281,6 +281,18 @@ def _labels(settings: Sequence[Mapping[str, Any]]) -> list[str]:
         if total[label] > 1:
             labels[index] = f"{label} ({seen[label]})"
     return labels
+
+
+def _telling(keys: Sequence[str], settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns at most ``MOST_NAMED`` keys in their order: those that tell most runs apart."""
+    chosen: list[str] = []
+
+    def told_apart(key: str) -> int:
+        return len({tuple(str(own.get(it)) for it in (*chosen, key)) for own in settings})
+
+    for _ in range(min(MOST_NAMED, len(keys))):
+        chosen.append(max((key for key in keys if key not in chosen), key=told_apart))
+    return [key for key in keys if key in chosen]
 
 
 def _groups(settings: Sequence[Mapping[str, Any]]) -> list[str]:
