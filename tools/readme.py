@@ -202,7 +202,14 @@ DOCUMENTS: Mapping[Path, Mapping[str, Callable[[], str]]] = {
     README: SECTIONS,
     DOCS / "howto" / "few_labels.md": {
         name: partial(table_of_records, name.replace(" ", "_"), best_first=True)
-        for name in ("own labels", "writers", "few labels", "two classes 50", "many labels")
+        for name in (
+            "own labels",
+            "writers",
+            "few labels",
+            "two classes 50",
+            "dirichlet 0.1",
+            "many labels",
+        )
     },
     DOCS / "howto" / "architectures.md": {"architectures": table_of_architectures},
     DOCS / "deploy.md": {"sent": table_of_sent},
