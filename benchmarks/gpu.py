@@ -9,10 +9,8 @@ import argparse
 import json
 import os
 import shlex
-import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from itertools import accumulate
 from pathlib import Path
@@ -23,7 +21,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from gpu_steps import Ending, State, Step, execute
+from gpu_steps import INTERRUPTS, Ending, State, Step, execute
 from hyperfed.errors import UserError
 from hyperfed.runs import comparison, config
 from hyperfed.runs.folder import find_runs, read_run
@@ -137,7 +135,7 @@ def carry_out(steps: Sequence[Step], out: Path, device: torch.device, minutes: f
     scale = minutes / 10 * sum(PARTS.values()) / sum(PARTS[part] for part in parts)
     ends = dict(zip(parts, accumulate(scale * PARTS[part] for part in parts), strict=True))
     begin, failed, no_data = monotonic(), False, ""
-    with _interruptible():
+    with INTERRUPTS.taken():
         for number, step in enumerate(steps, start=1):
             left = ends[step.part] - (monotonic() - begin)
             most = left if step is steps[-1] else scale * step.seconds
@@ -165,18 +163,6 @@ def _without_data(ending: Ending) -> tuple[Ending, str]:
     if told:  # there is none here, which is nobody's fault
         ending = Ending(State.SKIPPED, why, ending.seconds)
     return ending, f"the data set is not here (data: {ending.state})"
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """Has SIGTERM interrupt as Ctrl-C does; and Ctrl-C too, which a shell's background ignores."""
-    both = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, signal.default_int_handler) for number in both}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 # What is kept.

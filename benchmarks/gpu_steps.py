@@ -4,16 +4,19 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from time import monotonic
+from types import FrameType
 from xml.etree import ElementTree
 
 import torch
 
 from hyperfed.runs.folder import find_runs
+from hyperfed.system.signals import handled
 
 GRACE = 0.2, 15
 """What is left to a step when it is asked to stop: this part of its time, at most these seconds."""
@@ -73,6 +76,46 @@ class Ending:
     run: Path | None = None
 
 
+class Interrupts:
+    """SIGINT and SIGTERM interrupt the wait for a step; between two waits they interrupt the next.
+
+    A step that has just begun would otherwise be left running, by nobody who knows of it.
+    """
+
+    def __init__(self) -> None:
+        self._raises = self._came = False
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Takes the signals, also that of Ctrl-C, which a shell's background ignores."""
+        self._came = False
+        with handled(self._note):
+            yield
+
+    @contextmanager
+    def raised(self) -> Iterator[None]:
+        """Raises ``KeyboardInterrupt`` in its block, or at once where a signal came before."""
+        self._raises = True
+        try:
+            if self._came:
+                raise KeyboardInterrupt
+            yield
+        except KeyboardInterrupt:
+            self._came = False
+            raise
+        finally:
+            self._raises = False
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._came = True
+        if self._raises:
+            raise KeyboardInterrupt
+
+
+INTERRUPTS = Interrupts()
+"""Those of this process."""
+
+
 def execute(step: Step, folder: Path, limit: float, device: torch.device) -> Ending:
     """Runs a step, for ``limit`` seconds at most; what it prints is in ``folder/log.txt``."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -101,7 +144,8 @@ def execute(step: Step, folder: Path, limit: float, device: torch.device) -> End
         interrupted |= again
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # and what it has left running
-    _await(process, grace)  # not for ever: what waits in a driver cannot be killed
+    _, late = _await(process, grace)  # not for ever: what waits in a driver cannot be killed
+    interrupted |= late
     stopped = State.FAILED if ended else State.OUT_OF_TIME
     state, words = State.DONE if process.returncode == 0 else stopped, _last_words(log)
     if (junit := folder / "junit.xml").exists():
@@ -115,7 +159,8 @@ def execute(step: Step, folder: Path, limit: float, device: torch.device) -> End
 def _await(process: subprocess.Popen[bytes], seconds: float) -> tuple[bool, bool]:
     """Waits; returns whether the process has ended, and whether somebody interrupted us."""
     try:
-        process.wait(seconds)
+        with INTERRUPTS.raised():
+            process.wait(seconds)
     except subprocess.TimeoutExpired:
         return False, False
     except KeyboardInterrupt:

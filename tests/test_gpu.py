@@ -219,6 +219,34 @@ def test_an_interrupt_ends_the_step_and_the_plan_and_keeps_the_index(
     assert states(folder) == {"pfedhn": "done", "tests": "done", "bench": "interrupted"}
 
 
+@pytest.mark.parametrize("when", ["it has begun", "it has ended"])
+def test_an_interrupt_between_two_waits_is_not_lost_and_leaves_no_step_running(
+    folder: Path, doing: Callable[..., Step], monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    steps = []
+
+    class Interrupted(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            steps.append(self)
+            if when == "it has begun":
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def killed(group: int, number: int) -> None:
+        if when == "it has ended" and number == signal.SIGKILL and len(steps) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        kill(group, number)
+
+    kill = os.killpg
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    monkeypatch.setattr(os, "killpg", killed)
+    does = "import signal; signal.pause()" if when == "it has begun" else "pass"
+    plan = [doing("tests", does), doing("bench", "pass")]
+    assert gpu.carry_out(plan, folder, CPU, minutes=10) == 130
+    assert states(folder) == {"tests": "interrupted"}
+    assert [step.poll() is None for step in steps] == [False]
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("_time_is_up_when_ready")
 @pytest.mark.parametrize(
