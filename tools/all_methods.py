@@ -100,8 +100,14 @@ FEDERATIONS = {
     },
     "own_labels": Federation(digits.TASK, digits.COHORT, digits.LOCAL_STEPS, digits.ROUNDS, "vmap"),
     "writers": Federation(NATURAL | MLP | {"name": "mnist", "clients": 300}, 20, 10, engine="vmap"),
-    # Narrow targets, for a sixth and a twentieth of a step's time: the grids are what takes hours.
-    "alphabets": Federation(NATURAL | {"name": "omniglot", "clients": 48, "width": 16}, 10, 10),
+    "alphabets": Federation(
+        NATURAL | MLP | {"name": "omniglot", "clients": 48, "hidden": 100},
+        10,
+        20,
+        rounds=200,
+        engine="vmap",
+    ),
+    # Narrow, for a twentieth of a step's time: the grids are what takes hours.
     "roles": Federation(NATURAL | {"name": "shakespeare", "clients": 120, "hidden": 32}, 10, 5),
 }
 FINETUNED = "_finetuned"
