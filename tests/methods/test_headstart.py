@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import hyperfed
 from hyperfed import trees
 from hyperfed.data.own import mean_squared_error
 from hyperfed.engines import Faults
@@ -34,6 +35,7 @@ SETTINGS: dict[str, Any] = PLAIN | {
     "common_lr": 0.7,
     "hidden": 7,
     "hidden_layers": 1,
+    "novel_rounds": 0,
 }
 
 
@@ -234,6 +236,7 @@ def test_a_model_stays_as_it_is_made_where_frequencies_have_no_place(without: st
 def test_what_differs_is_learned_at_the_pace_of_averaging_and_no_class_is_impossible() -> None:
     assert headstart.Config().lr == headstart.Config().common_lr == 1
     assert headstart.Config().network_lr == 1e-3  # Adam's own
+    assert (headstart.Config().novel_rounds, headstart.Config().novel_lr) == (5, 1)
     with pytest.raises(ValueError, match="pseudo_count"):
         headstart.Config(pseudo_count=0)
 
@@ -286,6 +289,63 @@ def test_half_of_a_batch_describes_in_training_and_everything_when_served() -> N
         torch.testing.assert_close(ours, {name: value[0] for name, value in made.items()}, **CLOSE)
 
 
+@pytest.mark.parametrize(("novel_lr", "clip"), [(0.6, None), (1.0, 1e-3)])
+def test_newcomers_are_fitted_from_where_they_were_seen_each_as_if_alone(
+    novel_lr: float, clip: float | None
+) -> None:
+    """Gradient descent on a newcomer's loss by its descriptor; the networks and others stay."""
+    task = make_task(novel=2)
+    own = {"novel_rounds": 3, "novel_lr": novel_lr, "batch_size": 99, "lr": 30.0}
+    federation = Federation("headstart", task, **SETTINGS | own)
+    server = federation.server
+    for number in range(3):
+        federation.round([0, 1], number)
+    server.config = replace(server.config, clip=clip)
+    before = trees.clone(federation.server.state())
+    cohort = federation.engine.cohort([2, 3], 9, training=False, fresh=True)
+    ours = server.descriptors_of(cohort)
+    assert len(task.train[2]) != len(task.train[3])
+    for place, client in enumerate((2, 3)):
+        x, y = task.x[task.train[client]], task.y[task.train[client]]
+        added = frequencies(task, client, 1.0).log()
+        seen = server.descriptor_net(x, y).mean(0).detach()
+        descriptor = seen.clone()
+        for _ in range(3):
+            descriptor.requires_grad_()
+            made = server.hyper_net(server.standard(descriptor[None]))
+            model = {name: value[0] for name, value in made.items()}
+            loss = task.loss(logits(task.models["base"], model, x) + added, y)
+            (by,) = torch.autograd.grad(loss, descriptor)
+            pulled = 0.1 * by  # one local step of that rate
+            pulled = pulled * min(1, (clip or math.inf) / (float(pulled.norm()) + 1e-6))
+            descriptor = (descriptor - novel_lr * pulled).detach()
+        torch.testing.assert_close(ours[place], descriptor, **CLOSE)
+        assert not torch.allclose(descriptor, seen)
+    torch.testing.assert_close(server.state(), before, rtol=0, atol=0)
+    known = federation.engine.cohort([1], 9, training=False)
+    x, y = task.x[task.train[1]], task.y[task.train[1]]
+    look = server.descriptor_net(x, y).mean(0, keepdim=True).detach()
+    torch.testing.assert_close(server.descriptors_of(known), look, **CLOSE)
+
+
+def test_few_exchanges_find_what_the_look_at_a_newcomer_missed() -> None:
+    """Of digits, whose labels each client codes in one of three ways, twelve examples each."""
+    task = {"clients": 60, "novel": 1 / 6, "examples_per_client": 12, "label_codes": 3}
+    task |= {"partition": "shuffled", "test": 0.39, "hidden": 50}
+    run = hyperfed.train(
+        "headstart",
+        seed=3,
+        task=task,
+        rounds=100,
+        cohort=20,
+        evaluate_every=100,
+        engine={"name": "vmap", "cores": 1},
+        method={"local_steps": 10, "batch_size": 20, "local_lr": 0.03, "lr": 3.0},
+    )
+    first_look = run.served_otherwise(["method.novel_rounds=0"]).evaluate_novel().accuracy
+    assert run.summary["novel_accuracy"] > first_look + 0.1
+
+
 def test_centring_is_fitted_once_and_a_client_alone_differs_from_nobody() -> None:
     rows = torch.tensor([[1.0, 5.0], [3.0, 5.0]])
     standard = Centred(2).fitted(rows)
@@ -308,7 +368,8 @@ def test_labels_are_hidden_of_a_part_of_the_visits() -> None:
 
 def test_who_has_no_labels_is_described_by_inputs_alone() -> None:
     task = make_task(novel=1, unlabelled=True)
-    federation = Federation("headstart", task, **SETTINGS, label_dropout=0.5)
+    settings = SETTINGS | {"label_dropout": 0.5, "novel_rounds": 2}
+    federation = Federation("headstart", task, **settings)
     federation.round([0, 1, 2])
     server, x = federation.server, task.x[task.train[3]]
     cohort = federation.engine.cohort([3], 9, training=False, fresh=True)
@@ -325,7 +386,8 @@ def test_who_has_no_labels_is_described_by_inputs_alone() -> None:
 
 
 def test_who_has_no_labels_needs_a_network_that_learned_without() -> None:
-    federation = Federation("headstart", make_task(novel=1, unlabelled=True), **SETTINGS)
+    task, settings = make_task(novel=1, unlabelled=True), SETTINGS | {"novel_rounds": 2}
+    federation = Federation("headstart", task, **settings)
     cohort = federation.engine.cohort([3], 9, training=False, fresh=True)
     with pytest.raises(UnlabelledError):
         federation.server.personalize(cohort)

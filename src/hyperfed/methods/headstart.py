@@ -29,24 +29,25 @@ exchanges, with what other methods of the field do once each:
 Sent: the descriptor network down, the descriptor up; the model down, delta up; the descriptor's
 gradient down, that of the descriptor network up, as in PeFLL. Kept by the client: nothing; its
 class frequencies do not leave it. Evaluated: the model made from all training data, with the
-client's frequencies; ``serve.finetune_steps`` goes on from it. A novel client does the same;
-without labels it can where ``label_dropout`` is above 0.
+client's frequencies; ``serve.finetune_steps`` goes on from it. A novel client does the same, after
+``novel_rounds`` of the model down and delta up; without labels it can where ``label_dropout`` is
+above 0, and its descriptor stays as it was seen.
 """
 
 from collections.abc import Mapping
 from typing import Annotated, Any
 
 import torch
-from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat
+from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.optim import SGD
 
 from hyperfed import trees
 from hyperfed.errors import UserError
-from hyperfed.federation import Cohort, Outline, step
+from hyperfed.federation import Cohort, Each, Outline, step
 from hyperfed.methods import pefll
-from hyperfed.methods.parts.hypernet_training import descend
+from hyperfed.methods.parts.hypernet_training import descend, fit_rows
 from hyperfed.methods.parts.presets import DEFAULT
 from hyperfed.nets.chunks import DescribedChunks
 from hyperfed.nets.descriptors import Centred
@@ -58,7 +59,7 @@ from hyperfed.trees import Model, Tree, model_of, weighted_mean
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class Config(pefll.Config):
-    """Settings of HeadStart: PeFLL's, and four more.
+    """Settings of HeadStart: PeFLL's, and six more.
 
     Attributes:
         lr: learning rate of the hypernetwork's output: by how much of its delta a client's model
@@ -73,6 +74,9 @@ class Config(pefll.Config):
             target whose last trained parameter is a bias for each of them.
         label_dropout: probability that the descriptor network is told no label in a visit of
             training; of classes, and a network that looks at inputs, only.
+        novel_rounds: exchanges in which a novel client's descriptor is fitted, the networks frozen;
+            with 0 it has its model at the first look.
+        novel_lr: learning rate of that fit.
     """
 
     local_lr: PositiveFloat = 5e-3
@@ -82,6 +86,8 @@ class Config(pefll.Config):
     common_lr: NonNegativeFloat = 1.0
     pseudo_count: PositiveFloat | None = 1.0
     label_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    novel_rounds: NonNegativeInt = 5
+    novel_lr: PositiveFloat = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -115,6 +121,13 @@ class Client(pefll.Client):
             self.scratch["told"] = ~hidden
         self.scratch |= {"descriptor_net": descriptor_net, "x": seen.x, "y": seen.y}
         return {"descriptor": self.embed(descriptor_net, seen).mean(dim=0)}
+
+    @step(like="model", bounded="reply")
+    def train_model(self, model: Model) -> Model:
+        """Returns PeFLL's delta; zeros of a client that has no labels to train by."""
+        if not self.labelled:
+            return trees.subtract(model, model)
+        return super().train_model(model)
 
     def personal_model(self, received: Model) -> Model:
         """Returns what was made, the logarithms of the client's class frequencies in its biases."""
@@ -163,6 +176,27 @@ class Server(pefll.Server):
         reply = clients.ask(Client.describe_half, net, batches=one)
         descriptor: Tensor = reply["descriptor"]
         return descriptor
+
+    def descriptors_of(self, clients: Cohort) -> Tensor:
+        """Returns (C, l): PeFLL's; those of novel clients fitted from there."""
+        seen = super().descriptors_of(clients)
+        return self.fit_descriptors(clients, seen) if clients.novel else seen
+
+    def fit_descriptors(self, clients: Cohort, seen: Tensor) -> Tensor:
+        """Returns (C, l) descriptors that novel clients' models have moved, the networks frozen."""
+        config, standard = self.config, self.standard.fitted(seen)
+        buffers = trees.repeat(self.buffers[clients.size], len(seen))
+
+        def exchange(descriptor: Tensor) -> tuple[Model, Model]:
+            model = self.hyper_net(standard(descriptor), clients.size)
+            sent = Each(trees.detach(model) | buffers)
+            return model, clients.ask(Client.train_model, sent, batches=config.batches)
+
+        rows = seen.clone().requires_grad_()
+        optimizer = SGD([rows], config.novel_lr, fused=True)
+        return fit_rows(
+            rows, optimizer, exchange, clients, rounds=config.novel_rounds, clip=config.clip
+        )
 
     def descend(
         self, model: Mapping[str, Model], delta: Mapping[str, Model], clients: Cohort

@@ -44,7 +44,7 @@ from hyperfed import federation, trees
 from hyperfed.federation import Cohort, Each, Outline, step
 from hyperfed.functional import forward
 from hyperfed.methods.parts.contrast import check_logits, distances
-from hyperfed.methods.parts.hypernet_training import clip_rows, pull_back_groups
+from hyperfed.methods.parts.hypernet_training import fit_rows, pull_back_groups
 from hyperfed.nets.chunks import ChunkHeads
 from hyperfed.nets.shapes import shapes_of
 from hyperfed.training import Batch, LocalConfig, Objective, sgd, supervised
@@ -276,11 +276,13 @@ class Server(federation.Server):
         rows: Tensor = clients.ask(Client.draw_embedding, like)["embedding"]
         rows.requires_grad_()
         optimizer = Adam([rows], config.novel_lr or config.lr, fused=True)
-        for _ in range(config.novel_rounds):
+
+        def exchange(rows: Tensor) -> tuple[Model, Model]:
             model = self.hyper_net(rows.view(-1, *shape), size)
-            delta = clients.ask(Client.train_model, Each(detach(model)), batches=config.batches)
-            optimizer.zero_grad()
-            pull_back(model, delta, clients.weight.sign(), onto=[rows])
-            clip_rows(rows, config.clip)
-            optimizer.step()
-        return rows.detach().view(-1, *shape)
+            sent = Each(detach(model))
+            return model, clients.ask(Client.train_model, sent, batches=config.batches)
+
+        fitted = fit_rows(
+            rows, optimizer, exchange, clients, rounds=config.novel_rounds, clip=config.clip
+        )
+        return fitted.view(-1, *shape)

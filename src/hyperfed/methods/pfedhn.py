@@ -28,14 +28,14 @@ from torch import Tensor, nn
 from hyperfed import federation
 from hyperfed.federation import Cohort, Each, Outline, step
 from hyperfed.methods.parts import a_distance, pools
-from hyperfed.methods.parts.hypernet_training import HyperNetConfig, clip_rows, descend
+from hyperfed.methods.parts.hypernet_training import HyperNetConfig, descend, fit_rows
 from hyperfed.methods.parts.pools import POOL, PoolConfig
 from hyperfed.methods.parts.presets import PEFLL
 from hyperfed.nets.anatomy import head_names
 from hyperfed.nets.layers import draw_weights, update_norms
 from hyperfed.nets.shapes import shapes_of
 from hyperfed.training import PersonalConfig, count_classes
-from hyperfed.trees import Model, Tree, detach, partition, pull_back, subtract
+from hyperfed.trees import Model, Tree, detach, partition, subtract
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -249,11 +249,12 @@ class Server(federation.Server):
             embedding = clients.ask(Client.draw_embedding, {"embedding": mean})["embedding"]
         embedding.requires_grad_()
         optimizer = config.sgd(embeddings=[embedding], embedding_lr=config.novel_lr)
-        for _ in range(config.novel_rounds):
-            model = self.hyper_net(embedding, clients.size)
-            delta = clients.ask(Client.train_model, Each(detach(model)), batches=config.batches)
-            optimizer.zero_grad()
-            pull_back(model, delta, clients.weight.sign(), onto=[embedding])
-            clip_rows(embedding, config.clip)
-            optimizer.step()
-        return embedding.detach()
+
+        def exchange(rows: Tensor) -> tuple[Model, Model]:
+            model = self.hyper_net(rows, clients.size)
+            sent = Each(detach(model))
+            return model, clients.ask(Client.train_model, sent, batches=config.batches)
+
+        return fit_rows(
+            embedding, optimizer, exchange, clients, rounds=config.novel_rounds, clip=config.clip
+        )

@@ -1,6 +1,6 @@
 """What methods share whose server trains a hypernetwork on the deltas of the models it makes."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -213,6 +213,37 @@ def clip_together(gradients: Sequence[Tensor], clip: float) -> list[Tensor]:
         return torch.where(by > 0, gradient.double() * by, 0.0).to(gradient.dtype)
 
     return [clipped(gradient) for gradient in gradients]
+
+
+def fit_rows(
+    rows: Tensor,
+    optimizer: Optimizer,
+    exchange: Callable[[Tensor], tuple[Model, Model]],
+    clients: Cohort,
+    *,
+    rounds: int,
+    clip: float | None,
+) -> Tensor:
+    """Fits what novel clients' models are made from, by their deltas; the hypernetwork is frozen.
+
+    Args:
+        rows: (C, l) where each client begins, a leaf that requires gradients.
+        optimizer: of them, and of nothing else.
+        exchange: makes of rows the models and gets their deltas: sent minus trained, (C, ...) each.
+        clients: whose rows they are; a lost client's row stays.
+        rounds: how often they move.
+        clip: bound of the norm of a row's gradient; None for none.
+
+    Returns:
+        (C, l) rows, detached.
+    """
+    for _ in range(rounds):
+        model, delta = exchange(rows)
+        optimizer.zero_grad()
+        pull_back(model, delta, clients.weight.sign(), onto=[rows])
+        clip_rows(rows, clip)
+        optimizer.step()
+    return rows.detach()
 
 
 def clip_rows(rows: Tensor, clip: float | None) -> None:
