@@ -46,9 +46,10 @@ def test_the_example_trains_compares_serves_a_newcomer_and_says_where_everything
 ) -> None:
     said = run(tmp_path, "-c", EXAMPLE, str(ROOT / "examples" / "digits.py"))
     last = dict(line.split() for line in said.rpartition("on disk:")[2].split("\n") if line)
-    assert list(last) == [*EXAMPLE_METHODS, "figure", "model"]
+    methods = (*EXAMPLE_METHODS, "headstart")
+    assert list(last) == [*methods, "figure", "model"]
     assert all((tmp_path / path).exists() for path in last.values())
-    for method in EXAMPLE_METHODS:
+    for method in methods:
         summary = json.loads((tmp_path / last[method] / "summary.json").read_text())
         assert summary["rounds"] == 2
         row = next(line for line in said.splitlines() if line.startswith(f"{method} "))
@@ -61,7 +62,7 @@ def test_the_example_trains_compares_serves_a_newcomer_and_says_where_everything
         "layers.1.weight": (10, 50),
         "layers.1.bias": (10,),
     }
-    assert re.search(r"by pefll in +\d+ ms +\d+\.\d%", said)
+    assert re.search(r"by headstart in +\d+ ms +\d+\.\d%", said)
 
 
 ADAPTERS = """

@@ -91,6 +91,7 @@ def test_a_notebook_was_executed_and_runs(path: Path, monkeypatch: pytest.Monkey
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     code = [cell for cell in cells if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    assert "stderr" not in {shown.get("name") for cell in code for shown in cell["outputs"]}
     train = hyperfed.train
     monkeypatch.setattr(
         hyperfed, "train", lambda *given, **keys: train(*given, **{**keys, "rounds": 1})

@@ -35,8 +35,12 @@ from hyperfed.runs.folder import read_run
 RESULTS = ROOT / "results" / "first_run"
 SEEDS, OTHER_SEED = (0, 1, 2), 3
 LOCAL_RATES = (0.005, 0.02, 0.1)
-SERVER_RATES = {"pfedhn": (0.01, 0.03, 0.1), "pefll": (0.001, 0.002, 0.005)}
-"""The one is of SGD and the other of Adam, which take rates of another order."""
+SERVER_RATES = {
+    "pfedhn": (0.01, 0.03, 0.1),
+    "pefll": (0.001, 0.002, 0.005),
+    "headstart": (0.3, 1.0, 3.0),
+}
+"""Of SGD, of Adam and of averaging, which take rates of different orders."""
 NOVEL_RATES = (0.1, 0.3, 1.0, 3.0)
 
 
@@ -57,7 +61,7 @@ def choose(method: str, rounds: int, results: Path) -> None:
         grid.reached(of, rates, train)
     grid.go_beyond(of, train)
     best = grid.best(of)
-    print(f"{method:8}{best}  <- chosen", flush=True)
+    print(f"{method:10}{best}  <- chosen", flush=True)
     if method == "pfedhn":
         choose_for_newcomers(train(best), results / "newcomers.jsonl")
 
@@ -80,8 +84,8 @@ def record(method: str, rounds: int, results: Path) -> None:
 
 def draw(results: Path) -> None:
     """Draws the figure of README.md."""
-    local, pefll = (read_run(results / of / f"seed{SEEDS[0]}") for of in ("local", "pefll"))
-    paired.draw(local, pefll, ROOT / "docs" / "first_run.svg")
+    alone, made = (read_run(results / of / f"seed{SEEDS[0]}") for of in ("local", "headstart"))
+    paired.draw(alone, made, ROOT / "docs" / "first_run.svg")
 
 
 if __name__ == "__main__":
