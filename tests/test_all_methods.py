@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from all_methods import FEDERATIONS, server_rates, train
+from all_methods import FEDERATIONS, method_of, server_rates, train
 from hyperfed.data.settings import TaskConfig
 
 
@@ -46,3 +46,12 @@ def test_what_a_hypernetwork_is_worth_is_told_by_a_training_without() -> None:
     assert all(torch.equal(one[name], other[name]) for name in names)
     assert not server_rates("headstart_common")
     assert len(server_rates("headstart")) == 3
+
+
+def test_a_last_layer_of_its_own_stays_with_the_client() -> None:
+    task = FEDERATIONS["own_labels"].task | {"clients": 6}
+    few = replace(FEDERATIONS["own_labels"], task=task, rounds=10, local_steps=1, cohort=1)
+    run = train("headstart_own_head", few, 3, {})
+    assert run.config.settings.head_layers == 1
+    assert method_of("headstart_own_head") == "headstart"
+    assert len(server_rates("headstart_own_head")) == 3

@@ -119,11 +119,20 @@ UNLABELLED = "_unlabelled"
 COMMON = "_common"
 """Ends the name of a method whose hypernetwork learns nothing; clients add their frequencies."""
 
+OWN_HEAD = "_own_head"
+"""Ends the name of a method whose clients keep their last layer to themselves."""
+
+OF_ENDING: dict[str, dict[str, Any]] = {
+    UNLABELLED: {"label_dropout": 0.5},
+    COMMON: {"lr": 0.0},
+    OWN_HEAD: {"head_layers": 1},
+}
+"""What is set in the methods whose names end so."""
+
 NAMES = [
     *METHODS,
     *(method + FINETUNED for method in ("fedavg", "pfedhn", "pefll", "headstart", "itpfl")),
-    "headstart" + UNLABELLED,
-    "headstart" + COMMON,
+    *("headstart" + ending for ending in OF_ENDING),
 ]
 
 
@@ -149,7 +158,7 @@ def settings_of(method: str, federation: Federation) -> dict[str, Any]:
 
 def method_of(name: str) -> str:
     """Returns the method of a name that may have an ending."""
-    for ending in (FINETUNED, UNLABELLED, COMMON):
+    for ending in (FINETUNED, *OF_ENDING):
         name = name.removesuffix(ending)
     return name
 
@@ -167,9 +176,9 @@ def train(
     task, own = dict(federation.task), settings_of(method, federation)
     if name.endswith(UNLABELLED):
         task |= {"unlabelled": True}
-        own |= {"label_dropout": 0.5}
-    if name.endswith(COMMON):
-        own |= {"lr": 0.0}
+    for ending, settings in OF_ENDING.items():
+        if name.endswith(ending):
+            own |= settings
     return hyperfed.train(
         method,
         out=out,

@@ -189,6 +189,7 @@ ENDINGS = {
     "_finetuned": ", fine-tuned",
     "_unlabelled": ", newcomers without labels",
     "_common": ", its common model alone",
+    "_own_head": ", with last layers of their own",
 }
 """Of the folder of a method that was served otherwise -> what is said of it."""
 

@@ -83,9 +83,9 @@ def expected_after(
     objective = torch.zeros((), dtype=torch.float64)
     for row, client in enumerate(clients):
         x, y = drawn(task, client, number, "train_model")
-        model = {name: value[row] for name, value in made.items()}
+        model = {name: value[row] for name, value in made.items()} | kept(federation, client)
         output = logits(task.models["base"], model, x)
-        if (looks[row][1] >= 0).all():
+        if not kept(federation, client) and (looks[row][1] >= 0).all():
             output = output + frequencies(task, client, server.config.pseudo_count).log()
         objective = objective + task.loss(output, y) / len(clients)
     found = torch.autograd.grad(objective, list(named.values()))
@@ -99,6 +99,15 @@ def expected_after(
         - rate(name) * pulled[name] * (min(1, bound) if rate(name) != 0.7 else 1)
         for name, value in named.items()
     }
+
+
+def kept(federation: Federation, client: int) -> dict[str, Tensor]:
+    """A client's own last layer, as it has left it or else as all begin."""
+    if not federation.config.head_layers:
+        return {}
+    initial = {n: v for n, v in federation.task.initial("base").items() if n.startswith("head")}
+    head: dict[str, Tensor] = federation.engine.memory.get(client, {}).get("head", initial)
+    return head
 
 
 def frequencies(task: Task, client: int, more: float | None) -> Tensor:
@@ -138,6 +147,8 @@ def parameters(federation: Federation) -> dict[str, Tensor]:
         ([0, 1, 3], {"head_rank": 2}),
         ([0, 1, 3], {"clip": 1e-3}),
         ([0, 1, 3], {"hyper_net": "chunks", "chunk": 5}),
+        ([0, 1, 3], {"head_layers": 1}),
+        ([0, 1, 3], {"head_layers": 1, "hyper_net": "chunks", "chunk": 5}),
     ],
 )
 def test_the_update_is_that_of_the_one_piece_objective_and_the_mean_delta(
@@ -150,6 +161,47 @@ def test_the_update_is_that_of_the_one_piece_objective_and_the_mean_delta(
         federation.round(clients, number)
         ours = {name: value.detach() for name, value in parameters(federation).items()}
         torch.testing.assert_close(ours, expected, **CLOSE)
+    assert set(federation.engine.memory) == (set(clients) if "head_layers" in own else set())
+
+
+@pytest.mark.parametrize("clip", [None, 1e-9])
+def test_layers_of_its_own_begin_as_the_targets_and_are_kept_as_the_client_trains_them(
+    clip: float | None,
+) -> None:
+    """Nothing that others do, no frequency and no clip touches them; who never trained has none."""
+    settings = SETTINGS | {"head_layers": 1, "lr": 0.0, "local_clip": clip}
+    federation = Federation("headstart", make_task(novel=1), **settings)
+    task = federation.task
+    for number in range(2):
+        x, y = drawn(task, 1, number, "train_model")
+        body = {name: value.clone() for name, value in federation.server.hyper_net.common().items()}
+        assert set(body) == {"body.weight", "body.bias"}
+        head = {n: v.clone().requires_grad_() for n, v in kept(federation, 1).items()}
+        assert set(head) == {"head.weight", "head.bias"}
+        task.loss(logits(task.models["base"], body | head, x), y).backward()
+        federation.round([0, 1], number)
+        for name, value in head.items():
+            assert value.grad is not None
+            ours = federation.engine.memory[1]["head"][name]
+            torch.testing.assert_close(ours, value.detach() - 0.1 * value.grad, **CLOSE)
+    served = federation.personal(1)
+    torch.testing.assert_close({n: served[n] for n in head}, kept(federation, 1), **CLOSE)
+    for client, options in ((2, {}), (3, {"fresh": True})):
+        served = federation.personal(client, **options)
+        torch.testing.assert_close({n: served[n] for n in head}, kept(federation, 2), **CLOSE)
+
+
+def test_a_newcomer_trains_its_own_layers_while_it_is_fitted_and_needs_labels_for_them() -> None:
+    settings = SETTINGS | {"head_layers": 1, "novel_rounds": 2}
+    federation = Federation("headstart", make_task(novel=1), **settings)
+    federation.round([0, 1])
+    served = federation.personal(3, fresh=True)
+    assert not torch.allclose(served["head.weight"], federation.task.initial("base")["head.weight"])
+    assert 3 not in federation.engine.memory
+    settings |= {"label_dropout": 0.5}
+    federation = Federation("headstart", make_task(novel=1, unlabelled=True), **settings)
+    with pytest.raises(UnlabelledError):
+        federation.personal(3, fresh=True)
 
 
 @pytest.mark.parametrize("hyper_net", ["heads", "single"])
@@ -237,6 +289,7 @@ def test_what_differs_is_learned_at_the_pace_of_averaging_and_no_class_is_imposs
     assert headstart.Config().lr == headstart.Config().common_lr == 1
     assert headstart.Config().network_lr == 1e-3  # Adam's own
     assert (headstart.Config().novel_rounds, headstart.Config().novel_lr) == (5, 1)
+    assert headstart.Config().head_layers == 0
     with pytest.raises(ValueError, match="pseudo_count"):
         headstart.Config(pseudo_count=0)
 

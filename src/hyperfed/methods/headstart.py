@@ -22,16 +22,18 @@ exchanges, with what other methods of the field do once each:
 - **Labels may be kept from the descriptor network** (``label_dropout``): of a part of the visits it
   sees inputs alone, and no frequencies are told, so that a newcomer without labels is described by
   the same network.
+- **The last layers may be the client's own** (``head_layers``), as in pFedHN-PC: for clients whose
+  labels have nothing in common, of which no common layer could tell anything.
 - **In training a client is described by half of a batch**, and trains on all of it: who describes a
   client of few examples by all of them, always the same, learns it by heart, and newcomers get what
   they should not.
 
 Sent: the descriptor network down, the descriptor up; the model down, delta up; the descriptor's
-gradient down, that of the descriptor network up, as in PeFLL. Kept by the client: nothing; its
-class frequencies do not leave it. Evaluated: the model made from all training data, with the
-client's frequencies; ``serve.finetune_steps`` goes on from it. A novel client does the same, after
-``novel_rounds`` of the model down and delta up; without labels it can where ``label_dropout`` is
-above 0, and its descriptor stays as it was seen.
+gradient down, that of the descriptor network up, as in PeFLL. Kept by the client: the last layers,
+where they are its own; its class frequencies do not leave it. Evaluated: the model made from all
+training data, with what is the client's; ``serve.finetune_steps`` goes on from it. A novel client
+does the same, after ``novel_rounds`` of the model down and delta up; without labels it can where
+``label_dropout`` is above 0, and its descriptor stays as it was seen.
 """
 
 from collections.abc import Mapping
@@ -49,17 +51,18 @@ from hyperfed.federation import Cohort, Each, Outline, step
 from hyperfed.methods import pefll
 from hyperfed.methods.parts.hypernet_training import descend, fit_rows
 from hyperfed.methods.parts.presets import DEFAULT
+from hyperfed.nets.anatomy import head_names
 from hyperfed.nets.chunks import DescribedChunks
 from hyperfed.nets.descriptors import Centred
-from hyperfed.nets.hypernets import hold_common, start_at
+from hyperfed.nets.hypernets import HyperNet, hold_common, start_at
 from hyperfed.nets.layers import UnitLength
-from hyperfed.training import Batch, Steps, count_classes
+from hyperfed.training import Batch, PersonalConfig, Steps, count_classes
 from hyperfed.trees import Model, Tree, model_of, weighted_mean
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
-class Config(pefll.Config):
-    """Settings of HeadStart: PeFLL's, and six more.
+class Config(pefll.Config, PersonalConfig):
+    """Settings of HeadStart: PeFLL's, and some more.
 
     Attributes:
         lr: learning rate of the hypernetwork's output: by how much of its delta a client's model
@@ -72,6 +75,8 @@ class Config(pefll.Config):
         pseudo_count: examples of every class that a client counts beside its own, so that no class
             is impossible; None leaves the biases as they are made. Of a task with classes, and a
             target whose last trained parameter is a bias for each of them.
+        head_layers: how many of the target's last layers are the client's own. They begin as the
+            target's do; class frequencies are not added to them.
         label_dropout: probability that the descriptor network is told no label in a visit of
             training; of classes, and a network that looks at inputs, only.
         novel_rounds: exchanges in which a novel client's descriptor is fitted, the networks frozen;
@@ -85,6 +90,7 @@ class Config(pefll.Config):
     descriptor_size: pefll.DescriptorSize = 16
     common_lr: NonNegativeFloat = 1.0
     pseudo_count: PositiveFloat | None = 1.0
+    head_layers: NonNegativeInt = 0
     label_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     novel_rounds: NonNegativeInt = 5
     novel_lr: PositiveFloat = 1.0
@@ -96,6 +102,10 @@ class Config(pefll.Config):
                 "method.label_dropout must be 0 where labels alone describe a client, came "
                 f'{self.label_dropout} with descriptor_net = "linear"; change one of them'
             )
+
+    def generator(self, outline: Outline) -> HyperNet:
+        """Builds the hypernetwork, of all but the clients' own layers."""
+        return self.build(outline, self.length(outline), head_layers=self.head_layers)
 
 
 UNTOLD = -1
@@ -124,13 +134,27 @@ class Client(pefll.Client):
 
     @step(like="model", bounded="reply")
     def train_model(self, model: Model) -> Model:
-        """Returns PeFLL's delta; zeros of a client that has no labels to train by."""
-        if not self.labelled:
-            return trees.subtract(model, model)
-        return super().train_model(model)
+        """Returns delta after local SGD; keeps the client's own layers.
+
+        A client that has no labels, nor layers that need them, answers with zeros.
+        """
+        head = self.head
+        if not head:
+            return super().train_model(model) if self.labelled else trees.subtract(model, model)
+        start, parameters = self.personal_model(model), self.parameters
+        trained = self.train_own(
+            self.objective, start, self.batches, trainable=parameters, own=head, unclipped=head
+        )
+        self.memory["head"], sent = trees.partition(trained, head)
+        return trees.subtract(trees.partition(start, head)[1], sent)
 
     def personal_model(self, received: Model) -> Model:
-        """Returns what was made, the logarithms of the client's class frequencies in its biases."""
+        """Returns what was made, the logarithms of the client's class frequencies in its biases.
+
+        With layers of its own it has these, and no frequencies.
+        """
+        if head := self.head:
+            return received | self.recall("head", head)
         *_, (name, last) = trees.parameters_of(self.module).items()
         more = self.config.pseudo_count
         if more is None or not self.labelled or not self.classes or last.shape != (self.classes,):
@@ -138,6 +162,11 @@ class Client(pefll.Client):
         count = count_classes(self.train.labels, self.classes).to(last.dtype) + more
         added = (count / count.sum()).log() * self.scratch.get("told", 1)
         return {**received, name: received[name] + added}
+
+    @property
+    def head(self) -> tuple[str, ...]:
+        """Names of the client's own parameters."""
+        return head_names(self.module, self.config.head_layers)
 
     def labels(self, batch: Batch) -> Tensor:
         """Returns (B,) the labels, untold where there are none and the network learned without."""

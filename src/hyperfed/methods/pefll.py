@@ -27,6 +27,7 @@ from hyperfed.methods.parts.generators import GeneratorConfig
 from hyperfed.methods.parts.hypernet_training import descend
 from hyperfed.methods.parts.presets import DEFAULT
 from hyperfed.nets.descriptors import LabelledTarget, LabelMap, Standard
+from hyperfed.nets.hypernets import HyperNet
 from hyperfed.training import Batch, Batches, Epochs, LocalConfig, Steps, sgd
 from hyperfed.trees import Model, Tree
 
@@ -87,6 +88,10 @@ class Config(GeneratorConfig, LocalConfig):
             return self.descriptor_size
         known, everybody = outline.clients, outline.clients + outline.novel
         return max(2, known // 4 if self.descriptor_size == "n/4" else 1 + everybody // 4)
+
+    def generator(self, outline: Outline) -> HyperNet:
+        """Builds the hypernetwork."""
+        return self.build(outline, self.length(outline))
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -175,7 +180,7 @@ class Server(federation.Server):
     def __init__(self, outline: Outline, config: Config) -> None:
         super().__init__(outline, config)
         self.descriptor_net = Client.networks(outline, config)["descriptor_net"]
-        self.hyper_net = config.build(outline, config.length(outline))
+        self.hyper_net = config.generator(outline)
         self.standard = Standard(fit=config.standardize).to(outline.dtype)
         self.buffers: Tree = {
             size: trees.partition(outline.initial(size), trees.parameters_of(net))[1]

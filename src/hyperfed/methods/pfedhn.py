@@ -33,7 +33,6 @@ from hyperfed.methods.parts.pools import POOL, PoolConfig
 from hyperfed.methods.parts.presets import PEFLL
 from hyperfed.nets.anatomy import head_names
 from hyperfed.nets.layers import draw_weights, update_norms
-from hyperfed.nets.shapes import shapes_of
 from hyperfed.training import PersonalConfig, count_classes
 from hyperfed.trees import Model, Tree, detach, partition, subtract
 
@@ -167,12 +166,8 @@ class Server(federation.Server):
         super().__init__(outline, config)
         learned = config.descriptor == "embedding"
         size = config.length(outline.clients) if learned else outline.classes
-        shapes = {
-            name: partition(shapes_of(net), head_names(net, config.head_layers))[1]
-            for name, net in outline.models.items()
-        }
         self.hyper_net = config.build(
-            outline, size, shapes=shapes, spectral_norm=config.spectral_norm
+            outline, size, head_layers=config.head_layers, spectral_norm=config.spectral_norm
         )
         self.embeddings = nn.Embedding(outline.clients, size).to(outline.dtype)
         self.examples: Tree = {}  # {"count": (classes,)} of all known clients, once they were asked

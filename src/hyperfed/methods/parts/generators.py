@@ -8,9 +8,11 @@ from pydantic.dataclasses import dataclass
 
 from hyperfed.errors import UserError
 from hyperfed.federation import Outline
+from hyperfed.nets.anatomy import head_names
 from hyperfed.nets.chunks import DescribedChunks
 from hyperfed.nets.hypernets import HyperNet, MultiHead, SingleOutput, start_at
 from hyperfed.nets.shapes import Shapes, shapes_of, spread_of
+from hyperfed.trees import partition
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -60,7 +62,7 @@ class GeneratorConfig:
         outline: Outline,
         length: int,
         *,
-        shapes: Shapes | None = None,
+        head_layers: int = 0,
         spectral_norm: bool = False,
     ) -> HyperNet:
         """Builds the hypernetwork of a server.
@@ -68,11 +70,13 @@ class GeneratorConfig:
         Args:
             outline: of the task; the targets are as they are to start with.
             length: l, of a descriptor.
-            shapes: what to generate; all trained parameters of the targets where None.
+            head_layers: of the targets, the last ones that are not generated.
             spectral_norm: as of ``MultiHead``.
         """
-        if shapes is None:
-            shapes = {size: shapes_of(net) for size, net in outline.models.items()}
+        shapes = {
+            size: partition(shapes_of(net), head_names(net, head_layers))[1]
+            for size, net in outline.models.items()
+        }
         net: HyperNet
         if self.hyper_net == "chunks":
             net = DescribedChunks(
