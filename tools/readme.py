@@ -205,6 +205,7 @@ DOCUMENTS: Mapping[Path, Mapping[str, Callable[[], str]]] = {
         name: partial(table_of_records, name.replace(" ", "_"), best_first=True)
         for name in (
             "own labels",
+            "alphabets",
             "writers",
             "few labels",
             "two classes 50",
