@@ -34,6 +34,7 @@ KEPT = {
     "fedrep",
     "fml",
     "gpfl",
+    "headstart",
     "heurpfedla",
     "lg_fedavg",
     "local",
