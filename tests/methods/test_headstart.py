@@ -19,7 +19,7 @@ from hyperfed.nets.descriptors import Centred
 from hyperfed.system.randomness import generator, seeded
 from hyperfed.task import Task
 from hyperfed.training import UnlabelledError
-from toys import CLASSES, PLAIN, Federation, TwoLayers, logits, make_task
+from toys import CLASSES, PLAIN, Federation, Normed, TwoLayers, logits, make_task
 
 CLOSE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-12}
 SETTINGS: dict[str, Any] = PLAIN | {
@@ -190,6 +190,16 @@ def test_layers_of_its_own_begin_as_the_targets_and_are_kept_as_the_client_train
     for client, options in ((2, {}), (3, {"fresh": True})):
         served = federation.personal(client, **options)
         torch.testing.assert_close({n: served[n] for n in head}, kept(federation, 2), **CLOSE)
+
+
+def test_several_layers_may_be_its_own_and_keep_their_momentum() -> None:
+    settings = SETTINGS | {"head_layers": 2, "keep_momentum": True, "local_momentum": 0.9}
+    federation = Federation("headstart", make_task(Normed), **settings)
+    federation.round([0, 1])
+    made, memory = federation.server.hyper_net.common(), federation.engine.memory[0]
+    assert set(made) == {"body.weight", "body.bias"}
+    own = {name for name, _ in Normed().named_parameters()} - set(made)
+    assert set(memory["head"]) == set(memory["momentum"]) == own
 
 
 def test_a_newcomer_trains_its_own_layers_while_it_is_fitted_and_needs_labels_for_them() -> None:
