@@ -27,6 +27,17 @@ def test_clients_with_two_classes_are_as_many_as_their_name_says() -> None:
         assert task["classes_per_client"] == 2
 
 
+def test_rates_are_taken_from_a_federation_that_differs_in_a_number_alone() -> None:
+    takes = [each for each in FEDERATIONS.values() if each.rates_of]
+    assert len(takes) == 3
+    for federation in takes:
+        other = FEDERATIONS[federation.rates_of or ""]
+        assert other.rates_of is None
+        differs = {key for key, value in other.task.items() if federation.task[key] != value}
+        assert differs in ({"clients"}, {"alpha"})
+        assert replace(federation, task=other.task, rates_of=None) == other
+
+
 def test_newcomers_without_labels_are_served_by_a_method_that_learned_to_do_without() -> None:
     task = FEDERATIONS["own_labels"].task | {"clients": 6}
     few = replace(FEDERATIONS["own_labels"], task=task, rounds=10, local_steps=1, cohort=1)

@@ -18,8 +18,9 @@ weight decay, and local learning rates to choose from; a method whose server lea
 three rates for that, around its default, at the local rate chosen. Where the best of a rate is the
 least or greatest that was tried, a third or three times of it is tried as well, until it is not.
 Rates are chosen by the best round's accuracy on the validation data of a division (a seed) that no
-record is of. All other settings are a method's defaults. A newcomer who trains does so for as many
-steps as each of the others on average.
+record is of; three federations take those of one that differs from them in a number alone. All
+other settings are a method's defaults. A newcomer who trains does so for as many steps as each of
+the others on average.
 """
 
 import argparse
@@ -53,6 +54,7 @@ class Federation:
         local_steps: steps of each of them.
         rounds: of training.
         engine: the faster of both on one core.
+        rates_of: the federation whose rates these clients take; their own where it is None.
     """
 
     task: Mapping[str, Any]
@@ -60,6 +62,7 @@ class Federation:
     local_steps: int
     rounds: int = 100
     engine: str = "loop"
+    rates_of: str | None = None
 
     @property
     def visits(self) -> int:
@@ -88,15 +91,18 @@ FEDERATIONS = {
     ),
     **{
         f"two_classes_{known}": Federation(
-            CIFAR | {"clients": known * 6 // 5, "classes_per_client": 2}, 10, 20
+            CIFAR | {"clients": known * 6 // 5, "classes_per_client": 2}, 10, 20, rates_of=rates_of
         )
-        for known in (10, 50, 100)
+        for known, rates_of in ((10, "two_classes_50"), (50, None), (100, "two_classes_50"))
     },
     **{
         f"dirichlet_{alpha:g}": Federation(
-            CIFAR | {"clients": 60, "partition": "dirichlet_equal", "alpha": alpha}, 10, 20
+            CIFAR | {"clients": 60, "partition": "dirichlet_equal", "alpha": alpha},
+            10,
+            20,
+            rates_of=rates_of,
         )
-        for alpha in (0.1, 1.0)
+        for alpha, rates_of in ((0.1, None), (1.0, "dirichlet_0.1"))
     },
     "own_labels": Federation(digits.TASK, digits.COHORT, digits.LOCAL_STEPS, digits.ROUNDS, "vmap"),
     "writers": Federation(NATURAL | MLP | {"name": "mnist", "clients": 300}, 20, 10, engine="vmap"),
@@ -213,14 +219,15 @@ if __name__ == "__main__":
     parser.add_argument("--methods", nargs="+", default=NAMES, choices=NAMES)
     parser.add_argument("--results", type=Path, default=ROOT / "results")
     asked = parser.parse_args()
-    results, federation = asked.results / asked.federation, FEDERATIONS[asked.federation]
-    grid = Grid(results / "grid.jsonl")
+    federation = FEDERATIONS[asked.federation]
+    rates_of = federation.rates_of or asked.federation
+    grid = Grid(asked.results / rates_of / "grid.jsonl")
     for each in asked.methods:
         of = {"method": each}
         if asked.what == "grid":
-            searched = partial(train, each, federation, OTHER_SEED)
+            searched = partial(train, each, FEDERATIONS[rates_of], OTHER_SEED)
             grid.search(of, LOCAL_RATES, server_rates(each), searched)
             grid.go_beyond(of, searched)
         for seed in SEEDS if asked.what == "record" else ():
-            folder, rates = results / each / f"seed{seed}", grid.best(of)
+            folder, rates = asked.results / asked.federation / each / f"seed{seed}", grid.best(of)
             record(folder, rates, partial(train, each, federation, seed, rates))
