@@ -127,6 +127,16 @@ def test_figure_names_its_axes_and_runs(tmp_path):
         assert drawn.count(f">{label}<") == 2  # in the legend and below its clients
 
 
+@pytest.mark.parametrize("ending", ["svg", "pdf", "png"])
+def test_figure_is_the_same_file_on_another_day(ending, tmp_path, monkeypatch):
+    paths = [tmp_path / f"{day}.{ending}" for day in (0, 86_400)]
+    for day, path in enumerate(paths):
+        monkeypatch.setenv("SOURCE_DATE_EPOCH", str(86_400 * day))  # matplotlib's clock
+        draw_accuracy([finished("pfedhn"), finished("local")], path)
+    one, other = (path.read_bytes() for path in paths)
+    assert one == other
+
+
 def test_figure_shows_the_best_round_and_the_clients_that_have_examples(tmp_path, monkeypatch):
     drawn: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))

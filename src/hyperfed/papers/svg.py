@@ -5,17 +5,13 @@ from dataclasses import dataclass
 from io import StringIO
 from typing import TYPE_CHECKING
 
-from hyperfed.runs.drawing import COLOURS, look
+from hyperfed.runs.drawing import COLOURS, look, new_figure, write
 from hyperfed.runs.experiments import Published
 from hyperfed.runs.statistics import Spread
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-
-METADATA = ("Creator", "Date", "Format", "Type")
-"""What would be in a figure beside the drawing."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +66,7 @@ def draw_cells(curves: Sequence[Curve], dots: Sequence[Dot], label: str) -> str:
     Returns:
         SVG.
     """
-    figure = _new(10, max(3.2, 1.4 + 0.32 * len(dots)))
+    figure = new_figure(10, max(3.2, 1.4 + 0.32 * len(dots)))
     left, right = figure.subplots(1, 2)
     for index, curve in enumerate(curves):
         if not curve.points:
@@ -109,7 +105,7 @@ def draw_series(series: Sequence[Series], across: str, up: str) -> str:
     Returns:
         SVG.
     """
-    figure = _new(6, 3.6)
+    figure = new_figure(6, 3.6)
     axes = figure.subplots()
     for index, one in enumerate(series):
         axes.plot(
@@ -138,7 +134,7 @@ def draw_along(lines: Mapping[str, Sequence[Place]], across: str, up: str) -> st
     Returns:
         SVG.
     """
-    figure = _new(6.4, 3.8)
+    figure = new_figure(6.4, 3.8)
     axes = figure.subplots()
     ticks = sorted({place.at for places in lines.values() for place in places})
     for index, (name, found) in enumerate(lines.items()):
@@ -174,19 +170,12 @@ def _plain(axes: "Axes", grid: str) -> None:
     axes.set_axisbelow(True)
 
 
-def _new(width: float, height: float) -> "Figure":
-    # Not pyplot, which would keep every figure in memory and ask for a display.
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), layout="constrained")
-
-
 def to_svg(figure: "Figure") -> str:
     """Returns a figure as SVG whose text is text, the same for the same numbers."""
     file = StringIO()
     import matplotlib as mpl
 
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "hyperfed"}):
-        figure.savefig(file, format="svg", metadata=dict.fromkeys(METADATA))
+    with mpl.rc_context({"svg.fonttype": "none"}):
+        write(figure, file, "svg")
     whole = file.getvalue()
     return whole[whole.index("<svg") :]

@@ -1,7 +1,7 @@
 """What all figures have in common: colours that anyone can tell apart, and files."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 from hyperfed.errors import UserError
 from hyperfed.system.files import atomic_write
@@ -16,6 +16,9 @@ DASHES = ("-", "--", ":", "-.")
 """Told apart where colours are used up or not printed."""
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+
+LEFT_OUT = {"svg": ("Creator", "Date", "Format", "Type"), "pdf": ("CreationDate",)}
+"""Of each format what would be in a file beside the drawing, and differ from day to day."""
 
 
 def look(index: int, *of: Literal["linestyle", "marker"]) -> dict[str, Any]:
@@ -41,7 +44,15 @@ def check_ending(figure: "Figure", path: Path) -> None:
         )
 
 
+def write(figure: "Figure", file: "IO[Any]", ending: str) -> None:
+    """Writes a figure in a format; the same bytes of SVG and PDF for the same drawing."""
+    import matplotlib as mpl
+
+    with mpl.rc_context({"svg.hashsalt": "hyperfed"}):  # or elements get names by chance
+        metadata = dict.fromkeys(LEFT_OUT.get(ending, ()))
+        figure.savefig(file, format=ending, dpi=200, metadata=metadata)
+
+
 def save(figure: "Figure", path: Path) -> None:
     """Writes a figure whole or not at all."""
-    ending = path.suffix.removeprefix(".")
-    atomic_write(path, lambda file: figure.savefig(file, format=ending, dpi=200))
+    atomic_write(path, lambda file: write(figure, file, path.suffix.removeprefix(".")))
