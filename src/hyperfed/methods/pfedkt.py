@@ -33,7 +33,7 @@ import torch
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
-from torch.func import functional_call, grad
+from torch.func import functional_call, vjp
 
 from hyperfed import federation
 from hyperfed.federation import Cohort, Outline, average, step
@@ -179,12 +179,12 @@ class Client(federation.Client):
         That is the gradient of |theta(phi) - trained|^2 / 2, by SGD (one step: equation 1) or Adam.
         """
 
-        def product(weights: Model) -> Tensor:
-            made = self.generate(weights)
-            delta = subtract(detach(made), trained)
-            return torch.stack([(value * delta[name]).sum() for name, value in made.items()]).sum()
+        def gradient(phi: Model) -> Model:
+            theta, transposed = vjp(self.generate, phi)[:2]
+            by: Model = transposed(subtract(theta, trained))[0]
+            return by
 
-        config, gradient = self.config, grad(product)
+        config = self.config
         if config.optimizer == "adam":
             return adam(gradient, hyper_net, config.absorb_steps, config.lr)
         for _ in range(config.absorb_steps):
