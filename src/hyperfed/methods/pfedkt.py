@@ -45,7 +45,7 @@ from hyperfed.nets.chunks import Chunked
 from hyperfed.nets.layers import draw_weights
 from hyperfed.nets.shapes import shapes_of, spread_of
 from hyperfed.training import Batch, LocalConfig, Objective, adam, sgd, supervised
-from hyperfed.trees import Model, Tree, detach, subtract, tree_map
+from hyperfed.trees import Model, Tree, subtract, tree_map
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
