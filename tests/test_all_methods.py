@@ -1,11 +1,18 @@
 """The comparison of all methods: who takes part in each federation, and that it can be run."""
 
+import runpy
+import sys
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+import hyperfed
 from all_methods import FEDERATIONS, method_of, server_rates, train
+from grids import KEPT, ROOT
 from hyperfed.data.settings import TaskConfig
 
 
@@ -36,6 +43,53 @@ def test_rates_are_taken_from_a_federation_that_differs_in_a_number_alone() -> N
         differs = {key for key, value in other.task.items() if federation.task[key] != value}
         assert differs in ({"clients"}, {"alpha"})
         assert replace(federation, task=other.task, rates_of=None) == other
+
+
+@pytest.fixture
+def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs the tool, with trainings that reach the more the nearer ``local_lr`` is to 0.1 or 3."""
+    trained: list[dict[str, Any]] = []
+
+    def reaching(_method: str, *, out: Path | None, **settings: Any) -> Any:
+        trained.append(settings)
+        rate = settings["method"]["local_lr"]
+        summary = {"val_accuracy": 1 - min(abs(rate - 0.1), abs(rate - 3.0) / 30)}
+        for name in KEPT if out is not None else ():
+            (out / name).write_text("")
+        return SimpleNamespace(summary=summary, folder=SimpleNamespace(path=out))
+
+    def run(*arguments: str) -> list[dict[str, Any]]:
+        trained.clear()
+        path = ROOT / "tools" / "all_methods.py"
+        options = ["--methods", "local", "--results", str(tmp_path)]
+        monkeypatch.setattr(sys, "argv", [str(path), *arguments, *options])
+        runpy.run_path(str(path), run_name="__main__")
+        return list(trained)
+
+    monkeypatch.setattr(hyperfed, "train", reaching)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("name", "rates"), [("dirichlet_0.1", [0.03, 0.1, 0.3]), ("roles", [1.0, 3.0, 10.0])]
+)
+def test_the_rates_tried_are_the_federations(name: str, rates: list[float], tool: Any) -> None:
+    assert [each["method"]["local_lr"] for each in tool(name, "grid")] == rates
+
+
+def test_rates_of_another_federation_are_searched_and_looked_up_there(
+    tool: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(hyperfed.UserError, match=r"must be in .*two_classes_50/grid\.jsonl"):
+        tool("two_classes_10", "record")
+    searched = tool("two_classes_10", "grid")
+    assert all(each["task"] == FEDERATIONS["two_classes_50"].task for each in searched)
+    assert [path.name for path in tmp_path.iterdir()] == ["two_classes_50"]
+    recorded = tool("two_classes_10", "record")
+    assert [each["seed"] for each in recorded] == [0, 1, 2]
+    assert all(each["task"] == FEDERATIONS["two_classes_10"].task for each in recorded)
+    assert all(each["method"]["local_lr"] == 0.1 for each in recorded)
+    assert len(list(tmp_path.glob("two_classes_10/local/seed?/summary.json"))) == 3
 
 
 def test_newcomers_without_labels_are_served_by_a_method_that_learned_to_do_without() -> None:
