@@ -209,7 +209,10 @@ DOCUMENTS: Mapping[Path, Mapping[str, Callable[[], str]]] = {
             "writers",
             "few labels",
             "two classes 50",
+            "two classes 10",
+            "two classes 100",
             "dirichlet 0.1",
+            "dirichlet 1",
             "many labels",
         )
     },
