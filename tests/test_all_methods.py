@@ -35,10 +35,10 @@ def test_clients_with_two_classes_are_as_many_as_their_name_says() -> None:
 
 
 def test_rates_are_taken_from_a_federation_that_differs_in_a_number_alone() -> None:
-    takes = [each for each in FEDERATIONS.values() if each.rates_of]
+    takes = [(each, each.rates_of) for each in FEDERATIONS.values() if each.rates_of is not None]
     assert len(takes) == 3
-    for federation in takes:
-        other = FEDERATIONS[federation.rates_of or ""]
+    for federation, rates_of in takes:
+        other = FEDERATIONS[rates_of]
         assert other.rates_of is None
         differs = {key for key, value in other.task.items() if federation.task[key] != value}
         assert differs in ({"clients"}, {"alpha"})

@@ -180,7 +180,7 @@ class Client(federation.Client):
         """
 
         def gradient(phi: Model) -> Model:
-            theta, transposed = vjp(self.generate, phi)[:2]
+            theta, transposed = vjp(self.generate, phi)[:2]  # by its type there may be a third
             by: Model = transposed(subtract(theta, trained))[0]
             return by
 

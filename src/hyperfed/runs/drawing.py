@@ -18,7 +18,7 @@ DASHES = ("-", "--", ":", "-.")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 LEFT_OUT = {"svg": ("Creator", "Date", "Format", "Type"), "pdf": ("CreationDate",)}
-"""Of each format what would be in a file beside the drawing, and differ from day to day."""
+"""By format, what would stand in a file beside the drawing: when and by what it was made."""
 
 
 def look(index: int, *of: Literal["linestyle", "marker"]) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def check_ending(figure: "Figure", path: Path) -> None:
         )
 
 
-def write(figure: "Figure", file: "IO[Any]", ending: str) -> None:
+def write(figure: "Figure", file: IO[Any], ending: str) -> None:
     """Writes a figure in a format; the same bytes of SVG and PDF for the same drawing."""
     import matplotlib as mpl
 
