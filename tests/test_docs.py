@@ -229,6 +229,7 @@ def test_a_method_to_check_is_known_and_has_tests_and_a_row(
 ) -> None:
     assert check_method.problem("pfedhn_pc") is None
     assert [path.name for path in check_method.own_tests("fedavg")] == ["test_baselines.py"]
+    assert {path.parent.name for path in check_method.own_tests("itpfl")} == {"itpfl"}
     assert "add it there" in str(check_method.problem("fedavgg"))
     assert "M must be a method" in str(check_method.problem(""))
     monkeypatch.setattr(readme, "README", tmp_path / "README.md")

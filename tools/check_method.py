@@ -19,16 +19,17 @@ PARAMETER = re.compile(r'parametrize\([^\[]*"method"')
 def own_tests(method: str) -> list[Path]:
     """Returns the files of tests that hold a method to its paper.
 
-    They are ``test_METHOD.py``, and those whose first line has the name that its docstring begins
-    with: a family may share a file.
+    They are ``test_METHOD.py``, those of the folder ``METHOD/``, and those whose first line has the
+    name that its docstring begins with: a family may share a file.
     """
     name = re.escape(readme.parts(method)["name"])
     says = re.compile(rf'"""(.*[^\w-])?{name}(?![\w-])')
-    return [
+    named = [
         path
         for path in sorted(TESTS.glob("test_*.py"))
         if path.name == f"test_{method}.py" or says.match(path.read_text(encoding="utf-8"))
     ]
+    return [*named, *sorted((TESTS / method).glob("test_*.py"))]
 
 
 def shared_tests() -> list[Path]:

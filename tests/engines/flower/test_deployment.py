@@ -258,7 +258,8 @@ def test_a_node_killed_in_mid_run_comes_back_with_what_its_clients_remember(
     # Its clients were lost while it was away, and were served with their heads afterwards.
     assert {lost["client"] for lost in test["lost"]} == set(range(10, 20))
     assert all("its site" in lost["reason"] for lost in test["lost"])
-    assert all(count > 0 for count in test["count"])
+    # Where one was not served, the log says why: it has happened on a slow machine.
+    assert all(count > 0 for count in test["count"]), federation.log("superexec")[-5000:]
     assert said["summary"]["rounds"] == 6
 
     # Each answer is on its account, and what was before the kill still is.

@@ -1,0 +1,163 @@
+"""IT-PFL-HN, end to end: hypernetwork and encoder descend one loss together, seen in one piece."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from hyperfed import trees
+from hyperfed.engines import Faults
+from hyperfed.engines.calls import Call
+from hyperfed.federation import AllLostError
+from hyperfed.system.randomness import seeded
+from methods.itpfl.checks import (
+    CLOSE,
+    LENGTH,
+    UNITS,
+    NormedInputs,
+    encode,
+    encoder_of,
+    federation,
+    generated,
+    inputs,
+    state,
+)
+from toys import CLASSES, FEATURES, TwoLayers, client_loss, logits
+
+
+def check_end_to_end(clients: list[int], **settings: Any) -> None:
+    """One round is gradient descent on the mean, or sum, of L_i(h(g(x_i))), by one-piece autograd.
+
+    The hypernetwork steps by its own rate and the encoder, always by the mean, by its own.
+    """
+    ours = federation(settings={"encoder": "end_to_end"} | settings)
+    server, config = ours.server, ours.config
+    leaves = {name: value.requires_grad_() for name, value in encoder_of(ours).items()}
+    objective = torch.zeros((), dtype=torch.float64)
+    for client in clients:
+        descriptor = encode(leaves, inputs(ours, client), bounded=config.bounded)
+        made = {name: value[0] for name, value in server.hyper_net(descriptor[None]).items()}
+        objective = objective + client_loss(ours.task, client, made) / len(clients)
+    of_net, of_encoder = dict(server.hyper_net.named_parameters()), list(leaves.values())
+    gradients = torch.autograd.grad(objective * config.local_lr, [*of_net.values(), *of_encoder])
+    together = len(clients) if config.cohort_reduction == "sum" else 1
+    expected_net = {
+        name: (value - config.lr * together * gradient).detach()
+        for (name, value), gradient in zip(of_net.items(), gradients, strict=False)
+    }
+    changes = gradients[len(of_net) :]
+    if config.encoder_optimizer == "adam":  # its first step is the sign, but for epsilon
+        changes = [change / (change.abs() + 1e-8) for change in changes]
+    rate = config.encoder_server_lr if config.encoder_optimizer == "adam" else config.encoder_lr
+    expected = {
+        name: (value - rate * change).detach()
+        for (name, value), change in zip(leaves.items(), changes, strict=True)
+    }
+    ours.round(clients, 0)
+    torch.testing.assert_close(dict(server.hyper_net.named_parameters()), expected_net, **CLOSE)
+    torch.testing.assert_close(encoder_of(ours), expected, **CLOSE)
+    assert len(server.embeddings.weight) == 0
+
+
+@pytest.mark.parametrize("clients", [[2], [0, 1, 2]])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"private": True}, {"cohort_reduction": "sum"}, {"encoder_optimizer": "adam"}],
+)
+def test_end_to_end_is_the_one_piece_gradient(clients: list[int], settings: dict[str, Any]) -> None:
+    check_end_to_end(clients, **settings)
+
+
+def test_end_to_end_a_client_lost_on_the_way_equals_one_never_sampled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = {"left": 0}
+
+    def loses_client_1(faults: Faults, seed: int, call: Call) -> bool:
+        calls["left"] -= call.client == 1
+        return call.client == 1 and calls["left"] == 0
+
+    smaller = federation(settings={"encoder": "end_to_end"})
+    smaller.round([0, 2], 0)
+    monkeypatch.setattr(Faults, "drops", loses_client_1)
+    for message in (1, 2, 3):  # its descriptor, its delta, its gradient of the encoder
+        calls["left"] = message
+        lossy = federation(settings={"encoder": "end_to_end"})
+        assert list(lossy.round([0, 1, 2], 0).state.lost) == [1]
+        torch.testing.assert_close(state(lossy), state(smaller), rtol=1e-12, atol=1e-14)
+
+
+def test_end_to_end_a_round_that_all_miss_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = federation(settings={"encoder": "end_to_end"})
+    before, calls = state(ours), {"count": 0}
+
+    def loses_last(faults: Faults, seed: int, call: Call) -> bool:
+        calls["count"] += 1
+        return calls["count"] == 3
+
+    monkeypatch.setattr(Faults, "drops", loses_last)
+    with pytest.raises(AllLostError):
+        ours.round([1], 0)
+    assert calls["count"] == 3
+    torch.testing.assert_close(state(ours), before, rtol=0, atol=0)
+
+
+def test_end_to_end_known_clients_are_served_by_their_inputs_and_phase_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ours = federation(settings={"encoder": "end_to_end", "standardize": None}, unlabelled=True)
+    for number in range(2):
+        ours.round([0, 1, 2], number)
+    server, encoder = ours.server, encoder_of(ours)
+    known = generated(server.hyper_net, encode(encoder, inputs(ours, 1)))
+    torch.testing.assert_close(ours.personal(1), known, **CLOSE)
+    novel = generated(server.novel_net, encode(encoder, inputs(ours, 3)))
+    torch.testing.assert_close(ours.personal(3, fresh=True), novel, **CLOSE)
+    assert not torch.allclose(server.novel_net.trunk[0].weight, server.hyper_net.trunk[0].weight)
+    rehearsed = server.rehearse(ours.engine.cohort([0, 1], 2, training=False)).tree
+    novel = generated(server.novel_net, encode(encoder, inputs(ours, 1)))
+    torch.testing.assert_close(trees.take(rehearsed, 1), novel, **CLOSE)
+    assert caplog.text == ""  # there is no embedding to be explained
+
+
+def test_end_to_end_serves_several_sizes_and_averages_batch_norm() -> None:
+    """Each reply is the gradient of a client's own descriptor, whatever its size and place."""
+    with seeded(0, "sizes"):
+        models = {"S": NormedInputs().double(), "L": TwoLayers().double()}
+    ours = federation(models=models, sizes=("S", "L", "S", "L"), settings={"encoder": "end_to_end"})
+    server, config, before = ours.server, ours.config, encoder_of(ours)
+    network = copy.deepcopy(server.encoder)
+    mean = {name: torch.zeros_like(v) for name, v in trees.parameters_of(network).items()}
+    buffers = {name: torch.zeros_like(v) for name, v in trees.buffers_of(network).items()}
+    for client in (0, 1, 2):
+        trees.fill(network, before)
+        size = ours.task.size_of(client)
+        made = server.hyper_net(network.train()(inputs(ours, client))[None], size)
+        own = {name: value[0] for name, value in made.items()}
+        start = {name: own.get(name, v) for name, v in models[size].state_dict().items()}
+        index = ours.task.train[client]
+        output = logits(models[size], start, ours.task.x[index])
+        loss = config.local_lr * torch.nn.functional.cross_entropy(output, ours.task.y[index]) / 3
+        pulled = torch.autograd.grad(loss, list(network.parameters()))
+        mean = {name: mean[name] + g for name, g in zip(mean, pulled, strict=True)}
+        buffers = {n: buffers[n] + v / 3 for n, v in network.named_buffers()}
+    assert buffers
+    ours.round([0, 1, 2], 0)
+    expected = {name: before[name] - config.encoder_lr * g for name, g in mean.items()}
+    after = encoder_of(ours)
+    torch.testing.assert_close({n: after[n] for n in mean}, expected, **CLOSE)
+    found = {n: v.double() for n, v in after.items() if n in buffers}
+    torch.testing.assert_close(found, {n: v.double() for n, v in buffers.items()}, **CLOSE)
+
+
+def test_end_to_end_what_travels() -> None:
+    ours = federation(settings={"encoder": "end_to_end"})
+    parameters = (FEATURES * 4 + 4 + 4 * CLASSES + CLASSES) * 8
+    encoder = (FEATURES * UNITS + UNITS + UNITS * 4 + 4 + 4 * LENGTH + LENGTH) * 8
+    cohort = ours.round([1], 0)
+    assert [(e.step, e.down, e.up) for e in cohort.state.exchanges] == [
+        ("describe_batch", encoder, LENGTH * 8),
+        ("train_model", parameters, parameters),
+        ("encoder_gradient", LENGTH * 8, encoder),
+    ]
