@@ -11,6 +11,9 @@ import pytest
 
 from check_method import own_tests
 
+# Whose checks say the values that differ, as those of a test do.
+pytest.register_assert_rewrite("apps.cli.checks", "methods.itpfl.checks", "together")
+
 # Both libraries read these when they are imported, which is after this file.
 os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
 os.environ["HF_HUB_OFFLINE"] = "1"

@@ -1,0 +1,108 @@
+"""``hyperfed compare``: rows, means over seeds, budgets, figures, and what is not compared."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from apps.cli.checks import SMALL, failure
+from hyperfed.apps.cli import main
+from hyperfed.runs.folder import RunFolder, read_run
+
+pytestmark = pytest.mark.xdist_group("cli")  # which share trained runs
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory) -> Path:
+    """A folder that holds a finished run on other data."""
+    out = Path(tmp_path_factory.mktemp("other"))
+    with pytest.raises(SystemExit, match="0"):
+        main(["run", "fedavg", *SMALL, "task.clients=5", "--out", str(out), "--quiet"])
+    return out
+
+
+class TestCompare:
+    def test_has_a_row_for_each_run(self, cli, trained):
+        outcome = cli("compare", trained, trained.parent, "--json")  # the same one, named twice
+        assert outcome.err == ""
+        (row,) = json.loads(outcome.out)
+        summary = read_run(trained).summary
+        assert summary is not None
+        assert row.pop("folder") == str(trained)
+        assert (row.pop("label"), row.pop("group")) == ("pfedhn", "pfedhn")
+        none = dict.fromkeys(("to_best", "novel_to_best", "over_local"))
+        paired = {"label": "pfedhn", "best": "pfedhn"} | none
+        assert row.pop("paired") == paired
+        assert row.pop("settings")["method.local_steps"] == 2
+        assert row == {name: summary[name] for name in row}
+
+    def test_warns_where_the_data_differ_and_draws(self, cli, trained, other, tmp_path):
+        figure, page = tmp_path / "figure.png", tmp_path / "page.html"
+        files = ("--figure", figure, "--html", page, "--x", "mb")
+        outcome = cli("compare", trained, other, *files)
+        assert outcome.code == 0
+        assert "different data" in outcome.err
+        lines = outcome.out.splitlines()
+        *_, first, second = lines[:-2]
+        assert lines[-2:] == [str(figure), str(page)]
+        assert (first.split()[0], second.split()[0]) == ("pfedhn", "fedavg")
+        start = next(n for n, line in enumerate(lines) if line.startswith("task.clients"))
+        assert lines[start].split() == ["task.clients", "4", "pfedhn"]
+        assert lines[start + 1].split() == ["5", "fedavg"]
+        assert '"axis": "mb"' in page.read_text()
+        assert figure.read_bytes().startswith(b"\x89PNG")
+
+    def test_has_means_over_seeds_where_there_are_several(self, cli, trained, copy):
+        line = "mean ± sd over seeds"
+        assert line not in cli("compare", trained).out
+        for name in ("config.toml", "summary.json"):
+            text = (copy / name).read_text()
+            (copy / name).write_text(
+                text.replace("seed = 0", "seed = 1").replace('"seed": 0', '"seed": 1')
+            )
+        _, _, means = cli("compare", trained, copy).out.partition(line)
+        (row,) = [told.split() for told in means.splitlines() if told.startswith("pfedhn  ")]
+        assert row[1:4] == ["2", f"{100 * read_run(trained).summary['test_accuracy']:.1f}", "±"]
+
+    def test_compares_the_seeds_of_methods_together(self, cli, trained, copy, other):
+        assert cli("compare", trained, other).out.count("the best") == 0  # other data
+        folders = [trained, *(copy.with_name(f"like {number}") for number in range(3))]
+        for number, folder in enumerate(folders[1:], 1):
+            shutil.copytree(trained, folder)
+            for name in ("config.toml", "summary.json"):
+                text = (folder / name).read_text()
+                text = text.replace("seed = 0", f"seed = {number % 2}")
+                text = text.replace('"seed": 0', f'"seed": {number % 2}')
+                text = text.replace("local_steps = 2", f"local_steps = {2 + number // 2}")
+                (folder / name).write_text(text)
+        lines = cli("compare", *folders).out.splitlines()
+        heads = [number for number, line in enumerate(lines) if "the best" in line]
+        last = [line.split()[:2] for line in lines[heads[-1] + 1 :]]
+        assert len(heads) == 2
+        assert last == [["pfedhn", "local_steps=2"], ["pfedhn", "local_steps=3"]]
+
+    def test_compares_as_of_a_budget(self, cli, trained, other):
+        outcome = cli("compare", trained, other, "--at", "rounds=2", "--json")
+        assert "as of rounds=2 at most" in outcome.err
+        rows = json.loads(outcome.out)
+        assert [row["rounds"] for row in rows] == [2, 2]
+        assert failure(cli("compare", trained, "--at", "epochs")).count("epochs") == 1
+
+    def test_leaves_out_what_is_not_done(self, cli, trained, copy):
+        RunFolder(copy).summary.unlink()
+        outcome = cli("compare", trained, copy, "--json")
+        assert f"not done: {copy}" in outcome.err
+        assert len(json.loads(outcome.out)) == 1
+        outcome = cli("compare", copy)
+        assert outcome.code == 2
+        assert "error: a run to compare must be done" in outcome.err
+
+    def test_refuses_an_axis_that_is_not_there(self, cli, trained, tmp_path):
+        wrong = ("--x", "epochs", "--figure", tmp_path / "figure.png")
+        assert "must be one of rounds, client-visits" in failure(cli("compare", trained, *wrong))
+        assert not list(tmp_path.iterdir())
+
+    def test_refuses_a_folder_without_runs(self, cli, tmp_path):
+        assert str(tmp_path) in failure(cli("compare", tmp_path))
+        assert "missing" in failure(cli("compare", tmp_path / "missing"))

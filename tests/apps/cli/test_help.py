@@ -1,0 +1,38 @@
+"""``--help``, and what the shell completes."""
+
+import pytest
+import typer
+from click.shell_completion import ShellComplete
+
+from hyperfed.apps.cli import app
+
+
+class TestHelp:
+    def test_says_what_is_required_and_asks_once(self, cli):
+        outcome = cli("resume", "--help")
+        assert "The folder of a run.  [required]" in outcome.out
+        assert "\\[" not in outcome.out
+        wrong = cli("lsit")
+        assert (wrong.code, wrong.err.count("Did you mean")) == (2, 1)
+
+    @pytest.mark.parametrize(
+        ("words", "begun", "completed"),
+        [
+            (["run"], "fedr", {"fedrep"}),
+            (["run"], "al", {"all"}),
+            (["run", "pefll"], "method.local_c", {"method.local_clip="}),
+            (["run", "fedavg"], "method.desc", set()),
+            (["run", "pefll"], "task.partition=dirichlet_", {
+                "task.partition=dirichlet_equal",
+                "task.partition=dirichlet_per_class",
+            }),
+            (["run", "pefll"], "task=cifar100_", {"task=cifar100_coarse"}),
+            (["run", "pefll"], "task.model=lenet_", {"task.model=lenet_bn"}),
+            (["run", "pefll"], "engine.graphs=t", {"engine.graphs=true"}),
+            (["list", "keys"], "pfedhn_", {"pfedhn_pc"}),
+        ],
+    )  # fmt: skip
+    def test_the_shell_completes(self, words, begun, completed):
+        group = typer.main.get_command(app)
+        shell = ShellComplete(group, {}, "hyperfed", "_HYPERFED_COMPLETE")
+        assert {item.value for item in shell.get_completions(words, begun)} == completed

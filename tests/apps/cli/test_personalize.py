@@ -1,0 +1,97 @@
+"""``hyperfed personalize``: the model of a client never seen, from a file of its examples."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+from apps.cli.checks import SMALL, Outcome, failure
+from hyperfed.runs.run import Run
+
+pytestmark = pytest.mark.xdist_group("cli")  # which share trained runs
+
+
+@pytest.fixture(scope="module")
+def client_data(trained) -> dict[str, np.ndarray]:
+    """Raw examples of the task's novel client."""
+    task = Run.open(trained).task
+    index = task.train[task.novel_ids[0]]
+    return {"x": task.x[index].numpy(), "y": task.y[index].numpy()}
+
+
+class TestPersonalize:
+    @pytest.fixture
+    def ask_for_a_model(self, cli, trained, tmp_path) -> Callable[..., Outcome]:
+        """Asks for a model with the data that a function writes; checks that there is none."""
+
+        def ask(write: Callable[[Path], None]) -> Outcome:
+            data, out = tmp_path / "mine.npz", tmp_path / "model.safetensors"
+            write(data)
+            outcome: Outcome = cli("personalize", trained, "--data", data, "--out", out)
+            assert not out.exists()
+            return outcome
+
+        return ask
+
+    @pytest.mark.parametrize("method", ["pfedhn", "fedavg"])
+    def test_writes_the_model_of_a_client_never_seen(self, cli, tmp_path, client_data, method):
+        folder = cli("run", method, *SMALL, "--out", tmp_path, "--quiet").out.rstrip("\n")
+        data, out = tmp_path / "mine.npz", tmp_path / "model.safetensors"
+        np.savez(data, **client_data)
+        outcome = cli("personalize", folder, "--data", data, "--out", out)
+        assert outcome == (0, f"{out}\n", "")
+        expected = Run.open(Path(folder)).personalize(**client_data).state_dict()
+        written = safetensors.torch.load_file(out)
+        weights = {f"model.{name}": value for name, value in expected.items()}
+        assert written.keys() == {*weights, "normalize.scale", "normalize.shift"}
+        assert all(torch.equal(written[name], weights[name]) for name in weights)
+
+    def test_needs_no_labels_where_the_method_does_not(self, cli, tmp_path, client_data):
+        folder = cli("run", "fedavg", *SMALL, "--out", tmp_path, "--quiet").out.rstrip("\n")
+        data, out = tmp_path / "mine.npz", tmp_path / "model.safetensors"
+        np.savez(data, x=client_data["x"])
+        outcome = cli("personalize", folder, "--data", data, "--out", out, "--json")
+        assert json.loads(outcome.out) == {
+            "model": str(out),
+            "examples": len(client_data["x"]),
+            "labelled": False,
+        }
+        assert out.exists()
+
+    @pytest.mark.parametrize(
+        ("change", "told"),
+        [
+            (lambda x, y: {"x": x, "y": y + 5}, "labels must lie in 0..9"),
+            (lambda x, y: {"x": np.full(x.shape, np.nan), "y": y}, "finite"),
+            (lambda x, y: {"x": x[..., :-1], "y": y}, "x must hold examples like the task's"),
+            (lambda x, y: {"x": x, "y": y[:-1]}, "same number of rows"),
+            (lambda x, y: {"x": x}, "labels"),
+            (
+                lambda x, y: {"images": x, "y": y},
+                "are images, y:\n- features must be some of them, got 'x'",
+            ),
+        ],
+        ids=["labels out of range", "NaN", "wrong shape", "lengths", "unlabelled", "no x"],
+    )
+    def test_refuses_data_that_do_not_fit(self, ask_for_a_model, client_data, change, told):
+        def write(data: Path) -> None:
+            np.savez(data, **change(**client_data))
+
+        assert told in failure(ask_for_a_model(write))
+
+    @pytest.mark.parametrize("content", [None, b"not an archive", b"PK\x03\x04 cut short"])
+    def test_refuses_what_is_no_archive(self, ask_for_a_model, content):
+        def write(data: Path) -> None:
+            if content is not None:
+                data.write_bytes(content)
+
+        assert "mine.npz" in failure(ask_for_a_model(write))
+
+    def test_refuses_a_file_that_cannot_be_written(self, cli, trained, tmp_path, client_data):
+        data, out = tmp_path / "mine.npz", tmp_path / "missing" / "model.safetensors"
+        np.savez(data, **client_data)
+        assert "writable" in failure(cli("personalize", trained, "--data", data, "--out", out))
