@@ -433,6 +433,17 @@ def test_the_cases_of_the_ablation(case: str) -> None:
     torch.testing.assert_close(federation.engine.memory[0]["model"], expected, **CLOSE)
 
 
+@pytest.mark.parametrize("case", ["B", "D"])
+def test_others_reach_a_private_model_by_the_contrast_alone(case: str) -> None:
+    """So that each trains alone in case B, whatever the others do."""
+    alone, together = (Federation("pfedkt", make_task(), **SETTINGS | CASES[case]) for _ in "ab")
+    for number in range(3):
+        alone.round([0], number)
+        together.round([0, 1, 2], number)
+    own, among = (each.engine.memory[0]["model"]["head.weight"] for each in (alone, together))
+    assert torch.equal(own, among) == (case == "B")
+
+
 def test_with_neither_part_it_is_fedavg_but_for_the_evaluated_model() -> None:
     local = {"local_steps": 4, "batch_size": 5, "local_lr": 0.1}
     ours = Federation("pfedkt", make_task(Normed), **local, **CASES["A"])

@@ -10,6 +10,9 @@ client that was never asked has none and uses the global model. A novel client, 
 says nothing, does what a known one does for ``novel_rounds`` rounds, with the global model frozen
 and nothing sent back. With ``evaluated="global"`` everyone uses the global model as it is sent.
 
+What others learned reaches a private model by the contrast with the global one alone, of weight mu
+(1e-3 and 1e-4 in the paper): without it (case B of table 11) each client trains alone.
+
 Before its first round a client's previous model is the initial global model (algorithm 1). Global
 and previous model are constants of the loss, run in evaluation mode. A private model starts with
 the batch-norm buffers of the previous one; the hypernetwork makes parameters only.
