@@ -116,16 +116,75 @@ def test_a_site_of_which_all_is_refused_does_not_count(link: Nodes) -> None:
         Sites(link, 1.0).gather(2)
 
 
-def test_who_is_silent_is_asked_less_and_less_often(link: Nodes) -> None:
+def test_who_is_silent_is_asked_less_and_less_often(link: Nodes, caplog: Any) -> None:
+    """Each time it keeps all waiting for 100 s, and is then left alone for twice as long."""
     link.keys, link.says = {1: "A", 2: "B"}, {1: said("ann")}
     link.takes = {2: 100.0}
-    sites = Sites(link, 100.0)
+    sites, asked = Sites(link, 100.0), []
+
+    def look(until: float) -> None:
+        while link.now < until:
+            before, count = link.now, link.asked.count(2)
+            sites.introduced()
+            asked.extend([before] * (link.asked.count(2) - count))
+            link.now += 10.0
+
     begin = link.now
-    while link.now < begin + 10_000:
-        sites.introduced()
-        link.now += 10.0
+    look(begin + 2000)
     assert link.asked.count(1) == 1
-    assert 3 <= link.asked.count(2) <= 8  # each time it keeps all waiting for 100 s
+    assert [time - begin for time in asked] == [0, 200, 500, 1000, 1900]
+    assert caplog.text.count("node 2 is not asked: it did not introduce itself") == 5
+
+    # Whoever has answered begins anew.
+    link.says[2], link.takes = said("bob"), {}
+    look(link.now + 2000)
+    assert sites.find(["ann", "bob"]) == {"ann": 1, "bob": 2}
+    sites.forget(2)
+    del link.says[2]
+    link.takes, begin = {2: 100.0}, link.now
+    asked.clear()
+    look(begin + 400)
+    assert [time - begin for time in asked] == [0, 200]
+
+
+def test_sites_are_waited_for(link: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    link.says, begin = {1: said("ann"), 2: said("bob")}, link.now
+
+    def come(seconds: float) -> None:
+        link.now += seconds
+        link.keys = {n: key for n, key in ((1, "A"), (2, "B")) if link.now >= begin + 4 * n}
+
+    monkeypatch.setattr(module.time, "sleep", come)
+    sites = Sites(link, 10.0)
+    with pytest.raises(ValueError, match=r"engine.sites=3 sites .* within 10 s, but 2 did"):
+        sites.gather(3)
+    assert link.now - begin == 10 + module.POLL
+    link.now, link.keys = begin, {}
+    assert [said.members[0].name for said in sites.gather(2)] == ["ann", "bob"]
+    assert link.now == begin + 8
+    link.now, link.keys = begin, {}
+    assert sites.find(["ann", "bob"]) == {"ann": 1}  # nobody waits for the second
+    assert link.now == begin + 4
+    link.now, link.keys = begin, {}
+    assert sites.find(["eve"]) == {}
+    assert link.now - begin == 10 + module.POLL
+
+
+def test_a_node_that_has_left_is_not_there(link: Nodes) -> None:
+    link.keys, link.says = {1: "A", 2: "B"}, {1: said("ann"), 2: said("bob")}
+    sites = Sites(link, 10.0)
+    assert sites.find(["ann", "bob"]) == {"ann": 1, "bob": 2}
+    assert sites.connected == {1, 2}
+    del link.keys[2]
+    assert sites.known().keys() == sites.connected == {1}
+    assert sites.find(["ann", "bob"]) == {"ann": 1}
+
+
+@pytest.mark.parametrize(
+    ("waited", "seconds"), [(0.0, 0.1), (0.5, 0.1), (5.0, 0.5), (29.0, 2.9), (1000.0, 3.0)]
+)
+def test_looks_are_a_tenth_of_the_time_apart(waited: float, seconds: float) -> None:
+    assert module.pause(waited) == pytest.approx(seconds)
 
 
 def test_strangers_are_not_asked_while_all_are_there(link: Nodes) -> None:
