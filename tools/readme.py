@@ -207,6 +207,7 @@ DOCUMENTS: Mapping[Path, Mapping[str, Callable[[], str]]] = {
             "own labels",
             "alphabets",
             "writers",
+            "roles",
             "few labels",
             "two classes 50",
             "two classes 10",
