@@ -13,6 +13,7 @@ from hyperfed.runs.statistics import Difference, Scores, difference, scores, spr
 
 def test_the_spread_over_seeds_is_the_sample_deviation() -> None:
     assert (spread([0.5]).mean, spread([0.5]).std) == (0.5, None)
+    assert spread([1.0, 3.0]).std == pytest.approx(math.sqrt(2))
     three = spread([1.0, 2.0, 6.0])
     assert (three.mean, three.seeds) == (3.0, 3)
     assert three.std == pytest.approx(math.sqrt((4 + 1 + 9) / 2))
@@ -38,6 +39,7 @@ def test_a_client_that_is_served_as_well_does_not_gain() -> None:
     found = difference([Scores(0, "a", {1: 0.5, 2: 0.5})], [Scores(0, "a", {1: 0.25, 2: 0.5})])
     assert found is not None
     assert found.gaining == 0.5
+    assert found.low is not None  # two clients are enough for an interval
 
 
 def test_clients_of_the_same_data_count_once_and_seeds_must_agree() -> None:
@@ -67,6 +69,27 @@ def test_runs_of_other_data_seeds_or_metrics_are_not_compared() -> None:
     one = difference([Scores(0, "a", {1: 0.5})], [Scores(0, "a", {1: 0.25})])
     assert one is not None
     assert (one.low, one.high, one.within_noise) == (None, None, True)
+
+
+def test_only_clients_that_both_have_served_are_compared() -> None:
+    more = {**OURS, 7: 1.0}
+    found = difference([Scores(0, "a", more)], [Scores(0, "a", THEIRS)])
+    assert found == difference([Scores(0, "a", OURS)], [Scores(0, "a", THEIRS)])
+    # A run without any of them says nothing of the method, and does not disagree either.
+    none = Scores(1, "a", {7: 1.0}), Scores(1, "a", THEIRS)
+    again = difference([Scores(0, "a", OURS), none[0]], [Scores(0, "a", THEIRS), none[1]])
+    assert again == found
+    assert difference([none[0]], [none[1]]) is None
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_seed_without_a_difference_does_not_agree_with_one(sign: int) -> None:
+    apart = {client: value + sign * (0.1 + 0.01 * client) for client, value in OURS.items()}
+    found = difference(
+        [Scores(0, "a", apart), Scores(1, "a", OURS)], [Scores(0, "a", OURS), Scores(1, "a", OURS)]
+    )
+    assert found is not None
+    assert (found.agree, found.within_noise) == (False, True)
 
 
 def test_an_interval_that_ends_at_zero_is_noise() -> None:
