@@ -8,6 +8,8 @@ from finished_runs import Finished, evaluation, finished
 from hyperfed.errors import UserError
 from hyperfed.runs.budgets import Budget, budget_of, within
 from hyperfed.runs.comparison import compare
+from hyperfed.runs.config import from_keys
+from hyperfed.runs.records import REHEARSAL
 
 VAL = {5: [7, 8], 10: [8, 9], 15: [9, 8], 20: [9, 9]}
 TEST = {5: [9, 9], 10: [5, 10], 15: [6, 7], 20: [4, 8]}
@@ -16,12 +18,12 @@ TEST = {5: [9, 9], 10: [5, 10], 15: [6, 7], 20: [4, 8]}
 def run(method: str = "pefll", mb: float = 2.0, **config: object) -> Finished:
     """Four evaluations, the first the best on test data; ``mb`` travel in each round."""
     done = finished(method, best_round=20, test_accuracy=0.6, novel_accuracy=0.4)
-    bytes_down = round(mb * 1e6)
+    bytes_down, bytes_up = round(mb * 0.75e6), round(mb * 0.25e6)
     told = [
         replace(
             evaluation(number, split, correct[number]),
             bytes_down=bytes_down * number,
-            bytes_up=0,
+            bytes_up=bytes_up * number,
             seconds=number / 4,
         )
         for number in TEST
@@ -51,7 +53,8 @@ def test_a_run_ends_with_its_last_evaluation_within_the_budget(
     (row,) = compare([ran])
     assert (row.rounds, row.best_round) == (ended, best)
     assert row.test == pytest.approx(sum(TEST[best]) / 20)
-    assert (row.bytes_down, row.bytes_up, row.seconds) == (2_000_000 * ended, 0, ended / 4)
+    assert (row.bytes_down, row.bytes_up) == (1_500_000 * ended, 500_000 * ended)
+    assert row.seconds == ended / 4
     assert row.novel is None  # who joined was served at the end of the run
 
 
@@ -60,6 +63,27 @@ def test_the_best_round_is_by_the_number_that_the_settings_name() -> None:
     other = [replace(e, masked_accuracy=e.round / 100) for e in done.evaluations]
     (row,) = compare([within(replace(done, evaluations=tuple(other)), Budget("rounds", 15))])
     assert row.best_round == 15
+
+
+def test_a_rehearsal_counts_instead_of_validation() -> None:
+    done = run()
+    rehearsed = [
+        replace(e, split=REHEARSAL, accuracy=1 / e.round)
+        for e in done.evaluations
+        if e.split == "val"
+    ]
+    other = replace(done, evaluations=(*done.evaluations, *rehearsed))
+    (row,) = compare([within(other, Budget("rounds", 15))])
+    assert row.best_round == 5
+
+
+def test_a_run_in_python_is_held_to_its_own_settings() -> None:
+    config = from_keys("pefll", {"cohort": 1, "best": "masked_accuracy"})
+    done = run()
+    masked = [replace(e, masked_accuracy=e.round / 100) for e in done.evaluations]
+    other = replace(done, config=config, evaluations=tuple(masked))
+    (row,) = compare([within(other, Budget("client-visits", 15))])
+    assert (row.rounds, row.best_round) == (15, 15)
 
 
 def test_without_validation_data_the_last_round_is_the_best() -> None:
@@ -77,7 +101,7 @@ def test_a_run_that_spent_no_more_is_as_it_was() -> None:
 def test_without_a_number_the_budget_is_what_the_thriftiest_spent_that_spent_anything() -> None:
     runs = [run("local", mb=0), run("fedavg", mb=1), run()]
     assert budget_of("mb", runs) == Budget("mb", 20)
-    assert budget_of("mb=12.5", runs) == Budget("mb", 12.5)
+    assert budget_of("mb=0.5", runs) == Budget("mb", 0.5)
     assert budget_of("mb", runs[:1]) == Budget("mb", 0)
     assert [row.rounds for row in compare([within(r, Budget("mb", 20)) for r in runs])] == [
         *(20, 20, 10)
@@ -97,6 +121,10 @@ def test_what_cannot_be_compared_so_is_told() -> None:
         within(run(), Budget("mb", 9))
     with pytest.raises(UserError, match="has no summary; resume it first"):
         within(replace(run(), summary=None), Budget("mb", 9))
-    untested = replace(run(), evaluations=())
+    done = run()
+    late = tuple(e for e in done.evaluations if e.split == "val" or e.round > 5)
+    with pytest.raises(UserError, match=r"but one of pefll was first at 20; take mb=20 or more"):
+        within(replace(done, evaluations=late), Budget("mb", 10))
+    untested = replace(done, evaluations=tuple(e for e in late if e.split == "val"))
     with pytest.raises(UserError, match="evaluated on test data, but one was not"):
         budget_of("mb", [untested])
