@@ -147,6 +147,14 @@ def test_who_is_silent_is_asked_less_and_less_often(link: Nodes, caplog: Any) ->
     assert [time - begin for time in asked] == [0, 200]
 
 
+def test_who_fails_at_once_is_asked_again_at_once(link: Nodes) -> None:
+    link.keys, link.says = {1: "A"}, {1: NoAnswerError("its app failed")}
+    sites = Sites(link, 100.0)
+    for _ in range(5):
+        assert sites.introduced() == {}
+    assert link.asked == [1] * 5
+
+
 def test_sites_are_waited_for(link: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     link.says, begin = {1: said("ann"), 2: said("bob")}, link.now
 
@@ -160,7 +168,7 @@ def test_sites_are_waited_for(link: Nodes, monkeypatch: pytest.MonkeyPatch) -> N
         sites.gather(3)
     assert link.now - begin == 10 + module.POLL
     link.now, link.keys = begin, {}
-    assert [said.members[0].name for said in sites.gather(2)] == ["ann", "bob"]
+    assert [each.members[0].name for each in sites.gather(2)] == ["ann", "bob"]
     assert link.now == begin + 8
     link.now, link.keys = begin, {}
     assert sites.find(["ann", "bob"]) == {"ann": 1}  # nobody waits for the second
