@@ -66,6 +66,12 @@ def test_krum_of_two_is_their_mean() -> None:
     np.testing.assert_allclose(by_rule("krum", tree, weight), rows.mean(axis=0), rtol=1e-14)
 
 
+def test_krum_of_three_looks_at_the_nearest_alone() -> None:
+    rows = torch.tensor([10.0, 0.0, 1.0], dtype=torch.float64)[:, None]
+    with aggregating(Rule("krum", 0.25)):
+        assert weighted_mean({"w": rows}, torch.ones(3))["w"].item() == 0  # by two it were 1
+
+
 def test_norm_clip_is_the_weighted_mean_of_clipped_differences_from_the_median() -> None:
     tree, weight, rows = clients()
     centre = np.median(rows, axis=0)
@@ -121,6 +127,14 @@ def test_whole_numbers_stay_whole_and_no_claim_carries_them_off(
         found = weighted_mean({"w": place, "steps": steps}, torch.ones(5))
     assert found["steps"].dtype == torch.int64
     assert found["steps"].item() == expected
+
+
+def test_a_counter_makes_no_update_longer() -> None:
+    place = torch.tensor([[0.0], [0.05], [-0.2], [0.3], [0.5]])
+    with aggregating(Rule("norm_clip")):
+        alone = weighted_mean({"w": place}, torch.ones(5))
+        counted = weighted_mean({"w": place, "steps": torch.arange(5) * 9}, torch.ones(5))
+    assert counted["w"].item() == alone["w"].item()
 
 
 def test_one_of_five_carries_nothing_far_but_the_mean() -> None:
