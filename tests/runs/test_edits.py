@@ -136,6 +136,7 @@ RESUMED: dict[str, dict[str, Edit]] = {
         "no TOML": content(lambda found: b"\x00\xff" + found),
         "no text": content(lambda found: found[:100] + b"\xff\xfe" + found[100:]),
         "brackets, 100,000 deep": content(lambda found: b"x = " + b"[" * 100_000),
+        "keys, 3,000 deep": content(lambda found: b".".join([b"a"] * 3000) + b" = 1\n" + found),
         "nothing": content(lambda found: b""),
         "a method that is no table": content(lambda found: b'method = "fedper"\ntask = 3\n'),
         "a folder": lambda path: [path.unlink(), path.mkdir()],

@@ -65,6 +65,18 @@ def test_a_newcomer_is_served_the_same_whatever_its_test_data_are(method: str) -
     assert not torch.equal(honest["test"].loss, spoiled["test"].loss)  # it does tell them apart
 
 
+def takes_steps(method: str) -> bool:
+    return "novel_steps" in {field.name for field in dataclasses.fields(METHODS[method].Config)}
+
+
+@pytest.mark.parametrize("method", sorted(filter(takes_steps, METHODS)))
+def test_a_newcomer_that_is_not_to_train_is_served_all_the_same(method: str) -> None:
+    task = make_task(novel=1)
+    ours = Federation(method, task, **SETTINGS, **lengths(method, 3) | {"novel_steps": 0})
+    ours.round([0, 1, 2], 0)
+    assert evaluate(ours.server, ours.engine, [NOVEL], 1, novel=True)["test"].loss.isfinite().all()
+
+
 class Server(federation.Server):
     """Sends the initial model, after it has asked the client to look at its data, if it can."""
 

@@ -216,7 +216,7 @@ def evaluate(
             loss = "–" if row["loss"] is None else f"{row['loss']:.3f}"
             beside = (it.shown(row[it.name]) for it in others)
             own = (str(row["examples"]), metric.shown(row[metric.name]), loss, *beside)
-            of_each.add_row(row["client"], row["split"], *own)
+            of_each.add_row(escape(row["client"]), row["split"], *own)
         print_table(of_each)
     tested = (metric.header, f"per client {metric.short}", f"worst decile {metric.short}")
     shown = table("split", "clients", *tested, "loss", *headers)

@@ -98,8 +98,9 @@ def check_introduction(said: Introduction, problems: list[str]) -> None:
     believed, and nothing else.
     """
     names = [member.name for member in said.members]
-    if odd := [name for name in names if not name.isprintable()]:
-        problems.append(f"a client's name must be printable, got {one_line(odd[0], 100)}")
+    said_of = [*names, *(member.size for member in said.members)]
+    if odd := [word for word in said_of if not word.isprintable()]:
+        problems.append(f"a client's name and size must be printable, got {one_line(odd[0], 100)}")
     if len(set(names)) < len(names):
         problems.append("a client's name must be there once, but one is twice")
     if idle := [m for m in said.members if not m.examples and not m.novel]:

@@ -280,7 +280,7 @@ def is_labelled(task: Task, client: int) -> bool:
 def draw(call: Call, task: Task, seed: int) -> Tensor:
     """Returns the rows of the task's examples in all batches that a server asked for, in one."""
     plan, rows = call.batches, task.train[call.client]
-    if plan is None:
+    if plan is None or not plan.count:
         return rows[:0]
     source = generator(seed, "batches", *call.keys)
     count = sum(plan.lengths(len(rows)))

@@ -29,7 +29,8 @@ paper: its algorithm is as its citing work and the authors' code give it, and th
 - mixes the **outputs** of the two models in the place of their weights;
 - moves w before v and alpha, so that v descends on the mixture with the new w;
 - takes alpha g_v + (1 - alpha) g_w for the gradient of the mixture in alpha's step, with the
-  gradients by v and by w, and adds 0.02 alpha to the product: a decay that the equation has not.
+  gradients by v and by w, and adds 0.02 alpha to the product: a decay that the equation has not;
+- weighs clients alike in the mean.
 """
 
 from collections.abc import Mapping

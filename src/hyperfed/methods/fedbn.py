@@ -4,10 +4,10 @@ Paper: https://arxiv.org/abs/2102.07623, algorithm 1.
 
 Sent: everything but the batch-norm layers, both ways. Kept: the batch-norm layers, scale, shift and
 running statistics; they are found by the type of a module, whatever its name. All of it trains
-jointly; what is sent is averaged, weighted by training examples. Evaluated: the global model with
-the client's own batch-norm layers. A novel client trains its batch-norm layers, from the initial
-ones, with all else frozen, for ``novel_steps`` steps, whose forward passes measure its statistics:
-the server has never had any batch-norm layer to give.
+jointly; what is sent is averaged, weighted by training examples (the authors' code weighs clients
+alike). Evaluated: the global model with the client's own batch-norm layers. A novel client trains
+its batch-norm layers, from the initial ones, with all else frozen, for ``novel_steps`` steps, whose
+forward passes measure its statistics: the server has never had any batch-norm layer to give.
 
 Without batch normalisation this is FedAvg, of which a warning tells as the run starts. That is so
 for the default targets: take one that has some, such as ``task.model=lenet_bn``, where images

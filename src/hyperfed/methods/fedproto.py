@@ -18,14 +18,15 @@ never predicted.
 Sent: the global prototypes, and which there are. Returned: the client's, and which it has. Kept:
 the own model, with its batch-norm buffers; models may differ, but not the length of their features.
 Evaluated: the own model with the global prototypes or, with ``evaluated="classifier"``, with the
-last layer that it has trained; a client that was never asked has the initial one. A novel client,
-of which the paper has none, trains a model of its own near the global prototypes, from the initial
-weights, for ``novel_steps`` steps.
+last layer that it has trained; a client that was never asked has the initial one. A novel client
+trains a model of its own near the global prototypes, from the initial weights, for ``novel_steps``
+steps.
 
-We had no text of the paper but its summary: what it leaves open follows the authors' code, which
+The paper weighs clients that have a class by their examples of it, and draws the prototypes of a
+client, not each example's features, towards the global ones. This follows the authors' code, which
 
 - takes the mean over clients that have a class, whatever their numbers of examples, and the mean of
-  squared differences for the distance;
+  squared differences of each example for the distance;
 - averages the features that it saw while training, in the last pass: here they are those of the
   trained model in evaluation mode, as in PFLlib;
 - asks all clients in each round: here a class that none of a round's clients has keeps its global

@@ -3,11 +3,11 @@
 Paper: https://arxiv.org/abs/2006.16765, Federated Mutual Learning.
 
 Sent: the meme model, batch-norm buffers included, both ways. Kept by the client: its private model,
-with ``keep_momentum`` that model's momentum too; neither ever travels.
-Aggregated: the mean of the trained memes, weighted by training examples. Evaluated: the private
-model, which is the initial one at a client that was never asked. A novel client trains its private
-model from the initial weights for ``novel_steps`` steps in the same way, with a copy of the meme
-that learns along; nothing is sent back.
+with ``keep_momentum`` that model's momentum too; neither ever travels. Aggregated: the mean of the
+trained memes, weighted by training examples (the authors' code weighs clients alike). Evaluated:
+the private model, which is the initial one at a client that was never asked. A novel client trains
+its private model from the initial weights for ``novel_steps`` steps in the same way, with a copy of
+the meme that learns along; nothing is sent back.
 
 The two learn from the labels and, as in deep mutual learning (Zhang et al., CVPR 2018), from each
 other. In every local step both see one batch and minimise

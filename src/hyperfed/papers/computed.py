@@ -7,7 +7,6 @@ read by :func:`read`, where :mod:`hyperfed.runs.experiments` reads those of cell
 
 import json
 import math
-import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +20,7 @@ from hyperfed.errors import UserError, fields_wrong
 from hyperfed.methods.parts.complexity import Comparison, compare_hypernetworks
 from hyperfed.nets.targets import build_target
 from hyperfed.runs.experiments import About
+from hyperfed.system import toml
 from hyperfed.system.files import atomic_write
 from hyperfed.system.provenance import commit, versions
 
@@ -206,7 +206,7 @@ def read_record(table: Computed, folder: Path) -> Mapping[str, Any] | None:
 def is_computed(path: Path) -> bool:
     """Whether a file is a table that is computed, and can be read."""
     try:
-        return "networks" in tomllib.loads(path.read_text(encoding="utf-8"))
+        return "networks" in toml.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
 
@@ -218,7 +218,7 @@ def read(path: Path) -> Computed:
         UserError: it is none; tells all errors at once.
     """
     try:
-        written = tomllib.loads(path.read_text(encoding="utf-8"))
+        written = toml.loads(path.read_text(encoding="utf-8"))
         return _COMPUTED.validate_python(
             {"id": f"{path.absolute().parent.name}/{path.stem}", **written}
         )

@@ -27,7 +27,6 @@ beside them. In TOML::
 import difflib
 import math
 import re
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import field, replace
 from fnmatch import fnmatchcase
@@ -39,6 +38,7 @@ from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, TypeAdapter,
 from pydantic.dataclasses import dataclass
 
 from hyperfed.errors import UserError, fields_wrong
+from hyperfed.system import toml
 from hyperfed.system.files import check_file
 
 Settings = dict[str, Any]
@@ -449,13 +449,13 @@ def find_all(folder: Path) -> list[Experiment]:
 def _written(path: Path) -> dict[str, Any]:
     check_file(path)
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return toml.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(
             f"the experiment file must be readable: {path} is not ({error.strerror}); "
             "give a method's name or the path of a .toml file"
         ) from error
-    except (ValueError, RecursionError) as error:  # a number can have too many digits
+    except ValueError as error:  # a number can have too many digits
         raise UserError(f"the experiment file must be TOML: in {path}, {error}") from error
 
 

@@ -11,7 +11,6 @@ import errno
 import itertools
 import json
 import os
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -22,6 +21,7 @@ from hyperfed.errors import LONGEST, UserError, one_line
 from hyperfed.metrics import ACCURACY
 from hyperfed.runs.measures import finite
 from hyperfed.runs.records import Evaluation, as_line, from_line
+from hyperfed.system import toml
 from hyperfed.system.files import (
     PRIVATE,
     atomic_write,
@@ -252,7 +252,7 @@ def read_run(path: Path) -> RunRecord:
     settings = _read(folder.config)
     numbers = _read(folder.summary) if folder.summary.exists() else b"null"
     try:
-        config, summary = tomllib.loads(settings.decode()), json.loads(numbers)
+        config, summary = toml.loads(settings.decode()), json.loads(numbers)
         if not isinstance(summary, dict | None):
             raise ValueError(f"the summary is {one_line(numbers.decode(), 60)}")
         _check_words(config, summary or {})

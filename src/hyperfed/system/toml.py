@@ -1,4 +1,6 @@
-"""The little TOML that settings need beyond the standard library: writing, and reading one value.
+"""The little TOML that settings need beyond the standard library.
+
+Writing, reading one value, and reading no more than can be settings.
 
 What is written are scalars, lists and tables; None, which TOML lacks, becomes the word "none".
 """
@@ -9,6 +11,33 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+DEEPEST = 32
+"""Tables within tables and lists that are read; settings have three."""
+
+
+def loads(text: str) -> dict[str, Any]:
+    """Parses TOML.
+
+    Raises:
+        ValueError: it is none, or is nested deeper than settings are, by brackets or dotted keys.
+    """
+    deep = f"tables and lists must be nested {DEEPEST} deep at most"
+    try:
+        table = tomllib.loads(text)
+    except RecursionError as error:
+        raise ValueError(deep) from error
+    level: list[Any] = [table]
+    for _ in range(DEEPEST):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, Mapping) else outer)
+            if isinstance(inner, Mapping | list)
+        ]
+    if level:
+        raise ValueError(deep)
+    return table
+
 
 def read_value(text: str) -> Any:
     """Returns what a TOML literal means; text that is none, such as a bare word, stays as it is."""
@@ -16,8 +45,8 @@ def read_value(text: str) -> Any:
     if number and (number[1] or number[2]):  # TOML wants the digits that .2 and 5. leave out
         return float(text)
     try:
-        table = tomllib.loads(f"value = {text}")
-    except (ValueError, RecursionError):  # a number can have too many digits
+        table = loads(f"value = {text}")
+    except ValueError:  # a number can have too many digits
         return text
     value = table.pop("value")
     # More than one line, or a date: no setting takes those, so it is a string.

@@ -71,12 +71,30 @@ def test_keys_and_settings_mean_what_they_mean_on_the_command_line() -> None:
     [
         ({"method": "pefl"}, "did you mean pefll"),
         ({"method": "pefll", "rounds": "three"}, "rounds"),
+        ({"method": "/home/credentials.toml"}, "must be the name of a method"),
+        ({"method": "table.toml:cell", "keys": "method=fedavg"}, "must be the name of a method"),
         ({"method": "pefll", "keys": "method.local_step=3"}, "did you mean method.local_steps"),
     ],
 )
 def test_wrong_settings_are_told(given: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         run_settings(given)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "task=/home/salaries.csv",
+        "task=owner/name",
+        "task.data_dir=/home",
+        "task.partition=file task.partition_file=/home/parts.csv",
+        "task.model=/home/some.py:Net",
+    ],
+)
+def test_a_server_names_no_files_to_a_node_with_clients(key: str) -> None:
+    settings = run_settings({"method": "fedavg", "keys": key})
+    with pytest.raises(UserError, match=f"no files, got {key.rsplit(maxsplit=1)[-1]}"):
+        source_of(node_settings({"state": "s", "clients": "0-1"}), settings, Policy())
 
 
 @pytest.mark.parametrize(

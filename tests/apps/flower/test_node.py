@@ -357,11 +357,12 @@ def test_what_is_to_be_run_is_said_whole_and_found_wrong_before_it_is(
     write_certificates(tmp_path)
     write_node_key(tmp_path / "my node")
     x, y = np.zeros((30, 2), np.float32), np.arange(30) % 2
-    np.savez("data.npz", x=x, y=y, client=np.repeat(["ann", "bob"], 15))
+    np.savez("data.npz", x=x, y=y, client=np.repeat(["ann[/3]", "[b]bob"], 15))
     site = ["--data", "data.npz", "--state", "state", "--site", "clinic", "--check"]
     place = ["--superlink", "fl.example.org:8443", "--root-certificates", "ca.crt"]
     assert command("node", *site, *place, "--key", "my node") == 0
     said = capsys.readouterr().out.splitlines()
+    assert {line.split()[0] for line in said[1:3]} == {"ann[/3]", "[b]bob"}  # no markup
     assert said[-5:][0] == (
         f"hyperfed node --data {tmp_path}/data.npz --state {tmp_path}/state --site clinic "
         f"--superlink fl.example.org:8443 --root-certificates {tmp_path}/ca.crt "

@@ -214,6 +214,7 @@ IMPOSSIBLE: dict[str, tuple[Introduction | bytes, str]] = {
     "a name in two lines": (said("a\nb"), "printable, got a\\\\nb"),
     "a name in colours": (said("\x1b[31mann"), "printable"),
     "a name from the right": (said("\u202eann"), "printable"),
+    "a size in colours": (said(members=(Member("a", 7, 3, 3, "\x1b[2J"),)), "name and size"),
     "an unknown dtype": (said("ann", dtype="float16"), "of dtype"),
     "examples beyond memory": (said("ann", shape=(10**6, 10**6)), "numbers at most"),
     "nothing to train on": (said("ann", members=(Member("a", 0, 3, 3),)), "an example to train on"),

@@ -15,7 +15,6 @@ A node's config says what is there: :class:`NodeConfig`.
 import shlex
 import sys
 import time
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,9 +23,10 @@ from pydantic import ConfigDict, Field, PositiveInt, TypeAdapter, ValidationErro
 from pydantic.dataclasses import dataclass
 
 from hyperfed.apps.flower import policies
+from hyperfed.data import datasets, model_files, tasks
 from hyperfed.data import site as sitedata
-from hyperfed.data import tasks
 from hyperfed.data.roster import Introduction, Roster, enrol
+from hyperfed.data.settings import TaskConfig
 from hyperfed.data.tables import Columns
 from hyperfed.engines.flower.grid import GridLink, bytes_of, hurry, record_of
 from hyperfed.engines.flower.policy import Policy
@@ -37,6 +37,7 @@ from hyperfed.engines.flower.wire import read_introduction
 from hyperfed.errors import UserError
 from hyperfed.methods import METHODS
 from hyperfed.runs import config as configuration
+from hyperfed.runs import experiments
 from hyperfed.runs.settings import RunConfig
 from hyperfed.system import toml
 from hyperfed.system.devices import find_device
@@ -130,10 +131,15 @@ def run_settings(run_config: Mapping[str, Any]) -> RunConfig:
     given = {key: value for key, value in run_config.items() if value != "" and key != "folder"}
     text, keys = given.pop("settings", None), given.pop("keys", "")
     if text is not None:
-        table = tomllib.loads(str(text))
+        table = toml.loads(str(text))
         return configuration.from_keys(table.get("method", {}).get("name", ""), table)
     overrides = [f"{key}={toml.literal(value)}" for key, value in given.items() if key != "method"]
     method = str(given.get("method", ""))
+    if experiments.split(method) is not None:  # a server does not decide which files a site reads
+        raise UserError(
+            f"method must be the name of a method where clients are at sites, got {method}; "
+            "what a file says is sent as settings"
+        )
     return configuration.load(method, [*overrides, *shlex.split(str(keys)), "engine=flower"])
 
 
@@ -162,6 +168,7 @@ def source_of(node: NodeConfig, config: RunConfig, policy: Policy) -> Source:
         UserError: they are not there, or wrong, or the run would have them divided otherwise.
     """
     if node.clients:
+        _check_named(config.task)
         task = tasks.build(config.task, config.seed)
         return Shard(task, _numbers(node.clients, task.clients))
     policy.check_division(config.task.val, config.task.test)
@@ -191,6 +198,27 @@ def source_of(node: NodeConfig, config: RunConfig, policy: Policy) -> Source:
         unlabelled=config.task.unlabelled,
         models=lambda frame: tasks.targets_of(config.task, frame, config.seed),
     )
+
+
+def _check_named(task: TaskConfig) -> None:
+    """Finds out whether a task is one that a site without data of its own makes for a server.
+
+    A server does not decide which files of a site's disk are read there, or run.
+
+    Raises:
+        UserError: one of its settings names a file.
+    """
+    files: Mapping[str, object] = {
+        "task": None if task.name in datasets.NAMES else task.name,
+        "task.data_dir": task.data_dir,
+        "task.partition_file": task.partition_file,
+        "task.model": task.model if task.model and model_files.is_file(task.model) else None,
+    }
+    if wrong := [f"{key}={value}" for key, value in files.items() if value is not None]:
+        raise UserError(
+            f"a node with clients in place of data must be given no files, got {wrong[0]}; choose "
+            f"a data set of {', '.join(datasets.NAMES)}, which HYPERFED_DATA at the site may hold"
+        )
 
 
 def site_of(run_config: Mapping[str, Any], node_config: Mapping[str, Any]) -> Site:

@@ -11,7 +11,6 @@
     local_steps = [10, 1000]
 """
 
-import tomllib
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from hyperfed.engines.flower.policy import Policy
 from hyperfed.errors import UserError
 from hyperfed.methods import METHODS
 from hyperfed.metrics import METRICS, ON_REQUEST
+from hyperfed.system import toml
 
 BY_CLASS = ("fedpac", "fedproto")
 """Methods that reply by class: of a class with one example, what they say is of that example."""
@@ -47,12 +47,12 @@ def read(path: Path | None) -> Policy:
             "none; write what it says into one"
         )
     try:
-        table = tomllib.loads(path.read_text())
+        table = toml.loads(path.read_text())
         # Lists of TOML become tuples as those of JSON do, and nothing else is converted.
         policy: Policy = _POLICY.validate_json(_POLICY_JSON.dump_json(table), strict=True)
     except ValidationError as error:
         raise UserError(f"{path} must be a policy, but {first_of(error)}") from error
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"--policy must be a TOML file, but {path} is not ({error})") from error
     if unknown := set(policy.methods or ()) - METHODS.keys():
         raise UserError(f"{path} must name methods of hyperfed, but names {min(unknown)}")
