@@ -19,7 +19,6 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 import typer.core
-from rich.markup import escape
 from typer import Argument, Option
 
 import hyperfed
@@ -216,7 +215,7 @@ def evaluate(
             loss = "–" if row["loss"] is None else f"{row['loss']:.3f}"
             beside = (it.shown(row[it.name]) for it in others)
             own = (str(row["examples"]), metric.shown(row[metric.name]), loss, *beside)
-            of_each.add_row(escape(row["client"]), row["split"], *own)
+            of_each.add_row(row["client"], row["split"], *own)
         print_table(of_each)
     tested = (metric.header, f"per client {metric.short}", f"worst decile {metric.short}")
     shown = table("split", "clients", *tested, "loss", *headers)
@@ -403,7 +402,7 @@ def list_known(
         shown = table(*rows[0])
         for row in rows:
             texts = (", ".join(v) if isinstance(v, list) else v for v in row.values())
-            shown.add_row(*map(escape, texts))
+            shown.add_row(*texts)
         print_table(shown)
 
 

@@ -34,5 +34,6 @@ def table(*columns: str) -> Table:
 
 
 def print_table(shown: Table) -> None:
-    """Prints a table, as wide as the terminal."""
-    Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False).print(shown)
+    """Prints a table, as wide as the terminal; what is in it is text and never markup."""
+    width = None if sys.stdout.isatty() else WIDTH
+    Console(width=width, highlight=False, markup=False).print(shown)

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table
 
 from hyperfed.runs.comparison import FinishedRun, Row, grouped, settings_of
@@ -54,7 +53,7 @@ def table(found: dict[str, Difference]) -> Table:
         for number, (value, labels) in enumerate(values.items()):
             many = labels is most and len(labels) > NAMED
             runs = f"the other {len(labels)}" if many else ", ".join(labels)
-            shown.add_row(key if number == 0 else "", escape(value), escape(runs))
+            shown.add_row(key if number == 0 else "", value, runs)
     return shown
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 DEEPEST = 32
-"""Tables within tables and lists that are read; settings have three."""
+"""Tables and lists within one another that are read; the tables of papers have seven."""
 
 
 def loads(text: str) -> dict[str, Any]:

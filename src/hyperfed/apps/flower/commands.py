@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from rich.markup import escape
 from typer import Argument, Option
 
 from hyperfed.apps.flower import policies
@@ -131,7 +130,7 @@ def node(
     if counts:
         shown = table("client", *parts)
         for name, of in counts.items():
-            shown.add_row(escape(name), *(str(of[part]) for part in parts))
+            shown.add_row(name, *(str(of[part]) for part in parts))
         print_table(shown)
     if check:
         print("\n".join(policies.explain(allowed, found)))
