@@ -48,6 +48,7 @@ def test_what_a_file_does_not_name_is_strict(tmp_path: Path) -> None:
         (f"smallest_batch = {'9' * 5000}", "must be a TOML file"),
         ("x = " + "[" * 100_000, "must be a TOML file"),
         (".".join("a" * 3000) + " = 1", "nested 32 deep"),
+        ("x = [{" + ".".join("a" * 3000) + " = 1}]", "nested 32 deep"),
     ],
 )
 def test_a_wrong_file_is_told(text: str, message: str, tmp_path: Path) -> None:
