@@ -7,6 +7,7 @@ from pathlib import Path
 from data import test_hostile as tables
 from data import test_site as archives
 from engines.flower import hostile as replies
+from engines.flower import test_grid as grid
 from engines.flower import test_hostile as sites
 from engines.flower import test_masked as masked
 from engines.flower import test_pairwise as pairwise
@@ -26,6 +27,7 @@ IN_EVALUATION = replies.UNREADABLE | replies.UNUSABLE | replies.MISCOUNTED
 NUMBERS = {
     "replies of a site in training": (len(IN_TRAINING), 60),
     "replies of a site in an evaluation": (len(IN_EVALUATION), 30),
+    "replies of a site that are no message of Flower": (len(grid.FORGED), 9),
     "poison of a client": (len(lies.ATTACKS), 15),
     "failures of an honest site": (len(sites.FAILURES), 10),
     "departures of a server": (len(policy.DEPARTURES) + len(private.RESETS), 10),

@@ -215,8 +215,8 @@ def test_too_few_sites_are_an_error(tmp_path: Path) -> None:
 
 def test_a_roster_is_made_of_the_sites_that_answer() -> None:
     link = DirectLink({})
-    assert link.exchange("train.step", {4: b""}, 1.0).keys() == {4}
-    assert isinstance(link.exchange("train.step", {4: b""}, 1.0)[4], NoAnswerError)
+    assert link.exchange("train.step", {4: b""}, 1.0, {}).keys() == {4}
+    assert isinstance(link.exchange("train.step", {4: b""}, 1.0, {})[4], NoAnswerError)
     with pytest.raises(UserError, match="do not make a federation"):
         enrol([], run=1)
 

@@ -33,7 +33,6 @@ from hyperfed.apps.flower import node
 from hyperfed.apps.flower.app import NodeConfig
 from hyperfed.apps.flower.executor import CrashedError, FailedError
 from hyperfed.apps.flower.node import LARGEST_SETTINGS, Node, SuperLink
-from hyperfed.engines.flower import grid
 from hyperfed.engines.flower.grid import WHOLE, bytes_of, record_of
 from hyperfed.engines.flower.sites import STEP
 from hyperfed.engines.flower.wire import WireError
@@ -377,17 +376,3 @@ def test_what_is_to_be_run_is_said_whole_and_found_wrong_before_it_is(
     said = capsys.readouterr().out.splitlines()
     assert said[-3].endswith("--superlink 127.0.0.1:8443 --insecure")
     assert said[-1].startswith("flower-supernode --superlink 127.0.0.1:8443 --insecure --node-")
-
-
-def test_a_server_looks_again_soon_for_a_part_that_is_on_its_way(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from flwr.supercore.inflatable import inflatable_utils
-    from flwr.superlink.grid import http_grid
-
-    usual = inflatable_utils.pull_objects.__kwdefaults__["initial_backoff"]
-    monkeypatch.setattr(http_grid, "pull_objects", inflatable_utils.pull_objects)
-    grid.hurry()
-    used = http_grid.HttpGrid.pull_messages.__globals__["pull_objects"]
-    assert used.keywords["initial_backoff"] < usual
-    assert used(["a"], lambda name: b"A") == {"a": b"A"}

@@ -32,7 +32,7 @@ class DirectLink:
         return {node: self.keys.get(node, "") for node in sorted(self.sites)}
 
     def exchange(
-        self, kind: str, contents: Mapping[int, bytes], timeout: float
+        self, kind: str, contents: Mapping[int, bytes], timeout: float, most: Mapping[int, int]
     ) -> dict[int, bytes | Exception]:
         answers: dict[int, bytes | Exception] = {}
         for node, content in reversed(contents.items()):

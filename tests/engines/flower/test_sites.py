@@ -43,7 +43,9 @@ class Nodes:
     def nodes(self) -> dict[int, str]:
         return dict(self.keys)
 
-    def exchange(self, kind: str, contents: Mapping[int, bytes], timeout: float) -> dict[int, Any]:
+    def exchange(
+        self, kind: str, contents: Mapping[int, bytes], timeout: float, most: Mapping[int, int]
+    ) -> dict[int, Any]:
         self.asked += contents
         self.now += max(self.takes.get(node, 0.0) for node in contents)
         answers = {node: self.says[node] for node in contents if node in self.says}

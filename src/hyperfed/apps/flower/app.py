@@ -28,7 +28,7 @@ from hyperfed.data import site as sitedata
 from hyperfed.data.roster import Introduction, Roster, enrol
 from hyperfed.data.settings import TaskConfig
 from hyperfed.data.tables import Columns
-from hyperfed.engines.flower.grid import GridLink, bytes_of, hurry, record_of
+from hyperfed.engines.flower.grid import GridLink, bytes_of, record_of
 from hyperfed.engines.flower.policy import Policy
 from hyperfed.engines.flower.site import Shard, Site, Source
 from hyperfed.engines.flower.sites import HELLO, STEP, Sites
@@ -310,7 +310,6 @@ def serve(grid: Grid, context: Context) -> None:
     from hyperfed.runs.progress import spoken, watch
 
     config = run_settings(context.run_config)
-    hurry()
     # Of a SuperLink that does not encrypt, nodes have a new key whenever they start.
     encrypts = config.engine.superlink is None or config.engine.root_certificates is not None
     link = GridLink(grid, keyed=encrypts)

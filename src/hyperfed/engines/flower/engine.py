@@ -162,10 +162,15 @@ class FlowerEngine:
             if masked
             else self._honest.replies(calls)
         )
-        replies = self.task.link.exchange(STEP, contents, self.timeout)
+        wanted = {node: [promised[position] for position in part] for node, part in by_node.items()}
+        told = {node: _most_bytes(structures) for node, structures in wanted.items()}
+        most = {node: bound for node, bound in told.items() if bound is not None}
+        replies = self.task.link.exchange(STEP, contents, self.timeout, most)
         for node, part in by_node.items():
-            wanted = [promised[position] for position in part]
-            read = self._read(node, serial, list(part.values()), wanted, replies.get(node))
+            reply: bytes | Exception | None = replies.get(node)
+            if isinstance(reply, bytes) and len(reply) > most.get(node, len(reply)):
+                reply = BadReplyError(f"the site's reply is too large: {len(reply)} bytes")
+            read = self._read(node, serial, list(part.values()), wanted[node], reply)
             self._answered[node] = not all(isinstance(answer, Exception) for answer in read)
             if self._answered[node]:
                 self._given.add(node)
@@ -245,10 +250,7 @@ class FlowerEngine:
     ) -> list[Tree | Exception]:
         """Returns the answers in a site's reply; one that is none answers no call."""
         response: Response | Exception
-        most = _most_bytes(promised)
-        if isinstance(reply, bytes) and most is not None and len(reply) > most:
-            response = BadReplyError(f"the site's reply is too large: {len(reply)} bytes")
-        elif isinstance(reply, bytes):
+        if isinstance(reply, bytes):
             self.traffic["up"] += len(reply)
             try:
                 response = wire.unpack_response(reply)

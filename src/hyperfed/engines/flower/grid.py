@@ -3,8 +3,8 @@
 import base64
 import hashlib
 import time
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 ERRORS: Mapping[int, str] = {
     1: "it could not load the app; install the same hyperfed there",
     2: "its app failed",
-    3: "the message expired",
+    3: "the message expired, or its reply never came whole or is too large",
     4: "its reply expired",
     5: "it is not connected any more",
     7: "it refused the app's bundle",
@@ -35,18 +35,57 @@ WHOLE = 1 << 20
 PAUSE = 0.05
 """Seconds until the second look for a part of a message that is still on its way."""
 
+LONGEST_PAUSE = 1.0
+"""Seconds between two such looks, at most."""
 
-def hurry() -> None:
-    """Has Flower look again at once for a part of a message that is still on its way.
+FRAMING = 1 << 16
+"""Bytes that Flower may add to a reply, beside a sixteenth of it."""
 
-    A reply is announced before its parts are sent. Flower's own first pause is a second, which is
-    longer than all else in an exchange.
+GRACE = 30.0
+"""Seconds that a SuperLink keeps a message for after the time to answer it, for the last look."""
+
+
+@contextmanager
+def bounded(seconds: float, most: int | None) -> Iterator[None]:
+    """Bounds what Flower does meanwhile to have all parts of a reply.
+
+    A reply is announced before its parts are sent. Flower waits for two hours for a part that is
+    not there, and takes any number of bytes. It looks for one again after a second, which is longer
+    than all else in an exchange, and here at once.
+
+    Args:
+        seconds: to wait for parts that are not there yet.
+        most: bytes that the reply may have; None for any number.
     """
     from flwr.supercore.inflatable import inflatable_utils
     from flwr.superlink.grid import http_grid
 
-    quick = partial(inflatable_utils.pull_objects, initial_backoff=PAUSE)
-    http_grid.pull_objects = quick  # type: ignore[attr-defined]
+    def pull(object_ids: list[str], pull_object_fn: Callable[[str], bytes]) -> dict[str, bytes]:
+        came: list[int] = []
+
+        def part(name: str) -> bytes:
+            content = pull_object_fn(name)
+            came.append(len(content))
+            if most is not None and sum(came) > most + most // 16 + FRAMING:
+                raise inflatable_utils.ObjectPullError(name, "the reply is too large")
+            return content
+
+        return inflatable_utils.pull_objects(
+            object_ids,
+            part,
+            max_time=max(seconds, 0),
+            max_tries_per_object=None,
+            initial_backoff=PAUSE,
+            backoff_cap=LONGEST_PAUSE,
+        )
+
+    module: Any = http_grid
+    usual = module.pull_objects
+    module.pull_objects = pull
+    try:
+        yield
+    finally:
+        module.pull_objects = usual
 
 
 class GridLink:
@@ -67,35 +106,65 @@ class GridLink:
         return {one.node_id: fingerprint(one.public_key) if self._keyed else "" for one in found}
 
     def exchange(
-        self, kind: str, contents: Mapping[int, bytes], timeout: float
+        self,
+        kind: str,
+        contents: Mapping[int, bytes],
+        timeout: float,
+        most: Mapping[int, int],
     ) -> dict[int, bytes | Exception]:
-        """Sends a message to each node; replies are known by the message that they answer."""
+        """Sends each node a message and waits for the replies, each of which is read by itself.
+
+        So no site can spoil what another answers, nor answer in its place.
+        """
         from flwr.app import Message
 
         answers: dict[int, bytes | Exception] = {}
         messages = [
-            Message(record_of(content), node, kind, ttl=timeout)
+            Message(record_of(content), node, kind, ttl=timeout + GRACE)
             for node, content in contents.items()
         ]
-        waiting: dict[str, int] = {}
+        waiting: dict[int, str] = {}
         # Flower gives None for a message, or nothing at all, where it could not be sent.
         sent: list[str | None] = [*self._grid.push_messages(messages)] or [None] * len(messages)
         for node, identity in zip(contents, sent, strict=True):
             if identity:
-                waiting[identity] = node
+                waiting[node] = identity
             else:
                 answers[node] = NoAnswerError("the message could not be sent to its site")
         begin = time.monotonic()
-        while waiting and time.monotonic() < begin + timeout:
-            for reply in self._grid.pull_messages(list(waiting)):
-                replied_to = reply.metadata.reply_to_message_id
-                if replied_to in waiting:
-                    answers[waiting.pop(replied_to)] = _content(reply)
-            if waiting:
-                time.sleep(pause(time.monotonic() - begin))
-        for node in waiting.values():
+        end = begin + timeout
+        in_time = True
+        # Once more when the time is over: who has answered need not lose by another's slow parts.
+        while waiting and in_time:
+            look = time.monotonic()
+            in_time = look < end
+            for node, identity in list(waiting.items()):
+                with bounded(end - time.monotonic(), most.get(node)):
+                    answer = self._answer(identity)
+                if answer is not None:
+                    answers[node] = answer
+                    del waiting[node]
+            if waiting and in_time:
+                # Whose looks take long, of many sites, looks half of the time at most.
+                now = time.monotonic()
+                time.sleep(max(min(max(pause(now - begin), now - look), end - now), 0))
+        for node in waiting:
             answers[node] = NoAnswerError(f"its site did not answer within {timeout:g} s")
         return answers
+
+    def _answer(self, identity: str) -> bytes | Exception | None:
+        """Returns what answers a message, or None as long as nothing does."""
+        from httpx import HTTPError
+
+        try:
+            for reply in self._grid.pull_messages([identity]):
+                if reply.metadata.reply_to_message_id == identity:
+                    return _content(reply)
+        except HTTPError:  # the SuperLink is lost, which no site can bring about
+            raise
+        except Exception as error:  # of bytes that are no message at all
+            return WireError(f"it is no message of Flower ({one_line(repr(error))})")
+        return None
 
 
 def fingerprint(public_key: bytes) -> str:

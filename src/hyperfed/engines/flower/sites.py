@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from hyperfed.data.roster import Introduction
-from hyperfed.engines.flower.wire import WireError, read_introduction
+from hyperfed.engines.flower.wire import MOST_INTRODUCED, WireError, read_introduction
 from hyperfed.engines.replies import NoAnswerError
 from hyperfed.errors import UserError, one_line
 
@@ -40,7 +40,11 @@ class Link(Protocol):
         """
 
     def exchange(
-        self, kind: str, contents: Mapping[int, bytes], timeout: float
+        self,
+        kind: str,
+        contents: Mapping[int, bytes],
+        timeout: float,
+        most: Mapping[int, int],
     ) -> dict[int, bytes | Exception]:
         """Sends each node a message and waits for the replies.
 
@@ -48,6 +52,7 @@ class Link(Protocol):
             kind: type of the message.
             contents: node -> what it is sent.
             timeout: seconds to wait.
+            most: node -> bytes that are taken of its reply; absent where nobody can tell.
 
         Returns:
             Node -> reply, or why there is none.
@@ -103,7 +108,8 @@ class Sites:
         ]
         if not strangers:
             return known
-        answers = self._link.exchange(HELLO, dict.fromkeys(strangers, b""), self._timeout)
+        most = dict.fromkeys(strangers, MOST_INTRODUCED)
+        answers = self._link.exchange(HELLO, dict.fromkeys(strangers, b""), self._timeout, most)
         waited = time.monotonic() - begin
         for node in strangers:
             try:
