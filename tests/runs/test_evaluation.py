@@ -62,6 +62,19 @@ def test_rounds_are_compared_by_the_number_that_was_asked_for() -> None:
     assert chosen_by(made, range(2), "zeroed_accuracy")["correct"].tolist() == [4, 2]
 
 
+def test_a_client_may_count_once_whatever_number_of_examples_it_says() -> None:
+    many = torch.tensor([10, 10, 10**8])
+    first, second = (
+        Counts(many.double(), (of * many).double(), *[torch.zeros(3).double()] * 3, {})
+        for of in (torch.tensor([0.5, 0.5, 1.0]), torch.tensor([0.9, 0.9, 0.5]))
+    )
+    for once in (False, True):
+        before, now = (chosen_by(c, range(3), "accuracy", once=once) for c in (first, second))
+        assert is_better(now, before) == once
+    nothing = chosen_by(counts(1, 1, of=0), range(2), "accuracy", once=True)
+    assert is_better(nothing, nothing)  # nothing to choose by
+
+
 def test_several_draws_are_one_and_who_missed_one_counts_in_none() -> None:
     both = all_together([counts(1, 2, 3), counts(3, None, 3)], range(3))
     assert both.count.tolist() == [20, 0, 20]

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 import torch
@@ -229,6 +230,8 @@ def enrol(
     run: int,
     sizes: Iterable[str] = (BASE,),
     keys: Mapping[str, str] | None = None,
+    labels: Sequence[str] = (),
+    robust: bool = False,
 ) -> Roster:
     """Numbers the clients of all sites: known ones first, each part in the order of the names.
 
@@ -237,6 +240,9 @@ def enrol(
         run: number of the run at the sites.
         sizes: names of the task's targets.
         keys: name of a client -> the key that it belongs to.
+        labels: names of the labels, where the run has them; a site has as many.
+        robust: mean and deviation of images are the median over sites, which no single one
+            decides, in place of those of all images together.
 
     Raises:
         UserError: lists all in which the sites do not fit together.
@@ -259,6 +265,10 @@ def enrol(
             "words must be numbered alike at all sites, but sites name labels, or order them, in "
             "different ways; name them for all with task.labels"
         )
+    if labels and (odd := [site for site in introductions if site.classes != len(labels)]):
+        problems.append(
+            f"labels must be the {len(labels)} of task.labels, got {odd[0].classes}{_at(odd[0])}"
+        )
     choices = tuple(sizes)
     wrong = [m for m in everyone if len(choices) > 1 and m.size not in choices]
     if wrong:
@@ -272,7 +282,7 @@ def enrol(
         raise UserError("the sites do not make a federation:\n- " + "\n- ".join(problems))
     members = sorted(everyone, key=lambda member: (member.novel, member.name))
     ((shape, dtype),) = kinds
-    mean, std = _pooled(introductions)
+    mean, std = (_middle if robust else _pooled)(introductions)
     frame = Frame(
         known=sum(not member.novel for member in members),
         novel=sum(member.novel for member in members),
@@ -292,6 +302,13 @@ def _at(site: Introduction) -> str:
     return f" at the site of {site.members[0].name}" if site.members else ""
 
 
+def _middle(sites: Sequence[Introduction]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Returns the median over sites with images of mean and of deviation, per channel."""
+    told = [site for site in sites if site.pixels] or list(sites)
+    mean = tuple(map(median, zip(*(site.mean for site in told), strict=True)))
+    return _rounded(mean, tuple(map(median, zip(*(site.std for site in told), strict=True))))
+
+
 def _pooled(sites: Sequence[Introduction]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Returns mean and deviation per channel of all sites' images together."""
     weight = torch.tensor([float(site.pixels) for site in sites], dtype=torch.float64)
@@ -302,11 +319,14 @@ def _pooled(sites: Sequence[Introduction]) -> tuple[tuple[float, ...], tuple[flo
     share = (weight / weight.sum())[:, None]
     pooled = (share * mean).sum(0)
     deviation = ((share * square).sum(0) - pooled**2).clamp(min=0).sqrt()
-    means, deviations = pooled.tolist(), deviation.tolist()
-    return (
-        tuple(round(value, 4) for value in means),
-        tuple(round(value, 4) or 1.0 for value in deviations),
-    )
+    return _rounded(pooled.tolist(), deviation.tolist())
+
+
+def _rounded(
+    mean: Sequence[float], std: Sequence[float]
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Returns mean and deviation as they are sent; nothing is divided by a deviation of zero."""
+    return tuple(round(m, 4) for m in mean), tuple(round(s, 4) or 1.0 for s in std)
 
 
 @dataclass(frozen=True, repr=False)

@@ -267,13 +267,14 @@ def all_together(drawn: Sequence[Counts], ids: Sequence[int]) -> Counts:
     return Counts.of(sums, missed)
 
 
-def chosen_by(counts: Counts, ids: Sequence[int], best: str) -> Tree:
+def chosen_by(counts: Counts, ids: Sequence[int], best: str, *, once: bool = False) -> Tree:
     """Returns what a round is compared with others by.
 
     Args:
         counts: of (C,) clients on validation data.
         ids: who they are.
         best: the number that counts, such as "accuracy".
+        once: each client counts once, and not as often as it has examples.
 
     Returns:
         {"there": whether a client was evaluated, "count": its examples, "correct": the sum that
@@ -281,7 +282,10 @@ def chosen_by(counts: Counts, ids: Sequence[int], best: str) -> Tree:
     """
     there = torch.tensor([client not in counts.missed for client in ids])
     correct = getattr(counts, best.removesuffix("accuracy") + "correct")
-    return {"there": there, "count": counts.count, "correct": correct}
+    count = counts.count
+    if once:
+        count, correct = count.clamp(max=1), correct / count.clamp(min=1)
+    return {"there": there, "count": count, "correct": correct}
 
 
 def is_better(now: Tree, before: Tree) -> bool:

@@ -464,7 +464,9 @@ class Run(Served):
 
     def _choose(self, val: Counts, ids: list[int]) -> None:
         """Takes this round for the best if it is, or the first."""
-        now = chosen_by(val, ids, self.config.best)
+        # A rule that bears lies bears one about the number of examples, too.
+        once = self.config.robust.aggregation != "mean"
+        now = chosen_by(val, ids, self.config.best, once=once)
         if self._best is not None and not is_better(now, self._best.val):
             return
         value = self._summarise("val", ids, val, self.round).value(self._chosen_by)

@@ -6,8 +6,10 @@ import os
 import sys
 import threading
 import tomllib
+from dataclasses import replace
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ import pytest
 from finished_runs import evaluation
 from hyperfed.apps import cli
 from hyperfed.apps.flower import submit
+from hyperfed.data.examples import Normalize
 from hyperfed.data.roster import enrol
 from hyperfed.engines.flower.policy import Policy
 from hyperfed.engines.flower.site import Shard
@@ -204,6 +207,32 @@ def test_a_masked_run_of_the_app_equals_a_simulation_of_it(tmp_path: Path) -> No
         "train_model": 8 * (64 + 1) * 200,  # of FedPer's body, each in eight bytes
         "mask_reveal": 4 * 52,
     }
+
+
+def test_a_rule_against_lies_bears_one_about_images_and_numbers_of_examples(tmp_path: Path) -> None:
+    """What one of three sites says of its images decides nothing, nor does how many it has."""
+    keys = ["rounds=1", "task.clients=6", "task.novel=0.0", "engine=flower", "engine.sites=3"]
+
+    def begun(*more: str, labels: tuple[str, ...] | None = None) -> Run:
+        settings = config.load("fedavg", [*keys, *more])
+        run_config = {"settings": toml.dumps(config.to_dict(settings))}
+        sites = {
+            node: site_of(run_config, {"state": str(tmp_path / f"{node}"), "clients": clients})
+            for node, clients in ((3, "0-1"), (5, "2-3"), (7, "4-5"))
+        }
+        honest = sites[7].source.introduce()
+        members = tuple(replace(m, examples=10**8, val=10**8) for m in honest.members)
+        lie = replace(honest, members=members, pixels=2 * 10**8, mean=(1.0,), std=(1.0,))
+        sites[7].source = SimpleNamespace(introduce=lambda: lie)  # type: ignore[assignment]
+        settings = replace(settings, task=replace(settings.task, labels=labels))
+        return app.begin(settings, DirectLink(sites), str(tmp_path / f"run-{more}-{labels}"))
+
+    whole = Run(config.load("fedavg", ["task.clients=6", "task.novel=0.0"])).task.transform
+    borne = begun("robust.aggregation=median").task
+    assert borne.transform == whole
+    assert begun().task.transform == Normalize((1.0,), (1.0,))
+    with pytest.raises(UserError, match=r"labels must be the 2 of task\.labels, got 10 at"):
+        begun(labels=("a", "b"))
 
 
 def test_too_few_sites_are_an_error(tmp_path: Path) -> None:

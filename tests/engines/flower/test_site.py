@@ -306,6 +306,26 @@ def test_channel_statistics_of_sites_are_those_of_all_their_images() -> None:
     assert frame.std == pytest.approx(everything.std(0, correction=0).tolist(), abs=1e-4)
 
 
+def test_one_site_of_three_does_not_decide_on_the_channel_statistics() -> None:
+    told = [(0.5, 0.25, 30), (0.4, 0.2, 10), (1.0, 0.0, 7 * 10**7)]
+    sites = [
+        introduction(f"{n}", pixels=pixels, mean=(mean, 0.1), std=(std, 0.0))
+        for n, (mean, std, pixels) in enumerate(told)
+    ]
+    none = introduction("only tests", mean=(0.0, 0.0), std=(0.0, 0.0))
+    frame = enrol([*sites, none], run=1, robust=True).frame
+    assert (frame.mean, frame.std) == ((0.5, 0.1), (0.2, 1.0))
+    everyone = enrol([introduction("a"), introduction("b")], run=1, robust=True).frame
+    assert (everyone.mean, everyone.std) == ((), ())
+
+
+def test_a_site_has_as_many_labels_as_the_run_names() -> None:
+    sites = [introduction("a"), introduction("b", classes=10**6)]
+    with pytest.raises(UserError, match=r"labels must be the 3 .* got 1000000 at the site of b"):
+        enrol(sites, run=1, labels=("x", "y", "z"))
+    assert enrol(sites[:1], run=1, labels=("x", "y", "z")).frame.classes == 3
+
+
 @pytest.mark.parametrize(
     ("sites", "message"),
     [

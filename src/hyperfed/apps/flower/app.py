@@ -340,7 +340,14 @@ def begin(config: RunConfig, link: GridLink, folder: str) -> "Run":
         return Run.resume(place.path, tasks.remote(config.task, roster, config.seed, link))
     sites = Sites(link, config.engine.timeout)
     introductions, sizes = sites.gather(config.engine.sites), tasks.target_sizes(config.task)
-    roster = enrol(introductions, run=time.time_ns(), sizes=sizes, keys=sites.keys)
+    roster = enrol(
+        introductions,
+        run=time.time_ns(),
+        sizes=sizes,
+        keys=sites.keys,
+        labels=config.task.labels or (),
+        robust=config.robust.aggregation != "mean",
+    )
     task = tasks.remote(config.task, roster, config.seed, link)
     if folder:
         run = Run(config, task, place)
