@@ -102,6 +102,11 @@ class RunFolder:
         return self.path / "checkpoint" / "state.safetensors"
 
     @property
+    def released(self) -> Path:
+        """What clients at sites have paid for all that a trusted server told, to this moment."""
+        return self.state.with_name("released.safetensors")
+
+    @property
     def has_checkpoint(self) -> bool:
         """Whether there is something to go on from."""
         return self.state.exists() or previous(self.state).exists()

@@ -134,15 +134,22 @@ class AggregateNoise:
         seed: of the run.
         round: the round's number.
         secret: noise is the operating system's, not the seed's.
+        pay: called before a mean is told; what it raises keeps the mean from being told.
 
     Attributes:
         told: how many means there were.
     """
 
     def __init__(
-        self, private: PrivateUpdates, seed: int, round: int, *, secret: bool = False
+        self,
+        private: PrivateUpdates,
+        seed: int,
+        round: int,
+        *,
+        secret: bool = False,
+        pay: Callable[[], None] = lambda: None,
     ) -> None:
-        self.told = 0
+        self.told, self._pay = 0, pay
         self._private, self._seed, self._round = private, seed, round
         self._secret = secret
 
@@ -153,6 +160,7 @@ class AggregateNoise:
 
     def add(self, mean: Tree, share: float) -> Tree:
         """Returns a mean, in which no client has more than a share, with noise."""
+        self._pay()
         sigma = self._private.sigma(self._private.sensitivity * share)
         source = generator(self._seed, "noise of means", self._round, self.told)
         noise = privacy.secret_noise if self._secret else privacy.seeded_noise(source)
@@ -167,17 +175,15 @@ class AggregateNoise:
         return without_negative_variances(trees.tree_map(noisy, mean))
 
 
-def charge(engine: Engine, clients: Sequence[int], private: PrivateUpdates, means: int) -> None:
-    """Notes that so many means were told, of a cohort: also of clients that were lost on the way.
+def charge(engine: Engine, clients: Sequence[int], private: PrivateUpdates) -> None:
+    """Notes that a mean is told, of a cohort: also of clients that were lost on the way.
 
     Raises:
         UserError: that is more than they may spend.
     """
-    for client in clients if means else ():
-        ledger = Ledger(private.epsilon, private.delta).load(engine.released.get(client, {}))
-        for _ in range(means):
-            ledger = ledger.after(private.multiplier)
-        engine.released[client] = ledger.state()
+    ledger = Ledger(private.epsilon, private.delta)
+    told = [ledger.load(engine.released.get(c, {})).after(private.multiplier) for c in clients]
+    engine.released |= {client: spent.state() for client, spent in zip(clients, told, strict=True)}
 
 
 def promised(private: PrivateUpdates) -> dict[str, Any]:

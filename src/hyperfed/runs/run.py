@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from operator import index
+from os.path import lexists
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,11 +37,12 @@ from hyperfed.runs.serving import Best, Served, unfit
 from hyperfed.runs.settings import RunConfig, check_cohort, cohort_size
 from hyperfed.runs.status import Reporter
 from hyperfed.system.devices import CPU
+from hyperfed.system.files import sync
 from hyperfed.system.locks import Lock
 from hyperfed.system.provenance import commit, versions
 from hyperfed.trees import Tree
 from hyperfed.trees.aggregation import Rule
-from hyperfed.trees.checkpoints import load_latest, load_state, save_latest
+from hyperfed.trees.checkpoints import load_latest, load_state, save_latest, save_state
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -361,13 +363,17 @@ class Run(Served):
             with trees.aggregating(self._rule):
                 yield
             return
-        seed, secret = self.config.seed, cohort.state.remote
-        noise = private.AggregateNoise(here, seed, self.round, secret=secret)
-        try:
-            with trees.aggregating(self._rule, noise.of_means):
-                yield
-        finally:  # a round that comes to nothing may still be told of
-            private.charge(self.engine, cohort.ids.tolist(), here, noise.told)
+        clients, seed, secret = cohort.ids.tolist(), self.config.seed, cohort.state.remote
+
+        def pay() -> None:  # at once: a round that comes to nothing may still be told of
+            private.charge(self.engine, clients, here)
+            if secret and self.folder is not None:
+                save_state(self.folder.released, _keyed(self.engine.released), {})
+                sync(self.folder.released.parent)
+
+        noise = private.AggregateNoise(here, seed, self.round, secret=secret, pay=pay)
+        with trees.aggregating(self._rule, noise.of_means):
+            yield
 
     def _why(self, lost: Mapping[int, str]) -> str:
         """Returns why a client of this round was lost, and what can be done about it."""
@@ -596,6 +602,9 @@ class Run(Served):
         self.server.load(trees.to(tree["server"], self.engine.device))
         self.engine.memory = _numbered(tree["memory"])
         self.engine.released = _numbered(tree.get("released", {}))
+        if self.folder is not None and lexists(self.folder.released):
+            # Whichever checkpoint it is that the run goes on from, what was told stays told.
+            self.engine.released = _numbered(load_state(self.folder.released)[0])
         self.round = index(meta["round"])
         if not 0 <= self.round <= self.config.rounds:
             raise ValueError(f"round {self.round} of {self.config.rounds}")

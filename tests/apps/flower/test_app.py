@@ -23,7 +23,7 @@ from hyperfed.engines.flower.policy import Policy
 from hyperfed.engines.flower.site import Shard
 from hyperfed.engines.replies import NoAnswerError
 from hyperfed.errors import UserError
-from hyperfed.runs import config
+from hyperfed.runs import config, private
 from hyperfed.runs import progress as telling
 from hyperfed.runs.progress import spoken
 from hyperfed.runs.records import Lost
@@ -233,6 +233,60 @@ def test_a_rule_against_lies_bears_one_about_images_and_numbers_of_examples(tmp_
     assert begun().task.transform == Normalize((1.0,), (1.0,))
     with pytest.raises(UserError, match=r"labels must be the 2 of task\.labels, got 10 at"):
         begun(labels=("a", "b"))
+
+
+def test_what_a_trusted_server_told_stays_told_whatever_checkpoint_it_goes_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older one is put back, twice: what is told anew has noise anew, and is paid for anew."""
+    keys = ["rounds=4", "cohort=4", "task.clients=4", "task.novel=0", "method.local_steps=1"]
+    keys += ["evaluate_every=4", "privacy.epsilon=2", "privacy.where=central"]
+    settings = config.load("fedavg", [*keys, "engine=flower", "engine.sites=1"])
+    run_config = {"settings": toml.dumps(config.to_dict(settings))}
+    node = {"state": str(tmp_path / "site"), "clients": "0-3"}
+    link = DirectLink({1: site_of(run_config, node)})
+    told = []  # with the noise of the run, and not of its plan
+    add = private.AggregateNoise.add
+
+    def noted(self: Any, mean: Any, share: float) -> Any:
+        noisy = add(self, mean, share)
+        if self._secret:
+            told.append(self._round)
+        return noisy
+
+    monkeypatch.setattr(private.AggregateNoise, "add", noted)
+
+    def begun() -> Run:
+        return app.begin(settings, link, str(tmp_path / "run"))
+
+    run = begun()
+    training = run.train()
+    next(training)
+    path = tmp_path / "run" / "checkpoint" / "state.safetensors"
+    older = path.read_bytes()
+    next(training)
+    run.close()
+    for _ in range(2):
+        path.write_bytes(older)
+        resumed = begun()
+        paid = [len(kept["multipliers"]) for kept in resumed.engine.released.values()]
+        assert paid == [len(told)] * 4
+        if len(told) < 3:
+            next(resumed.train())
+            resumed.close()
+    next(training := resumed.train())
+    with pytest.raises(UserError, match="must stay within epsilon 2"):
+        list(training)
+    resumed.close()
+    assert told == [0, 1, 1, 1]
+    opened = begun()
+    spent = opened.privacy()
+    opened.close()
+    assert spent is not None
+    assert spent["epsilon_spent"] == pytest.approx(2, rel=1e-6)
+    (tmp_path / "run" / "checkpoint" / "released.safetensors").write_bytes(b"damaged")
+    with pytest.raises(UserError, match="damaged"):
+        begun()
 
 
 def test_too_few_sites_are_an_error(tmp_path: Path) -> None:

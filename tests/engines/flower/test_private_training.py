@@ -185,7 +185,7 @@ def test_what_sites_say_was_spent_does_not_end_the_run_of_a_trusted_server(tmp_p
     served(tmp_path, replace(PRIVATE, multiplier=Z))  # all of epsilon, of noise of their own
     central = replace(PRIVATE, where="central", multiplier=Z)
     engine = served(tmp_path, central)
-    charge(engine, [0, 1, 2], central, 1)
+    charge(engine, [0, 1, 2], central)
     assert {len(kept["multipliers"]) for kept in engine.released.values()} == {1}
     with pytest.raises(UserError, match="must stay within epsilon 4"):
-        charge(engine, [0], central, 1)
+        charge(engine, [0], central)
