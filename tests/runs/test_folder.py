@@ -55,6 +55,24 @@ def test_a_second_process_is_refused_while_a_run_trains(tmp_path: Path) -> None:
     assert resumed.summary["rounds"] == 6
 
 
+@pytest.mark.parametrize(
+    "name", ["log.txt", ".lock", "metrics.jsonl", "checkpoint/state.safetensors", "checkpoint"]
+)
+def test_a_run_writes_through_no_link(name: str, tmp_path: Path) -> None:
+    """Somebody else made the folder, and whoever resumes it would write to the other end."""
+    folder = stopped(tmp_path / "runs", 3)
+    target = tmp_path / "elsewhere"
+    folder.log.touch()
+    (folder.path / name).rename(target)
+    (folder.path / name).symlink_to(target)
+    files = [target] if target.is_file() else list(target.iterdir())
+    before = [file.read_bytes() for file in files]
+    with pytest.raises(UserError, match=f"{name} must be no link, .* would go to {target}"):
+        Run.resume(folder.path, make_task())
+    assert [file.read_bytes() for file in files] == before
+    assert Run.open(folder.path, make_task()).round == 2  # who reads it writes nothing
+
+
 def test_who_cannot_resume_leaves_the_folder_to_others(tmp_path: Path) -> None:
     folder = stopped(tmp_path, 3)
     with pytest.raises(UserError, match="data_fingerprint"):

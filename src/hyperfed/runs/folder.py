@@ -143,6 +143,19 @@ class RunFolder:
         if self.metrics.exists():
             sync(self.metrics)
 
+    def check_links(self) -> None:
+        """Finds out whether what is written to this folder is written to no other place.
+
+        Raises:
+            UserError: a link is in it.
+        """
+        for path in (*self.path.iterdir(), *self.state.parent.glob("*")):
+            if path.is_symlink():
+                raise UserError(
+                    f"{path} must be no link, as what a run writes would go to {path.readlink()}; "
+                    "put a copy in its place"
+                )
+
     def clean(self) -> None:
         """Removes what a killed process was about to put in place.
 

@@ -171,6 +171,7 @@ class Run(Served):
                 f"a run to resume must not be done, but {path} has a summary.json; "
                 "evaluate or personalize it, or start a new run"
             )
+        folder.check_links()
         lock = Lock(path)
         try:
             folder.clean()
