@@ -63,6 +63,9 @@ EVALUATION_BATCH = 512
 Bounded: TypeAlias = Literal["change", "reply"]
 """Of what the length is bounded where training is private: what a reply changes, or the reply."""
 
+Reads: TypeAlias = float | Literal["val", "kept"]
+"""Which of a client's examples a reply depends on (:func:`step`)."""
+
 S = TypeVar("S", bound=Callable[..., Tree])
 
 
@@ -78,6 +81,7 @@ def step(
     deferrable: bool = False,
     private: bool = False,
     bounded: Bounded | None = None,
+    reads: Reads = 1.0,
 ) -> Callable[[S], S]: ...
 
 
@@ -90,6 +94,7 @@ def step(
     deferrable: bool = False,
     private: bool = False,
     bounded: Bounded | None = None,
+    reads: Reads = 1.0,
 ) -> S | Callable[[S], S]:
     """Marks a function of a :class:`Client` that the network may call. Takes and returns trees.
 
@@ -105,12 +110,15 @@ def step(
             is like, which it is by default where there is one, or "reply", of a step that answers
             with a difference or with a vector of no large size. A step without it cannot be asked
             in private training (:mod:`hyperfed.engines.updates`), unless it replies with nothing.
+        reads: what the reply depends on of a client's examples, of which a site counts those behind
+            a reply: a share of each batch, rounded up; "val", the validation examples where there
+            are any; or "kept", what an earlier step of the round left in ``scratch["x"]``.
     """
     bounded = bounded or (None if like is None else "change")
 
     def mark(function: S) -> S:
         function.__dict__["step"] = StepInfo(
-            function.__name__, like, evaluates, deferrable, private, bounded
+            function.__name__, like, evaluates, deferrable, private, bounded, reads
         )
         return function
 
@@ -127,6 +135,7 @@ class StepInfo:
     deferrable: bool
     private: bool
     bounded: Bounded | None = None
+    reads: Reads = 1.0
 
 
 class Client:

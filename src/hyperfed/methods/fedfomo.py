@@ -75,7 +75,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 class Client(federation.Client):
     """Moves towards the candidates that are better on its own data, and trains."""
 
-    @step
+    @step(reads="val")
     def weigh(self, candidates: Tree) -> Tree:
         """Moves the reference, and holds what becomes of it until the end of the round.
 

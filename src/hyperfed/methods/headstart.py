@@ -117,7 +117,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {"default": DEFAULT}
 class Client(pefll.Client):
     """PeFLL's, described by half of a batch while the networks learn."""
 
-    @step(bounded="reply")
+    @step(bounded="reply", reads=0.5)
     @torch.no_grad()
     def describe_half(self, descriptor_net: Model) -> Tree:
         """Returns {"descriptor": (l,)}, the mean over half of a batch, rounded up."""

@@ -219,7 +219,7 @@ class Client(federation.Client):
         with torch.no_grad():
             return {"descriptor": forward(self.network("encoder"), encoder, batch.x)[0]}
 
-    @step
+    @step(reads="kept")
     def encoder_gradient(self, gradient: Tree) -> Model:
         """Back-propagates the gradient of that descriptor through the encoder that made it.
 

@@ -156,7 +156,7 @@ class Client(federation.Client):
         trained = sgd(self.objective, start, self.batches, local, trainable=parameters).model
         return trees.subtract(start, trained)
 
-    @step(deferrable=True, bounded="reply")
+    @step(deferrable=True, bounded="reply", reads="kept")
     def descriptor_net_gradient(self, gradient: Tree) -> Model:
         """Back-propagates a descriptor's gradient through the batch and network that made it."""
         batch, by = Batch(self.scratch["x"], self.scratch["y"]), gradient["descriptor"]

@@ -5,6 +5,7 @@ site's: it is read from the site's disk, and a call that it does not allow is no
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import ceil
 from typing import Annotated, Any
 
 import torch
@@ -135,7 +136,14 @@ class Policy:
             )
 
     def check_call(
-        self, call: Call, client: type[Client], config: Any, task: Task, seed: int
+        self,
+        call: Call,
+        client: type[Client],
+        config: Any,
+        task: Task,
+        *,
+        seed: int,
+        scratch: Tree,
     ) -> int:
         """Finds out whether a call is allowed, but for how often.
 
@@ -145,6 +153,7 @@ class Policy:
             config: the method's settings.
             task: with the client's data.
             seed: of the run.
+            scratch: what the client noted in earlier steps of the round.
 
         Returns:
             the number of examples behind the reply.
@@ -158,8 +167,8 @@ class Policy:
         if info.private and config.mechanism is None and call.client in task.novel_ids:
             raise RefusedError(f"a novel client must answer {call.step} with noise; set epsilon")
         if is_evaluation(call, client):
-            held_out = [len(task.val[call.client]), len(task.test[call.client])]
-            if fewest := min((count for count in held_out if count), default=0):
+            sizes = [len(task.val[call.client]), len(task.test[call.client])]
+            if fewest := min((count for count in sizes if count), default=0):
                 self.check_held_out(fewest, "counts of an evaluation")
             return fewest
         train = task.train[call.client]
@@ -169,6 +178,13 @@ class Policy:
             if info.like is not None:
                 self._check_plan(call.batches, config.batches, behind)
             behind = len({*draw(call, task, seed).tolist()})
+        if info.reads == "val":
+            if held_out := len(task.val[call.client]):
+                return held_out  # few of which are refused where they are read
+        elif info.reads == "kept":
+            behind = len(scratch.get("x", ()))
+        else:
+            behind = ceil(behind * info.reads)
         if info.name not in COUNTING:
             self._check_number(behind, self.smallest_reply, "a reply")
         return behind

@@ -313,7 +313,7 @@ class Site:
                 if call.masked:
                     plain, covering[place] = self._covering(call, masks, task)
                 self._check_private(plain, task)
-                behind[place] = self._allowed(plain, name, task)
+                behind[place] = self._allowed(plain, name, task, begin.scratch)
                 engine.released.setdefault(call.client, released.read(name))
             except Exception as error:
                 answers[place] = error
@@ -384,7 +384,7 @@ class Site:
             return RefusedError(f"the reply to {call.step} must be masked in this run"), {}
         return reply, {}
 
-    def _allowed(self, call: Call, name: str, task: Task) -> int:
+    def _allowed(self, call: Call, name: str, task: Task, scratch: Tree) -> int:
         """Returns the number of examples behind the reply to a call that the policy allows.
 
         Raises:
@@ -392,7 +392,9 @@ class Site:
         """
         if self._policy is None:
             return 0
-        found = self._policy.check_call(call, self._client, self._config, task, self._seed)
+        found = self._policy.check_call(
+            call, self._client, self._config, task, seed=self._seed, scratch=scratch
+        )
         if is_evaluation(call, self._client):
             Diary(self.state, self._policy).evaluate(name)
         return found
