@@ -201,6 +201,19 @@ def test_clients_that_are_all_alike_have_weights() -> None:
     torch.testing.assert_close(share.sum(dim=1), torch.ones(3).double())
 
 
+def test_the_model_travels_once_each_way() -> None:
+    """With the first message; the second has the centroids and which there are."""
+    task = make_task()
+    cohort = Federation("fedpac", task, **THREE_STEPS, **OWN).round([0])
+    model = sum(value.nbytes for value in task.models["base"].state_dict().values())
+    h, v, count, there = CLASSES * 4 * 8, 8, CLASSES * 8, CLASSES
+    assert [(each.step, each.down, each.up) for each in cohort.state.exchanges] == [
+        ("describe", model, h + v),
+        ("train_model", h + there, model),
+        ("centroids", 0, h + count),
+    ]
+
+
 @pytest.mark.parametrize("steps", [0, 2])
 def test_a_novel_client_trains_a_head_on_the_frozen_body(steps: int) -> None:
     settings = THREE_STEPS | OWN | {"novel_steps": steps}

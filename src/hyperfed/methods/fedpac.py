@@ -101,26 +101,29 @@ class Client(federation.Client):
 
     @step
     def describe(self, model: Model) -> Tree:
-        """Measures features by the model as received, and keeps their centroids for the round.
+        """Measures features by the model as received; keeps it and their centroids for the round.
+
+        Args:
+            model: the global body and the client's head.
 
         Returns:
             {"H": (classes, F), "v": ()}.
         """
         features = features_of(self.module, model, self.train)
         means, count = class_means(features, self.train.labels, self.classes)
-        self.scratch["centroids"] = means
+        self.scratch["model"], self.scratch["centroids"] = model, means
         n = len(features)
         h = means * (count / n)[:, None]
         return {"H": h, "v": (features.square().sum() / n - h.square().sum()) / n}
 
-    @step(like="model")
-    def train_model(self, model: Model, centroids: Tree) -> Model:
-        """Trains the head, then the body; returns both.
+    @step
+    def train_model(self, centroids: Tree) -> Model:
+        """Trains the head of the model that was described, then the body; returns both.
 
         Args:
-            model: the global body and the client's head.
             centroids: {"mean": (classes, F), "there": (classes,) bool, whether there is one}.
         """
+        model: Model = self.scratch["model"]
         head = self.trained_head(model, self.draw_batches(self.config.head_batches))
         trained = sgd(
             self.objective_near(centroids),
@@ -222,10 +225,9 @@ class Server(federation.Server):
     def replies(self, clients: Cohort) -> tuple[Tree, Tree, Tree]:
         """Returns what clients of one size describe, train and have as centroids then."""
         size = clients.size
-        sent, centroids = Each(self.models(clients)), self.centroids[size]
         return (
-            clients.ask(Client.describe, sent),
-            clients.ask(Client.train_model, sent, centroids, batches=self.config.batches),
+            clients.ask(Client.describe, Each(self.models(clients))),
+            clients.ask(Client.train_model, self.centroids[size], batches=self.config.batches),
             clients.ask(Client.centroids),
         )
 
