@@ -24,7 +24,16 @@ from hyperfed.federation import AllLostError
 from hyperfed.methods import METHODS
 from hyperfed.runs.evaluation import evaluate
 from hyperfed.system.randomness import seeded
-from toys import Federation, Normed, Stemmed, TwoLayers, lengths, make_task, snapshot
+from toys import (
+    Federation,
+    Normed,
+    Stemmed,
+    TwoLayers,
+    lengths,
+    make_task,
+    make_token_task,
+    snapshot,
+)
 
 ALL = sorted(METHODS)
 SETTINGS = {"local_steps": 3, "batch_size": 4, "local_lr": 0.1}
@@ -232,6 +241,25 @@ def test_serving_and_evaluating_leave_the_server_as_it_is(method: str) -> None:
             evaluate(server, engine, [0, 1, 2], 2, serve=serve)
         evaluate(server, engine, [3], 2, novel=True)
         assert same(snapshot(ours), before), settings
+
+
+@pytest.mark.parametrize("method", ALL)
+def test_labels_of_tokens_are_learned_or_refused_before_training(method: str) -> None:
+    for settings in variants(method):
+        own = SETTINGS | lengths(method) | settings
+        try:
+            ours = Federation(method, make_token_task(novel=1), **own)
+        except ValidationError:  # it does not go with the defaults of the others
+            continue
+        except UserError as error:
+            refused = str(error)
+        else:
+            for number in range(2):
+                assert ours.round([0, 1, 2], number).state.lost == {}, settings
+            evaluate(ours.server, ours.engine, [0, 1, 2], 2)
+            evaluate(ours.server, ours.engine, [3], 2, novel=True)
+            continue
+        assert "this one has a label for every token; choose another method" in refused
 
 
 @pytest.mark.parametrize("method", ALL)

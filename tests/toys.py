@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hyperfed import trees
+from hyperfed.data.arrays import IGNORED
+from hyperfed.data.own import token_accuracy, token_cross_entropy
 from hyperfed.engines.local.loop import LoopEngine
 from hyperfed.federation import Server
 from hyperfed.methods import METHODS
@@ -94,6 +97,32 @@ def make_task(
         val=[val for _, val, _ in splits],
         test=[test for _, _, test in splits],
         **({"x": x, "models": {"base": model}, "classes": CLASSES, "fingerprint": "toy"} | options),
+    )
+
+
+class Tagger(nn.Module):
+    """Says something of every token, whatever stands beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Embedding(7, 4)
+        self.head = nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.body(x)))
+
+
+def make_token_task(padding: int = 2, **options: Any) -> Task:
+    """A task with a label for every token; behind three that count are those that do not."""
+    task = make_task(Tagger, **options)
+    draw = torch.Generator().manual_seed(2)
+    x = torch.randint(1, 7, (len(task.x), 3), generator=draw)
+    return replace(
+        task,
+        x=F.pad(x, (0, padding)),
+        y=F.pad(x % CLASSES, (0, padding), value=IGNORED),
+        loss=token_cross_entropy,
+        score=token_accuracy,
     )
 
 

@@ -166,7 +166,8 @@ class Task:
                 "a target must have parameters to train, all of the target of size "
                 f"{idle[0]!r} are frozen or it has none; set requires_grad of some"
             )
-        return Outline(self.models, len(self.known), self.classes, self.novel)
+        known, of_tokens = len(self.known), self.y.ndim > 1
+        return Outline(self.models, known, self.classes, self.novel, of_tokens)
 
     def on_features(self) -> "Task":
         """Returns the task whose examples are the features, where it has some; else itself."""
@@ -194,12 +195,14 @@ class Outline:
     """What a server knows of a task: the target networks and numbers of clients, never data.
 
     ``clients`` take part in training; ``novel`` are those of which it is known that they will join.
+    ``of_tokens`` says that an example has a label for every token.
     """
 
     models: Mapping[str, nn.Module]
     clients: int
     classes: int
     novel: int = 0
+    of_tokens: bool = False
 
     @property
     def dtype(self) -> torch.dtype:

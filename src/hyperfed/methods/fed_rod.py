@@ -32,6 +32,7 @@ from torch.func import functional_call
 from hyperfed import federation, functional
 from hyperfed.errors import UserError
 from hyperfed.federation import Cohort, Outline, average, step
+from hyperfed.methods.parts.features import check_classes
 from hyperfed.methods.parts.presets import DEFAULT, PFEDKT
 from hyperfed.nets.anatomy import head_names
 from hyperfed.nets.hypernets import SingleOutput
@@ -165,18 +166,18 @@ class Server(federation.Server):
     """Holds, in ``self.model[size]``, the generic model and the hypernetwork where there is one.
 
     Raises:
-        UserError: the task has no classes, or the last layer of a target is not linear.
+        UserError: examples are not of one class each, or the last layer of a target is not linear.
     """
 
     def __init__(self, outline: Outline, config: Config) -> None:
         super().__init__(outline, config)
+        check_classes("Fed-RoD", outline)
         for target in outline.models.values():
             last = target.get_submodule(head_names(target)[0].rpartition(".")[0])
-            if not outline.classes or not isinstance(last, nn.Linear):
+            if not isinstance(last, nn.Linear):
                 raise UserError(
-                    "Fed-RoD balances classes and adds linear heads: a task must have classes and "
-                    f"its targets nn.Linear as their last layer, got {outline.classes} classes and "
-                    f"{type(last).__name__}; choose another target or method"
+                    "a target of Fed-RoD must end in an nn.Linear, to which a linear head can be "
+                    f"added, got {type(last).__name__}; choose another target or method"
                 )
         self.model: Tree = {size: outline.initial(size) for size in outline.models}
         for size, network in Client.networks(outline, config).items():

@@ -157,12 +157,12 @@ class Server(federation.Server):
     """Holds the global body, ``self.body[size]``.
 
     Raises:
-        UserError: the task has no classes.
+        UserError: examples are not of one class each.
     """
 
     def __init__(self, outline: Outline, config: Config) -> None:
         super().__init__(outline, config)
-        check_classes("FedAS", outline.classes)
+        check_classes("FedAS", outline)
         self.body: Tree = {
             size: partition(outline.initial(size), head_names(target))[1]
             for size, target in outline.models.items()

@@ -37,7 +37,7 @@ from torch import Tensor
 from hyperfed import federation
 from hyperfed.federation import Cohort, Outline, step
 from hyperfed.functional import forward_with_features
-from hyperfed.methods.parts.features import linear_head
+from hyperfed.methods.parts.features import check_one_label, linear_head
 from hyperfed.methods.parts.presets import DEFAULT, PFLLIB
 from hyperfed.nets.anatomy import head_names
 from hyperfed.training import Batch, Objective, PersonalConfig, Steps
@@ -141,11 +141,12 @@ class Server(federation.Server):
     """Holds, by target size, the global model, the common mean m and whether there is one yet.
 
     Raises:
-        UserError: the last layer of a target is not linear.
+        UserError: the task has a label for every token, or a target's last layer is not linear.
     """
 
     def __init__(self, outline: Outline, config: Config) -> None:
         super().__init__(outline, config)
+        check_one_label("FedDBE", outline)
         heads = {size: linear_head("FedDBE", target) for size, target in outline.models.items()}
         self.model: Tree = {size: outline.initial(size) for size in heads}
         self.mean: Tree = {s: head.weight.new_zeros(head.in_features) for s, head in heads.items()}

@@ -182,12 +182,12 @@ class Server(federation.Server):
     """Holds, by target size, body, centroids and the clients' heads, leaves (n, ...).
 
     Raises:
-        UserError: the task has no classes, or the last layer of a target is not linear.
+        UserError: examples are not of one class each, or the last layer of a target is not linear.
     """
 
     def __init__(self, outline: Outline, config: Config) -> None:
         super().__init__(outline, config)
-        check_classes("FedPAC", outline.classes)
+        check_classes("FedPAC", outline)
         self.body: Tree = {}
         self.heads: Tree = {}
         self.initial_head: Tree = {}

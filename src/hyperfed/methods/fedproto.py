@@ -147,13 +147,13 @@ class Server(federation.Server):
     """Holds the global prototypes (classes, F), and which there are.
 
     Raises:
-        UserError: the task has no classes, the last layer of a target is not linear, or the
-            features of its targets differ in length.
+        UserError: examples are not of one class each, the last layer of a target is not linear, or
+            the features of its targets differ in length.
     """
 
     def __init__(self, outline: Outline, config: Config) -> None:
         super().__init__(outline, config)
-        check_classes("FedProto", outline.classes)
+        check_classes("FedProto", outline)
         heads = [linear_head("FedProto", target) for target in outline.models.values()]
         lengths = {head.in_features for head in heads}
         if len(lengths) > 1:

@@ -211,12 +211,12 @@ class Server(federation.Server):
     """Holds body, valve and embeddings, ``self.model[size]``.
 
     Raises:
-        UserError: the task has no classes, or the last layer of a target is not linear.
+        UserError: examples are not of one class each, or the last layer of a target is not linear.
     """
 
     def __init__(self, outline: Outline, config: Config) -> None:
         super().__init__(outline, config)
-        check_classes("GPFL", outline.classes)
+        check_classes("GPFL", outline)
         self.model: Tree = {}
         for size, network in Client.networks(outline, config).items():
             _, body = partition(outline.initial(size), head_names(outline.models[size]))

@@ -55,6 +55,7 @@ from hyperfed import federation
 from hyperfed.errors import UserError
 from hyperfed.federation import EVALUATION_BATCH, Cohort, Each, Outline, step
 from hyperfed.functional import batch_statistics, forward, mean_output
+from hyperfed.methods.parts.features import check_one_label
 from hyperfed.methods.parts.hypernet_training import HyperNetConfig, Reduction, descend
 from hyperfed.methods.parts.privacy import PrivacyConfig
 from hyperfed.nets.deepsets import DeepSet
@@ -256,10 +257,15 @@ class Client(federation.Client):
 
 
 class Server(federation.Server):
-    """Holds embeddings, encoder, and a hypernetwork each for known and for novel clients."""
+    """Holds embeddings, encoder, and a hypernetwork each for known and for novel clients.
+
+    Raises:
+        UserError: the task has a label for every token.
+    """
 
     def __init__(self, outline: Outline, config: Config) -> None:
         super().__init__(outline, config)
+        check_one_label("IT-PFL-HN", outline)
         length, self.end_to_end = config.length(outline.clients), config.encoder == "end_to_end"
         self.encoder = Client.networks(outline, config)["encoder"]
         self.encoder_optimizer: Optimizer

@@ -37,6 +37,7 @@ from hyperfed import federation
 from hyperfed.errors import UserError
 from hyperfed.federation import EVALUATION_BATCH, Cohort, Outline, Split, average, step
 from hyperfed.functional import outputs_and_features
+from hyperfed.methods.parts.features import check_classes
 from hyperfed.methods.parts.presets import DEFAULT, PEFLL
 from hyperfed.nets.anatomy import head_names
 from hyperfed.training import LocalConfig, sgd
@@ -144,15 +145,15 @@ class Client(federation.Client):
 
 
 class Server(federation.Server):
-    """Holds the global model, ``self.model[size]``."""
+    """Holds the global model, ``self.model[size]``.
+
+    Raises:
+        UserError: examples are not of one class each.
+    """
 
     def __init__(self, outline: Outline, config: Config) -> None:
         super().__init__(outline, config)
-        if not outline.classes:
-            raise UserError(
-                "kNN-Per mixes probabilities of classes, but the task has none (classes is 0); "
-                "choose a task of classification, or another method"
-            )
+        check_classes("kNN-Per", outline)
         for module in outline.models.values():
             head_names(module)  # what goes into it are the features
         self.model: Tree = {size: outline.initial(size) for size in outline.models}

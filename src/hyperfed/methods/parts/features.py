@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from hyperfed.errors import UserError
-from hyperfed.federation import EVALUATION_BATCH, Split
+from hyperfed.federation import EVALUATION_BATCH, Outline, Split
 from hyperfed.functional import outputs_and_features
 from hyperfed.nets.anatomy import head_names
 from hyperfed.trees import Model
@@ -30,20 +30,39 @@ def linear_head(method: str, target: nn.Module) -> nn.Linear:
     return last
 
 
-def check_classes(method: str, classes: int) -> None:
-    """Refuses a regression, where a method has something for each class.
+def check_classes(method: str, outline: Outline) -> None:
+    """Refuses a task whose examples are not of one class each.
 
     Args:
         method: who asks, as its paper calls it.
-        classes: number of labels of the task, 0 for regression.
+        outline: of the task.
 
     Raises:
-        UserError: the task has no classes.
+        UserError: the task has no classes, or one for every token.
     """
-    if not classes:
+    if not outline.classes:
         raise UserError(
-            f"a task of {method} must have classes, for each of which it has features of its own; "
-            "this one has float targets: choose another method, or labels that are classes"
+            f"a task of {method} must have classes, this one has float targets; choose another "
+            "method, or labels that are classes"
+        )
+    check_one_label(method, outline)
+
+
+def check_one_label(method: str, outline: Outline) -> None:
+    """Refuses labels of tokens, where a method takes an example's features as one vector.
+
+    Args:
+        method: who asks, as its paper calls it.
+        outline: of the task.
+
+    Raises:
+        UserError: the task has a label for every token.
+    """
+    if outline.of_tokens:
+        raise UserError(
+            f"a task of {method} must have one label for each example, whose features it takes as "
+            "a whole, this one has a label for every token; choose another method, or one label "
+            "for each example"
         )
 
 
