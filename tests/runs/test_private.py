@@ -12,6 +12,7 @@ from hyperfed.errors import UserError
 from hyperfed.runs.config import from_keys
 from hyperfed.runs.private import cohort_of
 from hyperfed.runs.run import Run
+from toys import make_token_task
 
 TASK = {"clients": 8, "novel": 0.0, "model": "mlp", "hidden": [4]}
 SMALL: dict[str, Any] = {"rounds": 4, "cohort": 3, "evaluate_every": 4, "task": TASK}
@@ -141,6 +142,15 @@ def test_a_newcomer_s_exchanges_are_answers_and_a_second_time_is_refused() -> No
     assert run.summary["privacy"]["epsilon_spent"] == pytest.approx(50, rel=1e-6)
     with pytest.raises(UserError, match=r"must stay within epsilon 50 at delta 0\.001"):
         run.evaluate_novel(draws=2)
+
+
+def test_training_with_a_label_for_every_token_can_be_private() -> None:
+    """What it spends is found out from clients with made-up examples, of such labels too."""
+    private, quick = {"epsilon": 8.0, "delta": DELTA}, {"local_steps": 1}
+    run = hyperfed.train(
+        "fedavg", make_token_task(), rounds=2, cohort=1.0, privacy=private, method=quick
+    )
+    assert run.summary["privacy"]["epsilon_spent"] == pytest.approx(8, rel=1e-6)
 
 
 REFUSED = {

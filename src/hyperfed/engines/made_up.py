@@ -22,6 +22,8 @@ def made_up(task: Task, *, novel: int | None = None) -> Task:
     else:  # of tokens, the first are in any vocabulary
         x = torch.randint(0, 256 if dtype == torch.uint8 else 2, shape, generator=draw, dtype=dtype)
     y = torch.arange(EXAMPLES) % task.classes if task.classes else torch.zeros(EXAMPLES)
+    if task.y.ndim > 1:  # one for every token
+        y = y[:, None].expand(EXAMPLES, *task.y.shape[1:])
     novel = task.novel if novel is None else novel
     rows = [torch.arange(EXAMPLES)] * (len(task.known) + novel)
     first = next(iter(task.models))
