@@ -143,6 +143,19 @@ def test_batch_norm_loses_nobody_whose_last_batch_would_have_one_example(
         assert ours.round([0, 1, 2, 3], number).state.lost == {}
 
 
+@pytest.mark.parametrize("kind", [LoopEngine, VmappedEngine])
+@pytest.mark.parametrize("method", ALL)
+def test_batch_norm_loses_nobody_who_has_one_example(method: str, kind: type[LoopEngine]) -> None:
+    ours = federation(method, net=Normed, examples=(9, 1, 1, 1), novel=1)
+    ours.engine = kind(ours.task, ours.method.Client, ours.config, seed=0)
+    for number in range(2):
+        assert ours.round([0, 1, 2], number).state.lost == {}
+    for clients in ([0, 1, 2], [3]):
+        found = evaluate(ours.server, ours.engine, clients, 2, novel=clients == [3])
+        assert found["test"].missed == {}
+    assert trees.finite([snapshot(ours)]) == [True]
+
+
 @pytest.mark.parametrize("method", ALL)
 def test_other_cores_per_client_agree_to_1e_6(method: str) -> None:
     one = federation(method, {"workers": 1, "cores_per_client": 1})

@@ -47,6 +47,46 @@ def test_a_network_runs_with_the_weights_of_a_tree_wherever_it_keeps_them() -> N
     torch.testing.assert_close(trees.model_of(ours), before, rtol=0, atol=0)
 
 
+def test_what_has_one_value_for_each_channel_is_normalised_as_in_evaluation() -> None:
+    """And a single example that has more of them by itself."""
+    net = nn.Sequential(nn.BatchNorm2d(2), nn.Flatten(), nn.BatchNorm1d(8)).double()
+    source = generator(0, "x")
+    x = torch.randn(1, 2, 2, 2, dtype=torch.float64, generator=source)
+    model = trees.model_of(net) | {
+        f"{norm}.running_{name}": torch.rand(size, dtype=torch.float64, generator=source)
+        for norm, size in (("0", 2), ("2", 8))
+        for name in ("mean", "var")
+    }
+    output, buffers = functional.forward(net, model, x)
+    own = {name: value for name, value in buffers.items() if name.startswith("2.")}
+    assert trees.structure(own) == trees.structure({name: model[name] for name in own})
+    assert all(torch.equal(value, model[name]) for name, value in own.items())
+    mean = x.mean(dim=(0, 2, 3))
+    torch.testing.assert_close(
+        buffers["0.running_mean"], 0.9 * model["0.running_mean"] + 0.1 * mean
+    )
+    assert buffers["0.num_batches_tracked"] == 1
+    seen = (x - mean[:, None, None]) / (x.var(dim=(0, 2, 3), correction=0) + 1e-5).sqrt()[
+        :, None, None
+    ]
+    expected = (seen.flatten(1) - model["2.running_mean"]) / (model["2.running_var"] + 1e-5).sqrt()
+    torch.testing.assert_close(output, expected)
+    again, _ = functional.forward(net, model, torch.cat([x, 2 * x]))  # as ever, with two
+    torch.testing.assert_close(again.mean(dim=0), torch.zeros(8, dtype=torch.float64))
+
+
+def test_statistics_of_one_value_for_each_channel_are_the_models_own() -> None:
+    net = nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, 2)).double()
+    model = trees.tree_map(lambda value: value + 3, trees.model_of(net))
+    x = torch.randn(3, FEATURES, dtype=torch.float64, generator=generator(0, "x"))
+    found = functional.batch_statistics(net, model, [x[:1]])
+    assert torch.equal(found["0.running_mean"], model["0.running_mean"])
+    assert torch.equal(found["0.running_var"], model["0.running_var"])
+    found = functional.batch_statistics(net, model, [x[:1], x])
+    torch.testing.assert_close(found["0.running_mean"], x.mean(dim=0))
+    torch.testing.assert_close(found["0.running_var"], x.var(dim=0))
+
+
 def test_a_network_has_its_own_weights_again_after_an_error() -> None:
     ours = tied()
     before = trees.model_of(ours)

@@ -1,6 +1,7 @@
 """A network as a function of its weights: the weights of a tree go in, and outputs come out."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,6 +16,9 @@ from hyperfed.trees import Model
 
 def apply(module: nn.Module, model: Model, x: Tensor, *more: Tensor, train: bool = False) -> Tensor:
     """Runs ``module`` with the weights of ``model``.
+
+    Under ``train`` batch-norm has no statistics of a batch with one value for each channel, such as
+    one example of an MLP. It takes such a batch as in evaluation, and its own statistics stay.
 
     Args:
         module: the architecture. Of its own weights only frozen ones are used. It must not be
@@ -33,11 +37,32 @@ def apply(module: nn.Module, model: Model, x: Tensor, *more: Tensor, train: bool
     try:
         for name, entries, key in places:
             entries[key] = model[name]
-        output: Tensor = module(x, *more)
+        with _spared(found.norms) if train and len(x) == 1 else nullcontext():
+            output: Tensor = module(x, *more)
     finally:
         for (_, entries, key), tensor in zip(places, own, strict=True):
             entries[key] = tensor
     return output
+
+
+@contextmanager
+def _spared(norms: Iterable[_BatchNorm]) -> Iterator[None]:
+    """Has batch-norm in training mode take what has one value for each channel as in evaluation."""
+    spared: list[nn.Module] = []
+
+    def spare(norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        (x,) = inputs  # (B, C, ...)
+        if norm.training and x.numel() == x.shape[1]:
+            spared.append(norm.eval())
+
+    hooks = [norm.register_forward_pre_hook(spare) for norm in norms]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for norm in spared:
+            norm.train()
 
 
 class _Places:
@@ -49,6 +74,7 @@ class _Places:
     Attributes:
         places: (name, dictionary, key there) of each entry.
         buffers: names of those that are buffers.
+        norms: its batch-norm that is not frozen.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -62,7 +88,9 @@ class _Places:
             for key, tensor in entries.items()
             if id(tensor) in of
         ]
-        frozen = trees.frozen_parts(module)
+        frozen = set(trees.frozen_parts(module))
+        trained = [part for part in module.modules() if part not in frozen]
+        self.norms = [part for part in trained if isinstance(part, _BatchNorm)]
         self._still = [part for part in frozen if any(True for _ in part.buffers(recurse=False))]
         self.hold_still()
 
@@ -169,17 +197,18 @@ def batch_statistics(module: nn.Module, model: Model, inputs: Iterable[Tensor]) 
         inputs: (B, ...) batches; each counts alike.
 
     Returns:
-        all buffers of ``module``, as after a pass over the inputs; {} where it has none.
+        all buffers of ``module``, as after a pass over the inputs, or the model's own where these
+        have no statistics (:func:`apply`); {} where it has none.
     """
     if not _places_of(module).buffers:
         return {}
-    frozen = set(trees.frozen_parts(module))
-    norms = [m for m in module.modules() if isinstance(m, _BatchNorm) and m not in frozen]
+    norms = _places_of(module).norms
     momenta = [norm.momentum for norm in norms]
     trees.fill(module, model)
     for norm in norms:
-        norm.reset_running_stats()
-        norm.momentum = None  # a cumulative mean
+        norm.momentum = None  # a cumulative mean, which begins with the next batch
+        if norm.num_batches_tracked is not None:
+            norm.num_batches_tracked.zero_()
     buffers: Model = {name: value.clone() for name, value in trees.buffers_of(module).items()}
     try:
         with torch.no_grad():

@@ -35,8 +35,8 @@ class Sgd:
 def pass_lengths(examples: int, size: int) -> list[int]:
     """Returns how many of some examples each batch of one pass holds.
 
-    Each has ``size``, but for the last, which has what is left. Where that is one example, which
-    batch-norm refuses alone, it joins the batch before.
+    Each has ``size``, but for the last, which has what is left. Where that is one example, of which
+    batch-norm has no statistics (:func:`hyperfed.functional.apply`), it joins the batch before.
     """
     lengths = [min(size, examples - start) for start in range(0, examples, size)]
     if len(lengths) > 1 and lengths[-1] == 1 < size:

@@ -1,6 +1,7 @@
 """Fine-tuning of any method: what is used is the personal model after some steps of SGD."""
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,23 @@ def test_the_model_of_a_client_is_the_personal_one_after_a_loop_of_sgd(method: s
         found = evaluated["novel" if client == NOVEL else "test"]
         loss = found.client_loss[found.clients.index(client)]
         assert loss == pytest.approx(mean_loss(run.task, ours, run.task.test[client]), rel=1e-9)
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_one_example_is_enough_under_batch_norm(method: str) -> None:
+    """To train, to be evaluated and to join, with fine-tuning and without."""
+    run = trained(method, task=make_task(Normed, examples=(9, 1, 9, 1), novel=1))
+    x, y = run.task.x[:1], run.task.y[:1]
+    for served in (run, run.served_otherwise(TUNED)):
+        found = served.evaluate_best()
+        assert all(math.isfinite(loss) for part in found.values() for loss in part.client_loss)
+        try:
+            assert isinstance(served.personalize(x, y), nn.Module)
+        except UserError as error:
+            refused = str(error)
+        else:
+            continue
+        assert "a model to hand over must be one" in refused
 
 
 def test_a_model_that_is_drawn_for_is_handed_over_as_it_was_evaluated() -> None:
