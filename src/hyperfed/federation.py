@@ -344,7 +344,7 @@ class Client:
 
         A method whose personal model is not the target's weights has its own.
         """
-        if not model.keys() >= self.initial.keys():
+        if not model.keys() >= self.parameters | self.buffers:
             raise UserError(
                 "a personal model to fine-tune must be one network's weights, but this method's is "
                 "not; set serve.finetune_steps=0, or choose another method"

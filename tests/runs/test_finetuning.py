@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import hyperfed
 from hyperfed import trees
 from hyperfed.errors import UserError
-from hyperfed.methods import METHODS
+from hyperfed.methods import METHODS, moon
 from hyperfed.runs.config import from_keys, to_dict
 from hyperfed.runs.evaluation import evaluate, finetuned
 from hyperfed.runs.run import Run
@@ -246,6 +246,17 @@ def test_the_neighbours_of_knn_per_are_those_of_the_fine_tuned_features(client: 
         server.model["base"] = expected
         theirs = evaluate(server, run.engine, [client], number, novel=novel)["test"]
     torch.testing.assert_close(vars(ours), vars(theirs), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("client", [0, NOVEL])
+def test_moons_projection_head_is_fine_tuned_with_the_rest(client: int) -> None:
+    run = trained("moon", projection=6)
+    net = trees.fill(moon.projected(run.task.models["base"], 6), run.best.server["model"]["base"])
+    number = ROUNDS if client == NOVEL else run.best.round
+    expected = mean_loss(run.task, tuned_by_hand(run, client, net, number), run.task.test[client])
+    found = run.served_otherwise(TUNED).evaluate_best()["novel" if client == NOVEL else "test"]
+    assert found.client_loss[found.clients.index(client)] == pytest.approx(expected, rel=1e-9)
+    assert expected != pytest.approx(mean_loss(run.task, net, run.task.test[client]), rel=1e-3)
 
 
 @pytest.mark.parametrize("method", ["fedper", "pefll"])
