@@ -275,6 +275,27 @@ def test_labels_of_tokens_are_learned_or_refused_before_training(method: str) ->
         assert "this one has a label for every token; choose another method" in refused
 
 
+BY_ALL_TOKENS = ("headstart", "pefll")
+"""Methods that describe a client by all of its tokens, whether or not their labels count."""
+
+
+@pytest.mark.parametrize("method", sorted({*ALL}.difference(BY_ALL_TOKENS)))
+def test_tokens_that_count_nothing_change_nothing(method: str) -> None:
+    """Their network computes each token by itself, so the loss does not see them."""
+    for settings in variants(method):
+        own, found = SETTINGS | lengths(method) | settings, []
+        for more in (0, 3):
+            try:
+                ours = Federation(method, make_token_task(more), **own)
+            except (UserError, ValidationError):
+                continue
+            for number in range(2):
+                ours.round([0, 1, 3], number)
+            found.append(snapshot(ours))
+        if found:
+            torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("method", ALL)
 def test_a_server_steps_by_an_optimiser_that_is_fused(method: str) -> None:
     """It takes less than a tenth of the time of PyTorch's default on a CPU."""

@@ -112,15 +112,15 @@ class Tagger(nn.Module):
         return self.head(torch.tanh(self.body(x)))
 
 
-def make_token_task(padding: int = 2, **options: Any) -> Task:
-    """A task with a label for every token; behind three that count are those that do not."""
+def make_token_task(more: int = 2, **options: Any) -> Task:
+    """A task with a label for every token; behind three that count are ``more`` that do not."""
     task = make_task(Tagger, **options)
     draw = torch.Generator().manual_seed(2)
-    x = torch.randint(1, 7, (len(task.x), 3), generator=draw)
+    x, others = (torch.randint(7, (len(task.x), of), generator=draw) for of in (3, more))
     return replace(
         task,
-        x=F.pad(x, (0, padding)),
-        y=F.pad(x % CLASSES, (0, padding), value=IGNORED),
+        x=torch.cat([x, others], dim=1),
+        y=F.pad(x % CLASSES, (0, more), value=IGNORED),
         loss=token_cross_entropy,
         score=token_accuracy,
     )

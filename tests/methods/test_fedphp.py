@@ -12,8 +12,19 @@ from hyperfed import trees
 from hyperfed.errors import UserError
 from hyperfed.methods import fedphp
 from hyperfed.runs.config import from_keys
+from hyperfed.task import Task
 from hyperfed.trees import Model
-from toys import EXAMPLES, ONE_STEP, Federation, Normed, TwoLayers, client_loss, logits, make_task
+from toys import (
+    EXAMPLES,
+    ONE_STEP,
+    Federation,
+    Normed,
+    TwoLayers,
+    client_loss,
+    logits,
+    make_task,
+    make_token_task,
+)
 
 CLOSE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-11}
 LR, LAMBDA, TEMPERATURE, MOMENTUM, EXPECTED = 0.1, 0.3, 3.0, 0.8, 4
@@ -25,9 +36,11 @@ SETTINGS = ONE_STEP | {
 }
 
 
-def hidden(net: nn.Module, model: Model, x: Tensor) -> Tensor:
-    """What goes into the head of ``TwoLayers``."""
-    return torch.tanh(x @ model["body.weight"].T + model["body.bias"])
+def hidden(model: Model, x: Tensor, there: Tensor) -> Tensor:
+    """What goes into the head of ``TwoLayers``, or into that of ``Tagger`` of tokens that count."""
+    if "body.bias" in model:
+        return torch.tanh(x @ model["body.weight"].T + model["body.bias"])
+    return (torch.tanh(model["body.weight"][x]) * there[..., None]).flatten(1)
 
 
 def discrepancy(ours: Tensor, theirs: Tensor) -> Tensor:
@@ -49,18 +62,21 @@ def discrepancy(ours: Tensor, theirs: Tensor) -> Tensor:
 def trained_by_hand(ours: Federation, client: int, received: Model, teacher: Model) -> Model:
     """One step of the whole loss, in which the teacher's term is written as the authors' code does.
 
-    That is as a cross entropy, which is the divergence plus a constant.
+    That is as a cross entropy, which is the divergence plus a constant. Of tokens it is on those
+    that count.
     """
     task, index = ours.task, ours.task.train[client]
     net, x, y = task.models["base"], task.x[index], task.y[index]
+    there = y >= 0
     leaves = {name: value.clone().requires_grad_() for name, value in received.items()}
     if ours.config.transfer == "mmd":
-        transfer = discrepancy(hidden(net, leaves, x), hidden(net, teacher, x))
+        transfer = discrepancy(hidden(leaves, x, there), hidden(teacher, x, there))
     else:
-        z, softened = logits(net, leaves, x), logits(net, teacher, x) / TEMPERATURE
+        z, softened = logits(net, leaves, x)[there], logits(net, teacher, x)[there] / TEMPERATURE
         target = softened.exp() / softened.exp().sum(1, keepdim=True)
         transfer = -(target * (z - z.exp().sum(1, keepdim=True).log())).sum(1).mean()
-    loss = (1 - LAMBDA) * F.cross_entropy(logits(net, leaves, x), y) + LAMBDA * transfer
+    labels = F.cross_entropy(logits(net, leaves, x)[there], y[there])
+    loss = (1 - LAMBDA) * labels + LAMBDA * transfer
     by = torch.autograd.grad(loss, list(leaves.values()))
     return {name: received[name] - LR * g for name, g in zip(received, by, strict=True)}
 
@@ -69,17 +85,17 @@ def mixed(mu: float, old: Model, new: Model) -> Model:
     return {name: mu * old[name] + (1 - mu) * new[name] for name in new}
 
 
-def after_three_rounds(**settings: Any) -> Federation:
+def after_three_rounds(task: Task | None = None, **settings: Any) -> Federation:
     """Global model, last trained and inherited model of client 1 all differ."""
-    ours = Federation("fedphp", make_task(novel=1), **SETTINGS | settings)
+    ours = Federation("fedphp", task or make_task(novel=1), **SETTINGS | settings)
     for number, clients in enumerate(([0, 1, 2], [1, 2], [0, 2])):
         ours.round(clients, number)
     return ours
 
 
-def check_a_round(**settings: Any) -> None:
+def check_a_round(task: Task | None = None, **settings: Any) -> None:
     """The third round of client 1, in which mu is half of what it grows to."""
-    ours = after_three_rounds(**settings)
+    ours = after_three_rounds(task, **settings)
     received = trees.clone(ours.server.model["base"])
     inherited = trees.clone(ours.engine.memory[1]["inherited"])
     assert all((received[name] - inherited[name]).abs().max() > 1e-4 for name in received)
@@ -93,6 +109,11 @@ def check_a_round(**settings: Any) -> None:
 @pytest.mark.parametrize("transfer", ["kd", "mmd"])
 def test_a_round_is_a_gradient_step_on_the_one_piece_objective(transfer: str) -> None:
     check_a_round(transfer=transfer)
+
+
+@pytest.mark.parametrize("transfer", ["kd", "mmd"])
+def test_of_tokens_only_those_that_count_teach(transfer: str) -> None:
+    check_a_round(make_token_task(), transfer=transfer)
 
 
 def test_the_first_round_has_no_teacher_and_is_inherited_whole() -> None:

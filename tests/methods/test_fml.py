@@ -13,8 +13,18 @@ from hyperfed.errors import UserError
 from hyperfed.methods import fml
 from hyperfed.runs.config import from_keys
 from hyperfed.system.randomness import generator, seeded
+from hyperfed.task import Task
 from hyperfed.trees import Model
-from toys import EXAMPLES, ONE_STEP, Federation, Normed, TwoLayers, logits, make_task
+from toys import (
+    EXAMPLES,
+    ONE_STEP,
+    Federation,
+    Normed,
+    TwoLayers,
+    logits,
+    make_task,
+    make_token_task,
+)
 
 CLOSE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-11}
 LR, ALPHA, BETA = 0.1, 0.7, 0.4
@@ -30,31 +40,35 @@ def divergence(teacher: Tensor, student: Tensor) -> Tensor:
 
 
 def both_by_hand(ours: Federation, client: int, private: Model, meme: Model) -> tuple[Model, Model]:
-    """One step of each model on all data, each loss differentiated on its own."""
+    """One step of each model on all data, each loss differentiated on its own.
+
+    Of tokens, on those that count.
+    """
     net, index = ours.task.models["base"], ours.task.train[client]
     x, y = ours.task.x[index], ours.task.y[index]
+    there = y >= 0
 
     def step(model: Model, teacher: Model, label_weight: float) -> Model:
         leaves = {name: value.clone().requires_grad_() for name, value in model.items()}
-        z = logits(net, leaves, x)
-        taught = divergence(logits(net, teacher, x), z)
-        loss = label_weight * F.cross_entropy(z, y) + (1 - label_weight) * taught
+        z = logits(net, leaves, x)[there]
+        taught = divergence(logits(net, teacher, x)[there], z)
+        loss = label_weight * F.cross_entropy(z, y[there]) + (1 - label_weight) * taught
         by = torch.autograd.grad(loss, list(leaves.values()))
         return {name: model[name] - LR * g for name, g in zip(model, by, strict=True)}
 
     return step(private, meme, ALPHA), step(meme, private, BETA)
 
 
-def after_two_rounds(**settings: Any) -> Federation:
+def after_two_rounds(task: Task | None = None, **settings: Any) -> Federation:
     """Private model of client 0 and meme differ."""
-    ours = Federation("fml", make_task(novel=1), **SETTINGS | settings)
+    ours = Federation("fml", task or make_task(novel=1), **SETTINGS | settings)
     ours.round([0, 1, 2], 0)
     ours.round([1, 2], 1)
     return ours
 
 
-def check_a_round() -> None:
-    ours = after_two_rounds()
+def check_a_round(task: Task | None = None) -> None:
+    ours = after_two_rounds(task)
     private, meme = trees.clone(ours.engine.memory[0]["model"]), trees.clone(ours.server.meme)
     assert all((private[name] - meme[name]).abs().max() > 1e-4 for name in meme)
     trained, shared = both_by_hand(ours, 0, private, meme)
@@ -65,6 +79,10 @@ def check_a_round() -> None:
 
 def test_a_round_is_a_gradient_step_of_each_model_on_its_own_loss() -> None:
     check_a_round()
+
+
+def test_of_tokens_only_those_that_count_teach() -> None:
+    check_a_round(make_token_task())
 
 
 @pytest.mark.parametrize(("net", "keep"), [(TwoLayers, True), (Normed, True), (TwoLayers, False)])

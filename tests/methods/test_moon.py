@@ -342,16 +342,16 @@ def logits_for_features(*given: Any, **options: Any) -> tuple[Tensor, Tensor]:
     return output, output
 
 
-def exchanged(near: Tensor, far: Tensor, *settings: Any) -> Tensor:
-    return contrast.contrastive_loss(far, near, *settings)
+def exchanged(near: Tensor, far: Tensor, *settings: Any, **more: float) -> Tensor:
+    return contrast.contrastive_loss(far, near, *settings, **more)
 
 
-def without_temperature(near: Tensor, far: Tensor, *settings: Any) -> Tensor:
+def without_temperature(near: Tensor, far: Tensor, *settings: Any, **more: float) -> Tensor:
     return F.softplus(near - far).mean()
 
 
-def summed(near: Tensor, far: Tensor, *settings: Any) -> Tensor:
-    return len(near) * contrast.contrastive_loss(near, far, *settings)
+def summed(near: Tensor, far: Tensor, *settings: Any, **more: float) -> Tensor:
+    return len(near) * contrast.contrastive_loss(near, far, *settings, **more)
 
 
 def inner_products(own: Tensor, other: Tensor, distance: str) -> Tensor:

@@ -195,8 +195,8 @@ def reversed_divergence(private: Tensor, other: Tensor, distance: Any) -> Tensor
     return (p.exp() * (p - q)).sum(-1)
 
 
-def exchanged(near: Tensor, far: Tensor, *settings: Any) -> Tensor:
-    return contrastive_loss(far, near, *settings)
+def exchanged(near: Tensor, far: Tensor, *settings: Any, **more: float) -> Tensor:
+    return contrastive_loss(far, near, *settings, **more)
 
 
 def averaged(private: Tensor, other: Tensor, distance: Any) -> Tensor:

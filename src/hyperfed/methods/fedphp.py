@@ -38,7 +38,13 @@ from torch import Tensor
 from hyperfed import federation
 from hyperfed.federation import Cohort, Outline, average, step
 from hyperfed.functional import forward_with_features, outputs_and_features
-from hyperfed.methods.parts.contrast import check_logits, distances, mean_discrepancy
+from hyperfed.methods.parts.contrast import (
+    check_logits,
+    distances,
+    features_counted,
+    mean_counted,
+    mean_discrepancy,
+)
 from hyperfed.methods.parts.presets import DEFAULT, PFEDKT
 from hyperfed.training import Batch, LocalConfig, Objective, Steps, sgd
 from hyperfed.trees import Model, Tree, interpolate
@@ -121,9 +127,11 @@ class Client(federation.Client):
             output, features, buffers = forward_with_features(self.module, model, batch.x)
             taught, shown = outputs_and_features(self.module, teacher, batch.x)
             if config.transfer == "kd":
-                transfer = distances(output, taught / config.temperature, "kl").mean()
+                each = distances(output, taught / config.temperature, "kl")
+                transfer = mean_counted(each, batch.y)
             else:
-                transfer = mean_discrepancy(features, shown)
+                ours, theirs = (features_counted(each, batch.y) for each in (features, shown))
+                transfer = mean_discrepancy(ours, theirs)
             loss = torch.lerp(self.loss(output, batch.y), transfer, config.transfer_weight)
             return loss, buffers
 

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from hyperfed import federation, trees
 from hyperfed.federation import Cohort, Outline, step
 from hyperfed.functional import forward
-from hyperfed.methods.parts.contrast import check_logits, distances
+from hyperfed.methods.parts.contrast import check_logits, distances, mean_counted
 from hyperfed.methods.parts.presets import DEFAULT, PFEDKT
 from hyperfed.training import Batch, PersonalConfig, Steps
 from hyperfed.trees import Model, Tree, leaves, weighted_mean
@@ -104,7 +104,7 @@ class Client(federation.Client):
 
     def loss_of(self, student: Tensor, teacher: Tensor, y: Tensor, label_weight: float) -> Tensor:
         """Returns the loss of (B, classes) outputs; no gradient flows into the teacher's."""
-        taught = distances(student, teacher, "kl").mean()
+        taught = mean_counted(distances(student, teacher, "kl"), y)
         return torch.lerp(taught, self.loss(student, y), label_weight)
 
     @property

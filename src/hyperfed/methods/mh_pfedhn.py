@@ -43,7 +43,7 @@ from torch.optim import Adam
 from hyperfed import federation, trees
 from hyperfed.federation import Cohort, Each, Outline, step
 from hyperfed.functional import forward
-from hyperfed.methods.parts.contrast import check_logits, distances
+from hyperfed.methods.parts.contrast import check_logits, distances, mean_counted
 from hyperfed.methods.parts.hypernet_training import fit_rows, pull_back_groups
 from hyperfed.nets.chunks import ChunkHeads
 from hyperfed.nets.shapes import shapes_of
@@ -161,8 +161,8 @@ class Client(federation.Client):
         def objective(model: Model, batch: Batch) -> tuple[Tensor, Model]:
             output, buffers = forward(self.module, model, batch.x)
             said, _ = forward(self.network("global"), teacher, batch.x)
-            divergence = distances(output / temperature, said / temperature, "kl").mean()
-            loss = self.loss(output, batch.y)
+            each = distances(output / temperature, said / temperature, "kl")
+            loss, divergence = self.loss(output, batch.y), mean_counted(each, batch.y)
             return torch.lerp(loss, temperature**2 * divergence, self.config.distillation), buffers
 
         return objective

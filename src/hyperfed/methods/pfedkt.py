@@ -206,7 +206,9 @@ class Client(federation.Client):
 
             def loss(private: Tensor, y: Tensor) -> Tensor:
                 near, far = (distances(private, other, config.distance) for other in others)
-                drawn = contrastive_loss(near, far, contrast, config.margin, config.temperature)
+                drawn = contrastive_loss(
+                    near, far, y, contrast, margin=config.margin, temperature=config.temperature
+                )
                 return torch.lerp(self.loss(private, y), drawn, config.contrast_weight)
 
             return supervised(self.module, loss)(model, batch)

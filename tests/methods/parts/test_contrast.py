@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from hyperfed.methods.parts.contrast import Distance, contrastive_loss, distances
+from hyperfed.methods.parts.contrast import (
+    Contrast,
+    Distance,
+    contrastive_loss,
+    distances,
+    features_counted,
+)
 
 ROWS, CLASSES = 4, 3
 
@@ -81,17 +87,44 @@ def test_a_gradient_that_does_is_caught(distance: Distance) -> None:
 NEAR, FAR = torch.tensor([0.5, 1.5, 1.0]), torch.tensor([3.0, 0.0, 0.75])
 """Means of 1 and 1.25."""
 
+LABELS = torch.zeros(3, dtype=torch.int64)
+OF_TOKENS = torch.tensor([[0, 2, -100], [1, -100, -100]])
+"""Three tokens count."""
+
+
+def tokens(*counted: float) -> Tensor:
+    """What was found of each token, and of those that do not count something else."""
+    return torch.full(OF_TOKENS.shape, 77.0).masked_scatter(OF_TOKENS >= 0, torch.tensor(counted))
+
+
+@pytest.mark.parametrize("contrast", get_args(Contrast))
+def test_tokens_that_count_nothing_do_not_count_here(contrast: Contrast) -> None:
+    near, far = (tokens(*values.tolist()).requires_grad_() for values in (NEAR, FAR))
+    found = contrastive_loss(near, far, OF_TOKENS, contrast, margin=0.5, temperature=0.5)
+    expected = contrastive_loss(NEAR, FAR, LABELS, contrast, margin=0.5, temperature=0.5)
+    torch.testing.assert_close(found, expected)
+    found.backward()
+    assert not near.grad[OF_TOKENS < 0].any()
+    assert near.grad[OF_TOKENS >= 0].all()
+
+
+def test_features_of_tokens_that_count_nothing_are_zero() -> None:
+    features = torch.arange(1.0, 13).view(2, 6)  # two of each token
+    found = features_counted(features, OF_TOKENS)
+    assert found.tolist() == [[1, 2, 3, 4, 0, 0], [7, 8, 0, 0, 0, 0]]
+    assert features_counted(features, torch.tensor([0, 1])) is features
+
 
 @pytest.mark.parametrize(("margin", "expected"), [(0.5, 0.25), (0.25, 0.0), (0.1, 0.0)])
 def test_the_hinge_is_on_the_mean_distances(margin: float, expected: float) -> None:
-    found = contrastive_loss(NEAR, FAR, "triplet", margin, 0.5)
+    found = contrastive_loss(NEAR, FAR, LABELS, "triplet", margin=margin, temperature=0.5)
     assert found.item() == pytest.approx(expected)
 
 
 def test_moon_is_the_loss_of_its_paper_on_cosine_similarities() -> None:
     anchor, positive, negative = draw(0), draw(1), draw(2)
     near, far = distances(anchor, positive, "cosine"), distances(anchor, negative, "cosine")
-    found = contrastive_loss(near, far, "moon", 0.1, 0.5)
+    found = contrastive_loss(near, far, LABELS, "moon", margin=0.1, temperature=0.5)
     expected = []
     for a, p, n in zip(anchor.numpy(), positive.numpy(), negative.numpy(), strict=True):
         s, t = (a @ o / np.linalg.norm(a) / np.linalg.norm(o) for o in (p, n))
@@ -100,4 +133,5 @@ def test_moon_is_the_loss_of_its_paper_on_cosine_similarities() -> None:
 
 
 def test_regularization_is_the_mean_distance_to_the_positive_model() -> None:
-    assert contrastive_loss(NEAR, FAR, "regularization", 0.1, 0.5).item() == pytest.approx(1.0)
+    found = contrastive_loss(NEAR, FAR, LABELS, "regularization", margin=0.1, temperature=0.5)
+    assert found.item() == pytest.approx(1.0)

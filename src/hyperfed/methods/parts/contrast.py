@@ -21,14 +21,14 @@ def distances(anchor: Tensor, other: Tensor, distance: Distance) -> Tensor:
     """Compares two models' outputs example by example.
 
     Args:
-        anchor: (B, classes) logits of the model that learns.
-        other: (B, classes) logits of the model it is compared with, a constant.
+        anchor: (B, classes) logits of the model that learns, (B, T, classes) those of tokens.
+        other: the same of the model it is compared with, a constant.
         distance: ``kl``, KL(other || anchor) of the two softmax (equation 2); ``cosine``, 1 minus
             the cosine similarity; ``l2``, the Euclidean norm of the difference; ``mse``, its square
             (so defined in appendix F.3: not divided by the number of classes).
 
     Returns:
-        (B,) distances.
+        (B,) distances, (B, T) of tokens.
     """
     other = other.detach()
     match distance:
@@ -44,8 +44,37 @@ def distances(anchor: Tensor, other: Tensor, distance: Distance) -> Tensor:
             return (anchor - other).square().sum(dim=-1)
 
 
+def mean_counted(values: Tensor, y: Tensor) -> Tensor:
+    """Averages what was found of each example, or of each token that counts, as the loss does.
+
+    Args:
+        values: (B,), or (B, T) of tokens.
+        y: (B,) labels or targets, or (B, T) labels; a token whose label is below 0 counts nothing.
+
+    Returns:
+        a scalar.
+    """
+    if values.ndim < 2:
+        return values.mean()
+    counts = y >= 0
+    return values.where(counts, 0).sum() / counts.sum()
+
+
+def features_counted(features: Tensor, y: Tensor) -> Tensor:
+    """Returns features in which those of tokens that count nothing are zero.
+
+    Args:
+        features: (B, F), of tokens one after another.
+        y: as of :func:`mean_counted`.
+    """
+    if y.ndim < 2:
+        return features
+    each = features.reshape(*y.shape, -1)  # (B, T, F / T)
+    return each.where((y >= 0)[..., None], 0).flatten(1)
+
+
 def contrastive_loss(
-    near: Tensor, far: Tensor, contrast: Contrast, margin: float, temperature: float
+    near: Tensor, far: Tensor, y: Tensor, contrast: Contrast, *, margin: float, temperature: float
 ) -> Tensor:
     """Returns a scalar that rises with the distances ``near`` and falls with ``far``.
 
@@ -57,19 +86,20 @@ def contrastive_loss(
     - ``regularization``: mean near.
 
     Args:
-        near: (B,) distances of the anchor to the positive model.
-        far: (B,) distances of the anchor to the negative model.
+        near: (B,) distances of the anchor to the positive model, or (B, T) of tokens.
+        far: the same to the negative model.
+        y: as of :func:`mean_counted`.
         contrast: which loss.
         margin: alpha, by which ``far`` should exceed ``near``; of ``triplet`` alone.
         temperature: of ``moon`` alone.
     """
     match contrast:
         case "triplet":
-            return (near.mean() - far.mean() + margin).clamp(min=0)
+            return (mean_counted(near, y) - mean_counted(far, y) + margin).clamp(min=0)
         case "moon":
-            return F.softplus((near - far) / temperature).mean()
+            return mean_counted(F.softplus((near - far) / temperature), y)
         case "regularization":
-            return near.mean()
+            return mean_counted(near, y)
 
 
 def mean_discrepancy(anchor: Tensor, other: Tensor) -> Tensor:
