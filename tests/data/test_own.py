@@ -284,13 +284,26 @@ def test_truth_values_are_labels_by_name():
     assert newcomer(task, X[:3], [True, True, False]).y.tolist() == [1, 1, 0]
 
 
-def test_a_newcomer_names_its_labels_or_numbers_them():
+def test_a_newcomer_names_its_labels_or_takes_their_numbers_from_the_task():
     task = from_arrays(X, np.array(["walk", "sit", "run"])[Y], client=CLIENT, model=linear())
     assert newcomer(task, X[:2], ["walk", "walk"]).y.tolist() == [2, 2]
-    assert newcomer(task, X[:2], [1, 2]).y.tolist() == [1, 2]
+    assert newcomer(task, X[:3], task.y[:3]).y.tolist() == task.y[:3].tolist()
     assert newcomer(task, X[:2], ["run", "sit"]).names == ()
     with pytest.raises(UserError, match=r"run, sit, walk, got 'swim' at index 1 .1 such.; rename"):
         newcomer(task, X[:2], ["walk", "swim"])
+
+
+def test_a_newcomers_own_numbers_are_not_taken_for_those_of_words():
+    task = from_arrays(X, np.array(["walk", "sit", "run"])[Y], client=CLIENT, model=linear())
+    with pytest.raises(UserError, match=r"run, sit, walk, got 2 at index 0 .2 such.; write these"):
+        newcomer(task, X[:2], [2, 1])
+    some = from_arrays(X, np.array(["1", "2", "more"])[Y], client=CLIENT, model=linear())
+    assert newcomer(some, X[:2], [2, 1]).y.tolist() == [1, 0]
+    digits = from_arrays(X, np.array(["3", "5", "7"])[Y], client=CLIENT, model=linear())
+    for told in ([7, 3], np.array([7, 3]), torch.tensor([7, 3]), ["7", "3"]):
+        assert newcomer(digits, X[:2], told).y.tolist() == [2, 0]
+    given = from_arrays(X, Y, client=CLIENT, model=linear(), labels=["walk", "sit", "run"])
+    assert newcomer(given, X[:2], torch.tensor([2, 1])).y.tolist() == [2, 1]
 
 
 def test_clients_are_called_by_their_ids():

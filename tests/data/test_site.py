@@ -176,6 +176,8 @@ def test_words_are_numbered_by_a_list_that_all_sites_have(tmp_path: Path) -> Non
     wrong[[7, 9]] = "sever"
     with pytest.raises(UserError, match=r"none, mild, severe, got 'sever' at index 7 \(2 such\)"):
         site.read(archive(tmp_path, y=wrong.astype(str)), labels=ORDER)
+    with pytest.raises(UserError, match=r"none, mild, severe, got 1 at index 0 .30 such.; wr"):
+        site.read(archive(tmp_path, y=np.repeat([1, 2], 15)), labels=ORDER)
     with pytest.raises(UserError, match=r"numbered alike at all sites.*--labels.*task.labels"):
         site.read(archive(tmp_path, y=told))
     assert site.read(archive(tmp_path, y=told), check=True).classes == 2

@@ -120,22 +120,27 @@ def label_numbers(
     """Returns (N,) numbers of labels that are told by their names; numbers as they are.
 
     Args:
-        y: words or truth values; or integers where ``labels`` are the names of integers.
+        y: words, truth values or integers, each a name. A tensor, which cannot hold words, is of
+            numbers unless all ``labels`` are the names of integers.
         labels: names of the labels 0, 1, ...
         problems: what must hold and does not is appended here.
         integers: whether integers may be names; where not, they are numbers.
     """
     values = np.asarray(y)
-    integers = integers and all(label.lstrip("-").isdecimal() for label in labels)
-    written = values.dtype == bool or (integers and values.dtype.kind in "iu")
-    if not labels or values.ndim != 1 or not (written or is_text(values)):
+    words_alone = not all(label.lstrip("-").isdecimal() for label in labels)
+    integers = integers and not (isinstance(y, Tensor) and words_alone)
+    counted = integers and values.dtype.kind in "iu"
+    if not labels or values.ndim != 1 or not (values.dtype == bool or counted or is_text(values)):
         return y
     number = {label: place for place, label in enumerate(labels)}
     words = [str(value) for value in values]
     if strange := [row for row, word in enumerate(words) if word not in number]:
+        # Whoever numbers labels may do so in another order than they are numbered in here.
         problems.append(
-            f"y must hold labels that are known, {', '.join(labels)}, got {words[strange[0]]!r} at "
-            f"index {strange[0]} ({len(strange)} such); rename or drop them"
+            f"y must hold labels that are known, {', '.join(labels)}, got "
+            f"{values[strange[0]].item() if counted else words[strange[0]]!r} at index "
+            f"{strange[0]} ({len(strange)} such); "
+            + ("write these names" if counted and words_alone else "rename or drop them")
         )
     return np.array([number.get(word, 0) for word in words], np.int64)
 
@@ -144,7 +149,7 @@ def words_in_order(y: Any, labels: Sequence[str], problems: list[str]) -> tuple[
     """Converts labels that are told by their names to (N,) int64 numbers, and their number.
 
     Args:
-        y: (N,) words; or numbers, which stay as they are unless they are the names themselves.
+        y: (N,) words or integers that are the names; a tensor of numbers stays as it is.
         labels: names of the labels 0, 1, ...
         problems: what must hold and does not is appended here.
     """

@@ -234,8 +234,8 @@ def newcomer(task: Task, x: Any, y: Any = None, *, size: str | None = None) -> T
         task: what the method was trained on.
         x: (m, ...) the client's examples, like the task's; or a table of them, like the one that
             the task was made of.
-        y: (m,) their targets, labels by number or by name; None where the client is unlabelled, or
-            where the table has them.
+        y: (m,) their targets, labels by name where they have names, or as a tensor of numbers, like
+            the task's; None where the client is unlabelled, or where the table has them.
         size: which target network it runs; may be left out where the task has one.
 
     Raises:

@@ -254,8 +254,9 @@ class Served:
         Args:
             x: (m, ...) the client's examples, like the task's; or a ``DataFrame`` of them, like the
                 one that the task was made of.
-            y: (m,) their labels, by number or by name; None for an unlabelled client, where the
-                method can do without, and where a ``DataFrame`` has them.
+            y: (m,) their labels, by name where they have names, or as a tensor of numbers, like
+                ``task.y``; None for an unlabelled client, where the method can do without, and
+                where a ``DataFrame`` has them.
             size: which target to run, where the task has several.
 
         Raises:
