@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from hyperfed import trees
 from hyperfed.data.own import Network, Task, mean_squared_error, minus_squared_error
 from hyperfed.data.tasks import from_arrays, newcomer
 from hyperfed.errors import UserError
@@ -465,6 +466,27 @@ def test_tokens_that_count_for_nothing_are_no_class_that_a_client_has():
     counts = cohort.ask(ours.method.Client.evaluate, ours.server.personalize(cohort))["test"]
     assert counts["correct"] == 0
     assert counts["masked_correct"] == (task.y[task.test[0]][:, 0] == 1).sum()
+
+
+class Lazy(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.LazyLinear(5), nn.LazyBatchNorm1d(), nn.ReLU(), nn.LazyLinear(3))
+
+
+def test_lazy_layers_take_their_shapes_from_the_data_and_weights_from_the_seed():
+    tasks = [from_arrays(X, Y, client=CLIENT, model=Lazy, seed=seed) for seed in (0, 0, 1)]
+    first, again, other = (trees.model_of(task.models["base"]) for task in tasks)
+    assert {name: tuple(value.shape) for name, value in first.items() if "weight" in name} == {
+        "0.weight": (5, 4), "1.weight": (5,), "3.weight": (3, 5),
+    }  # fmt: skip
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["0.weight"], other["0.weight"])
+    assert tasks[0].models["base"].training
+    assert not first["1.running_mean"].any()  # no example has been counted
+    with pytest.raises(UserError, match=r"one that cannot be copied .ValueError: "):
+        from_arrays(X, Y, client=CLIENT, model=Lazy())
+    with pytest.raises(UserError, match="one that fails"):
+        from_arrays(X, Y, client=CLIENT, model=fails, prefix="0")
 
 
 def test_a_task_is_shown_in_three_lines():

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from hyperfed import metrics, trees
 from hyperfed import task as tasks
@@ -114,7 +115,7 @@ def from_arrays(
         joining = 0
     whole = models = _models(model, seed, problems)
     given = beginning = None
-    if prefix is not None:
+    if prefix is not None and models:
         try:
             models, beginning = features.split_off(whole, prefix, model)
         except UserError as error:
@@ -131,7 +132,7 @@ def from_arrays(
         try:
             if beginning is not None:
                 batch = features.check(whole, models, beginning, batch)
-            try_models(models, batch, wanted, problems)
+            try_models(models, batch, wanted, seed, problems)
         except UserError as error:
             problems.append(str(error))
     arrays.raise_all(problems, "these arguments do not make a task")
@@ -431,7 +432,10 @@ def _models(
 def _made(network: Any) -> nn.Module | str:
     """Returns a network apart from the caller's own, or what came in the place of one."""
     if isinstance(network, nn.Module):
-        return deepcopy(network)
+        try:
+            return deepcopy(network)
+        except Exception as error:  # so does PyTorch with lazy buffers
+            return f"one that cannot be copied ({type(error).__name__}: {error})"
     if not callable(network):
         return repr(network)
     try:
@@ -451,10 +455,12 @@ def try_models(
     models: Mapping[str, nn.Module],
     batch: Tensor,
     wanted: tuple[int, ...] | None,
+    seed: int,
     problems: list[str],
 ) -> None:
     """Runs each network on a batch, and tells what is wrong with it or with what it gives.
 
+    Lazy layers take their shapes from the batch, and their initial weights from the seed.
     Of (classes,) it must give as many numbers per example, or more; for regression, where that is
     0, one; for labels of tokens (T, classes) as many for each of T. None asks for no number.
     """
@@ -464,10 +470,12 @@ def try_models(
                 f"model {size!r} must have parameters to train, but has none or all are frozen; "
                 "set requires_grad of some"
             )
-        trial = trees.copied(network).eval()
         try:
-            with torch.no_grad():
-                output = trial(batch)
+            with torch.no_grad(), seeded(seed, "target", size):
+                if any(map(is_lazy, [*network.parameters(), *network.buffers()])):
+                    network.eval()(batch)
+                    network.train()
+                output = trees.copied(network).eval()(batch)
         except Exception as error:  # whatever a user's network raises is to be told
             problems.append(
                 f"model {size!r} must take a batch of x, shape {tuple(batch.shape)} {batch.dtype}, "

@@ -210,7 +210,7 @@ def targets(config: TaskConfig, examples: Examples, seed: int) -> dict[str, nn.M
     if own:
         problems: list[str] = []
         batch = _transform(config, examples)(examples.x[:2])
-        try_models(models, batch, (examples.classes,), problems)
+        try_models(models, batch, (examples.classes,), seed, problems)
         raise_all(problems, f"{name} does not suit {examples.name}")
     return models
 
