@@ -90,7 +90,8 @@ class Task:
 
     def __repr__(self) -> str:
         """Returns in three lines what is to be learned, who has how much of it, and what learns."""
-        kind = f"{self.classes} classes" if self.classes else "numbers"
+        floats = "numbers (a regression, since they are floats; classes are integers or words)"
+        kind = f"{self.classes} classes" if self.classes else floats
         shape = " x ".join(map(str, self.x.shape[1:])) or "one number"
         held = sorted({len(rows) for rows in self.train}) or [0]
         each = " to ".join(str(number) for number in dict.fromkeys([held[0], held[-1]]))

@@ -98,6 +98,21 @@ def test_columns_of_one_shape_are_channels() -> None:
 def test_float_targets_are_a_regression_and_float_names_are_none() -> None:
     task = from_frame(table(), outputs=1, target="height", features=["age"])
     assert (task.classes, task.y.dtype) == (0, torch.float32)
+    assert "for numbers (a regression, since they are floats; " in repr(task)
+
+
+def test_the_columns_of_features_are_named() -> None:
+    assert repr(from_frame(table())).splitlines()[-1] == "features: age, height"
+    many = {f"f{number}": np.zeros(N) for number in range(21)}
+    told = repr(from_frame(table(**many))).splitlines()[-1]
+    assert told.startswith("features: age, height, f0, ")
+    assert told.endswith(", f16, f17 and 3 more")
+
+
+def test_numbers_of_rows_are_a_feature_only_where_they_are_named() -> None:
+    frame = pd.read_csv(io.StringIO(table().to_csv()))
+    assert from_frame(frame, features=["age", "Unnamed: 0"]).x.shape == (N, 2)
+    assert from_frame(frame.rename(columns={"age": "x"})).x.shape == (N, 1)
 
 
 @pytest.mark.parametrize(
@@ -191,6 +206,11 @@ def test_a_newcomers_table_may_lack_client_and_target_and_is_of_one_client() -> 
         ({}, {"split": "part"}, "split must be one of them, got 'part'$"),
         ({}, {"features": ["age", "width"]}, "features must be some of them, got 'width'"),
         ({"age": None, "height": None}, {}, "there must be features beside client, target and spl"),
+        (
+            {"Unnamed: 0": range(N)},
+            {},
+            r"must have a name, got 'Unnamed: 0', .* index=False\), or n",
+        ),
         ({"split": ["train"] * 23 + ["Test"]}, {}, "got Test at index 23; rename it"),
         ({}, {"classes": 2}, r"labels must lie in 0..1, got 2 at index 2"),
     ],

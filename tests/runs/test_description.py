@@ -31,6 +31,7 @@ def test_counts_what_is_learned_and_what_is_frozen() -> None:
     trunk = 7 * 4 + 7 * 8 + 2 * 7
     assert found.server == {"hyper_net": trunk + 47 * 3, "embeddings": 4 * 3}
     assert found.clients == 3
+    assert found.task == repr(task)
 
 
 def test_bytes_are_those_that_the_run_counts_in_its_first_round() -> None:
@@ -75,7 +76,7 @@ def test_the_command_prints_it_and_writes_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     found = Description(
-        {"base": 1000}, {"base": 5}, {"hyper_net": 101_000}, 5, 20_000_000, 7, "rmse"
+        {"base": 1000}, {"base": 5}, {"hyper_net": 101_000}, 5, 20_000_000, 7, "rmse", "Task x"
     )
     asked = []
     monkeypatch.setattr(
@@ -86,6 +87,7 @@ def test_the_command_prints_it_and_writes_nothing(
     assert not left.value.code
     assert asked[0].settings.head_rank == 4
     assert capsys.readouterr().out.splitlines() == [
+        "Task x",
         "target base: 1,000 numbers trained, 5 frozen",
         "server hyper_net: 101,000 numbers trained",
         "first round: 5 clients, 20.0 MB down, 0.0 MB up",

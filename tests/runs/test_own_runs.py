@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from matplotlib.figure import Figure
@@ -261,6 +262,29 @@ def test_sensor_data_of_thirty_people_from_files(
         assert json.loads(file.metadata()["hyperfed"])["labels"] == [*ACTIVITIES]
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     SensorNet().load_state_dict({name.removeprefix("model."): t for name, t in tensors.items()})
+
+
+def test_a_run_on_a_table_says_what_it_took_it_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ages = np.arange(24.0)
+    table = {"age": ages, "grade": ages % 3, "client": np.arange(24) % 3}
+    pd.DataFrame(table).to_csv(tmp_path / "mine.csv", index=False)
+    keys = [f"task={tmp_path / 'mine.csv'}", "task.target=grade", "task.novel=0", "rounds=1"]
+    told = {
+        "Task mine: 24 examples of 1 for numbers (a regression, since they are floats; classes are "
+        "integers or words)",
+        "features: age",
+    }
+    for seeds in ("seed=0", "seed=0..1"):
+        for quiet in ([], ["--quiet"]):
+            out = tmp_path / f"{seeds}{quiet}"
+            with pytest.raises(SystemExit, match="0"):
+                main(["run", "fedavg", *keys, seeds, "--out", str(out), *quiet])
+            said = capsys.readouterr().err.splitlines()
+            assert [said.count(line) for line in told] == [0 if quiet else 1] * 2
+            logs = [path.read_text() for path in out.glob("*/*/log.txt")]
+            assert all(log.count(line) == 1 for log in logs for line in told)
 
 
 def test_paths_in_an_experiment_begin_at_its_folder_where_the_files_are(

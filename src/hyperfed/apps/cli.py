@@ -156,6 +156,7 @@ def run(
         return
     tell = _own_process([loaded], as_json=as_json)
     with closing(Run.start(loaded, out, experiment=experiment)) as started:
+        _tell_of_columns(started, quiet=quiet)
         _train(started, tell, as_json=as_json, quiet=quiet)
 
 
@@ -456,6 +457,8 @@ def _train_all(
             if not quiet:
                 which = f", seed {it.seed}" if len(each) > 1 else ""
                 say(f"{it.method}{which} ({len(results) + 1} of {len(loaded)})")
+            if not results:
+                _tell_of_columns(run, quiet=quiet)
             tell(_folder(run))
             if (why := _watch(run, quiet=quiet)) is not None:
                 _stop(run, why)
@@ -472,6 +475,12 @@ def _train_all(
     for shown in seeds.tables(of_groups):
         print_table(shown)
     print(out, flush=True)
+
+
+def _tell_of_columns(run: Run, *, quiet: bool) -> None:
+    """Says what a table was taken for, of which no setting need say all."""
+    if not quiet and run.task.columns is not None and run.task.columns.features:
+        say(repr(run.task))
 
 
 def _watch(run: Run, *, quiet: bool) -> str | None:

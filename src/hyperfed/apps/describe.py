@@ -20,11 +20,12 @@ def describe(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Tell how many numbers a run learns, and what a round of it sends; nothing is trained."""
+    """Tell what a run learns from what, how large it is and what a round sends; train nothing."""
     found = description_of(config.load(source, settings or ()))
     if as_json:
         print_json(asdict(found))
         return
+    print(found.task)
     for size, count in found.targets.items():
         print(f"target {size}: {count:,} numbers trained, {found.frozen[size]:,} frozen")
     for part, count in found.server.items():

@@ -26,6 +26,9 @@ from hyperfed.task import BASE, accuracy
 HELD_OUT = 0.15
 """Fraction of each client's examples for validation, and for testing, where nothing says it."""
 
+MOST_NAMED = 20
+"""Features that are told by name, at most."""
+
 Network = nn.Module | Callable[[], nn.Module]
 OfBatch = Callable[[Tensor, Tensor], Tensor]
 
@@ -223,6 +226,14 @@ class Task(tasks.Task):
 
     from_arrays = staticmethod(from_arrays)
     from_frame = staticmethod(from_frame)
+
+    def __repr__(self) -> str:
+        """Returns the lines of any task, and of a table another one that names its features."""
+        names = self.columns and self.columns.features
+        if not names:
+            return super().__repr__()
+        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+        return f"{super().__repr__()}\nfeatures: {', '.join(names[:MOST_NAMED])}{more}"
 
 
 def newcomer(task: Task, x: Any, y: Any = None, *, size: str | None = None) -> Task:

@@ -16,6 +16,7 @@ Labels that are words, and integers that do not begin at 0, are numbered in thei
 their names. Rows are counted from 0, the first below a file's column names.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -38,6 +39,8 @@ TARGETS = ("y", "target", "label")
 """Columns that are what is to be learned where nothing else is said: the first that is there."""
 
 NOTHING = np.zeros(0)
+
+_NAMELESS = re.compile(r"Unnamed: \d+")
 
 
 @dataclass(frozen=True)
@@ -230,6 +233,12 @@ def _picked(
         name for name in names if name not in (client, target, split) and np.ndim(table[name]) > 0
     )
     features = ("x",) if "x" in names else others
+    if nameless := [name for name in features if _NAMELESS.fullmatch(name)]:
+        problems.append(
+            f"a feature must have a name, got {nameless[0]!r}, as pandas calls a column without "
+            "one (often the numbers of rows); leave it out, to_csv(..., index=False), or name the "
+            "features"
+        )
     if not features:
         problems.append("there must be features beside client, target and split, got none")
     return client, target, split, features

@@ -27,6 +27,7 @@ class Description:
         bytes_down: what the first round sends to them, all together.
         bytes_up: what they return in it.
         metric: by which models are judged.
+        task: what is learned from what, and who has how much of it, in words.
     """
 
     targets: Mapping[str, int]
@@ -36,6 +37,7 @@ class Description:
     bytes_down: int
     bytes_up: int
     metric: str
+    task: str
 
 
 def describe(config: RunConfig, task: Task | None = None) -> Description:
@@ -75,6 +77,7 @@ def describe(config: RunConfig, task: Task | None = None) -> Description:
             bytes_down=run.bytes["down"],
             bytes_up=run.bytes["up"],
             metric=run.task.metric.name,
+            task=repr(run.task),
         )
 
 

@@ -39,8 +39,9 @@ if TYPE_CHECKING:
 def watch(run: "Run", show: bool = True, told: Callable[["Progress"], None] | None = None) -> None:
     """Trains until the run is done or stopped.
 
-    A run with a folder gets a line in ``log.txt`` for each evaluation, the lost clients and why
-    among it; its numbers go to the tracker that the settings name.
+    A run with a folder gets a ``log.txt`` that says what is learned from what, and has a line for
+    each evaluation, the lost clients and why among it; its numbers go to the tracker that the
+    settings name.
 
     Args:
         run: what to train.
@@ -52,6 +53,9 @@ def watch(run: "Run", show: bool = True, told: Callable[["Progress"], None] | No
     """
     log = _Log(run.folder)
     log.write(f"{run.config.method} on {run.task.name}: {run.round} of {run.config.rounds} rounds")
+    if not run.round and len(run.task.x):  # of examples that are at sites it knows none
+        for line in repr(run.task).splitlines():
+            log.write(line)
     try:
         _train(run, log, show, told)
     except KeyboardInterrupt:
