@@ -135,6 +135,10 @@ def test_labels_that_are_no_numbers_from_0_keep_their_names(
         path = saved(table(label=labels), tmp_path / f"mine.{ending}")
         examples = datasets.load(path)
         assert (examples.labels, examples.y[:3].tolist()) == (names, numbers)
+    np.savez(tmp_path / "mine.npz", x=np.ones((N, 2)), y=labels, client=np.arange(N) % 4)
+    examples = datasets.load(str(tmp_path / "mine.npz"))
+    assert (examples.labels, examples.y[:3].tolist()) == (names, numbers)
+    assert examples.classes == len(names or {*labels})  # and none that nobody has
     alone = table(label=labels)[:1]  # of one label, which has not the number 0
     assert newcomer(task, alone).y.tolist() == numbers[:1]
 
@@ -278,6 +282,14 @@ def test_an_archive_is_dealt_by_its_clients_and_its_split(tmp_path: Path) -> Non
     assert (sorted(task.names), task.classes, task.labels) == (["10", "7", "8", "9"], 5, ())
     for own, word in ((task.train, "train"), (task.val, "val"), (task.test, "test")):
         assert torch.cat(list(own)).sort().values.tolist() == np.flatnonzero(split == word).tolist()
+
+
+def test_an_archive_that_says_its_classes_has_labels_by_number(tmp_path: Path) -> None:
+    arrays = {"x": np.ones((N, 2)), "y": np.arange(N) % 3 + 1, "client": np.arange(N) % 4}
+    np.savez(tmp_path / "mine.npz", **arrays, classes=5)
+    examples = datasets.load(str(tmp_path / "mine.npz"))
+    assert (examples.labels, examples.classes) == ((), 5)
+    assert examples.y[:3].tolist() == [1, 2, 3]
 
 
 def test_regression_is_dealt_by_clients_or_at_random(tmp_path: Path) -> None:

@@ -361,7 +361,7 @@ def _numbered(y: Any) -> tuple[Any, tuple[str, ...]]:
     if isinstance(y, Tensor):
         return y, ()
     try:
-        return tables.numbered(np.asarray(y), archive=True)
+        return tables.numbered(np.asarray(y), numbers=True)
     except ValueError:  # of rows of several lengths, which are told with all else
         return y, ()
 

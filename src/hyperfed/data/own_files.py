@@ -48,7 +48,7 @@ def of_table(table: Any, name: str, columns: Columns, what: str) -> Examples:
     assert rows.y is not None, "a table without a target was refused"
     problems: list[str] = []
     x = arrays.features(rows.x, problems)
-    numbers, labels = tables.numbered(rows.y, archive=not tables.is_frame(table))
+    numbers, labels = tables.numbered(rows.y, numbers=rows.classes is not None)
     y, classes = arrays.targets(numbers, len(labels) or rows.classes, problems)
     names: tuple[str, ...] = ()
     client = part = None

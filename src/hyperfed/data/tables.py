@@ -13,7 +13,8 @@ The others, or those that are named, are the features:
 - one column of text is its UTF-8 bytes plus 1, with 0 before them up to the longest, (N, T) int64.
 
 Labels that are words, and integers that do not begin at 0, are numbered in their order and keep
-their names. Rows are counted from 0, the first below a file's column names.
+their names; integers of an archive that says how many ``classes`` there are stay as they are.
+Rows are counted from 0, the first below a file's column names.
 """
 
 import re
@@ -183,8 +184,12 @@ def rows_of(
     )
 
 
-def numbered(y: Array, *, archive: bool = False) -> tuple[Array, tuple[str, ...]]:
-    """Numbers labels that are words or, but in an archive, integers that do not begin at 0.
+def numbered(y: Array, *, numbers: bool = False) -> tuple[Array, tuple[str, ...]]:
+    """Numbers labels that are words, or integers that do not begin at 0.
+
+    Args:
+        y: (N,) labels, or floats.
+        numbers: integers are numbers of labels already, wherever they begin.
 
     Returns:
         (N,) labels and their names, in order; what needs no numbers as it is, and ().
@@ -192,7 +197,7 @@ def numbered(y: Array, *, archive: bool = False) -> tuple[Array, tuple[str, ...]
     if y.dtype == bool:
         return y.astype(np.int64), ("False", "True")
     counted = y.dtype.kind in "iu" and len(y) > 0 and y.ndim == 1
-    fits = archive or (counted and y.min() == 0 and y.max() < max(len(y), 2))
+    fits = numbers or (counted and y.min() == 0 and y.max() < max(len(y), 2))
     if not arrays.is_text(y) and (not counted or fits):
         return y, ()
     names, number = np.unique(y, return_inverse=True)
