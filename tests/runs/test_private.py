@@ -1,6 +1,7 @@
 """Private training of a run: how much noise it takes, and what was spent of it."""
 
 import math
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -183,8 +184,33 @@ def test_what_cannot_be_private_is_refused_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
+NOT_PRIVATE = {"epsilon": "none", "clip": 1e-9}
+
+
+@pytest.mark.parametrize(
+    ("keys", "idle"),
+    [
+        ({"clip": 1.0}, ["clip"]),
+        ({"delta": 1e-5, "where": "local"}, ["delta", "where"]),
+        ({"clip": 1.0, "where": "central", "masking": True}, ["where"]),
+        ({"clip": 1.0, "masking": True}, []),
+        (NOT_PRIVATE, []),
+    ],
+)
+def test_settings_of_private_training_need_an_epsilon(
+    keys: dict[str, Any], idle: list[str]
+) -> None:
+    if not idle:
+        assert from_keys("fedavg", {"privacy": keys}).privacy.clip == keys["clip"]
+        return
+    with pytest.raises(UserError, match=r"privacy\.epsilon, without which no training") as told:
+        from_keys("fedavg", {"privacy": keys})
+    refused = re.findall(r"privacy\.(\w+): must come with privacy\.epsilon", str(told.value))
+    assert refused == idle
+
+
 def test_without_epsilon_nothing_is_private_and_counts_weigh() -> None:
-    run = Run(from_keys("fedavg", SMALL | {"method": QUICK, "privacy": {"clip": 1e-9}}))
+    run = Run(from_keys("fedavg", SMALL | {"method": QUICK, "privacy": NOT_PRIVATE}))
     assert run.private is None
     assert run.engine.cohort([0, 1], 0, training=True).weight.min() > 1
     assert run.privacy() is None

@@ -427,7 +427,7 @@ def _train(run: Run, tell: Tell, *, as_json: bool, quiet: bool) -> None:
         if run.summary and not quiet:
             for shown in comparison.tables(comparison.compare([run])):
                 print_table(shown)
-            if (remark := comparison.remark(run.summary)) is not None:
+            for remark in comparison.remarks(run.summary):
                 say(remark)
         print(_folder(run), flush=True)
     if why is not None:
@@ -529,8 +529,11 @@ def _submit(loaded: RunConfig, folder: Path, *, as_json: bool, quiet: bool) -> N
         print_json({"folder": str(folder), "summary": summary})
     else:
         if here and not quiet:
-            for shown in comparison.tables(comparison.compare([read_run(folder)])):
+            done = read_run(folder)
+            for shown in comparison.tables(comparison.compare([done])):
                 print_table(shown)
+            for remark in comparison.remarks(done.summary or {}):
+                say(remark)
         print(folder, flush=True)
     if how:
         say(f"{how}; go on with: hyperfed resume {shlex.quote(str(folder))}")

@@ -320,6 +320,21 @@ def settings_of(run: FinishedRun) -> dict[str, Any]:
     return {key: settings[key] for key in settings if not key.startswith(CHANGE_NO_NUMBER)}
 
 
+def remarks(summary: Mapping[str, Any]) -> list[str]:
+    """Returns sentences on what a run's numbers do not say: :func:`remark`, and what was spent."""
+    return [told for of in (remark, _spent) if (told := of(summary)) is not None]
+
+
+def _spent(summary: Mapping[str, Any]) -> str | None:
+    """Returns a sentence on what answers cost, where they are private."""
+    if (found := summary.get("privacy")) is None:
+        return None
+    return (
+        f"private: epsilon {found['epsilon_spent']:.4g} at delta {found['delta']:g} was spent by "
+        f"the client that spent most; noise {found['noise']}"
+    )
+
+
 def remark(summary: Mapping[str, Any]) -> str | None:
     """Returns a sentence where numbers lack clients, or all, or models are not personal, or None.
 

@@ -234,6 +234,7 @@ def _build(
         problems.append(
             f"{shown(key)}: must be a key of this run, came {toml.literal(value)}; {hint}"
         )
+    problems += _idle_privacy(keys)
     for key, value in keys.items():
         if value == "none" and NoneType in get_args(known[key]):
             keys[key] = None
@@ -278,6 +279,23 @@ def _build(
         kind = TooShortError if short and len(problems) == 1 else UserError
         raise kind("\n  - ".join([f"the configuration has {count}:", *problems]))
     return config
+
+
+def _idle_privacy(keys: Mapping[str, Any]) -> list[str]:
+    """Returns which settings of private training stand where nothing says how private it is.
+
+    A run's own file says so: there epsilon is ``none``.
+    """
+    if "privacy.epsilon" in keys:
+        return []
+    masked = keys.get("privacy.masking") is True  # by what a clip makes whole numbers of
+    alone = ("privacy.delta", "privacy.where", *(() if masked else ("privacy.clip",)))
+    return [
+        f"{key}: must come with privacy.epsilon, without which no training is private; came "
+        f"{toml.literal(keys[key])}; set privacy.epsilon, or leave this out"
+        for key in alone
+        if key in keys
+    ]
 
 
 def _least_rounds(settings: Any) -> int:

@@ -25,7 +25,7 @@ from rich.progress import (
 from rich.progress import Progress as RichProgress
 
 from hyperfed.errors import UserError, one_line
-from hyperfed.runs.comparison import megabytes, remark
+from hyperfed.runs.comparison import megabytes, remarks
 from hyperfed.runs.folder import RunFolder
 from hyperfed.runs.measures import Number
 from hyperfed.runs.records import Evaluation, Lost
@@ -67,7 +67,7 @@ def watch(run: "Run", show: bool = True, told: Callable[["Progress"], None] | No
     except Exception:
         log.write_if_possible(f"failed after round {run.round}\n{traceback.format_exc()}")
         raise
-    if run.summary and (said := remark(run.summary)) is not None:
+    for said in remarks(run.summary):
         log.write(said)
     log.write(f"{'done' if run.done else 'stopped'} after round {run.round}")
 

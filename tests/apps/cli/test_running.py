@@ -27,6 +27,13 @@ class TestRun:
         assert Path(last).parent == tmp_path / "local"
         assert f"{100 * record.summary['test_accuracy']:.1f}" in shown[-1].split()
 
+    def test_says_what_privacy_was_spent(self, cli, tmp_path):
+        keys = (*SMALL, "privacy.epsilon=8", "privacy.delta=1e-4")
+        outcome = cli("run", "fedavg", *keys, "--out", tmp_path)
+        told = "private: epsilon 8 at delta 0.0001 was spent by the client that spent most; noise "
+        assert outcome.err.startswith(told)
+        assert told in RunFolder(Path(outcome.out.splitlines()[-1])).log.read_text()
+
     def test_quiet_says_only_its_folder(self, cli, tmp_path):
         outcome = cli("run", "pfedhn", *SMALL, "--out", tmp_path, "--quiet")
         assert outcome.code == 0
