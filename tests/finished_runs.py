@@ -48,6 +48,9 @@ def finished(method: str, seed: int = 0, **changes: Any) -> Finished:
         "data_fingerprint": "abc",
         "engine": "loop",
     }
-    found = (evaluation(10, "test", [5, 10]), evaluation(20, "test", [4, 8]))
+    found = (
+        *(evaluation(10, "test", [5, 10]), evaluation(20, "test", [4, 8])),
+        *(evaluation(10, "val", [6, 9]), evaluation(20, "val", [3, 7])),
+    )
     config = {"seed": seed, "method": {"name": method}, "engine": {"name": "loop"}}
     return Finished(config, summary | changes, found)

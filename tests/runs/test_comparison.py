@@ -23,6 +23,7 @@ from hyperfed.runs.comparison import (
     table,
 )
 from hyperfed.runs.figures import draw_accuracy
+from hyperfed.runs.records import REHEARSAL
 from hyperfed.runs.statistics import Difference
 
 
@@ -33,8 +34,17 @@ def test_rows_are_the_summaries_in_order():
     assert (other.label, other.test, other.best_round) == ("local", 0.75, 20)
     assert other.novel is None
     assert first.summary is not None
+    assert (one.val, other.val) == (0.75, 0.5)  # at the best round: 15 and 10 of 20
     expected = {"label": "pfedhn", "group": "pfedhn", "total_variation": None} | first.summary
+    expected |= {"val_accuracy": 0.75}
     assert one.by_name == {name: expected[name] for name in expected if name != "engine"}
+
+
+def test_what_a_run_is_chosen_by_is_its_rehearsal_where_it_has_one():
+    plain = finished("itpfl")
+    rehearsed = replace(plain, evaluations=(*plain.evaluations, evaluation(10, REHEARSAL, [1, 2])))
+    blank = replace(plain, evaluations=(evaluation(10, "test", [5, 5]),))
+    assert [row.val for row in compare([plain, rehearsed, blank])] == [0.75, 0.15, None]
 
 
 def test_labels_tell_runs_apart_by_what_differs_and_then_by_number():
@@ -82,11 +92,11 @@ def test_a_run_that_is_not_done_or_of_another_version_is_refused():
 
 def test_table_fits_into_80_columns_and_has_every_number():
     printed = StringIO()
-    rows = compare([finished("pfedhn_pc", rounds=5000, novel_accuracy=1.0)])
+    rows = compare([finished("pfedhn_pc", rounds=5000, test_accuracy=0.7, novel_accuracy=1.0)])
     Console(width=80, file=printed).print(table(rows))
     last = printed.getvalue().splitlines()[-1]
     assert last.split() == [
-        *("pfedhn_pc", "5000", "10", "75.0", "75.1", "±", "25.0", "50.0", "100.0"),
+        *("pfedhn_pc", "5000", "10", "75.0", "70.0", "75.1", "±", "25.0", "50.0", "100.0"),
         *("1.5", "2.0", "12.3"),
     ]
 

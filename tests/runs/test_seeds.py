@@ -21,6 +21,7 @@ def row(method: str, seed: int, accuracy: float, novel: float | None = None) -> 
         seed=seed,
         rounds=10,
         best_round=5,
+        val=accuracy - 0.1,
         test=accuracy,
         client_mean=accuracy,
         client_std=0.0,
@@ -51,6 +52,7 @@ def test_mean_and_spread_are_those_over_the_seeds_of_a_method():
     b, a = over_seeds(rows)
     assert (b.method, b.seeds, a.method, a.seeds) == ("b", (0, 1, 2), "a", (0,))
     assert b.test.mean == pytest.approx(0.62)  # and not the median
+    assert b.val.mean == pytest.approx(0.52)
     assert b.test.std == pytest.approx(0.0172**0.5)  # sqrt((0.0144 + 0.0004 + 0.0196) / 2)
     assert b.worst_decile.mean == pytest.approx(0.31)
     assert b.worst_decile.std == pytest.approx(0.0172**0.5 / 2)
@@ -63,6 +65,8 @@ def test_mean_and_spread_are_those_over_the_seeds_of_a_method():
             "group": "a",
             "method": "a",
             "seeds": (0,),
+            "val_accuracy_mean": 0.6,
+            "val_accuracy_std": None,
             "test_accuracy_mean": 0.7,
             "test_accuracy_std": None,
         },
@@ -84,7 +88,8 @@ def test_the_table_has_every_number_in_80_columns():
     Console(width=80, file=printed).print(*tables(over_seeds(rows)))
     last = printed.getvalue().splitlines()[-1]
     assert last.split() == [
-        *("pfedhn_pc", "3", "60.0", "±", "10.0", "30.0", "±", "5.0", "100.0", "±", "0.0"),
+        *("pfedhn_pc", "3", "50.0", "±", "10.0", "60.0", "±", "10.0", "30.0", "±", "5.0"),
+        *("100.0", "±", "0.0"),
         *("2.0", "0.0", "2.0"),
     ]
 
@@ -109,4 +114,4 @@ def test_a_seed_that_ran_twice_counts_as_one_and_each_metric_has_a_table():
     of_both = over_seeds([*rows, replace(row("a", 0, 0.25), metric=RMSE)])
     Console(width=80, file=printed).print(*tables(of_both))
     lines = [line.split() for line in printed.getvalue().splitlines() if line.startswith("a ")]
-    assert [line[:3] for line in lines] == [["a", "2", "56.7"], ["a", "1", "0.2500"]]
+    assert [line[:3] for line in lines] == [["a", "2", "46.7"], ["a", "1", "0.1500"]]

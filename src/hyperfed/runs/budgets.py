@@ -12,7 +12,7 @@ from typing import Any
 from hyperfed.errors import UserError
 from hyperfed.runs.comparison import FinishedRun
 from hyperfed.runs.numbers import numbers
-from hyperfed.runs.records import REHEARSAL, Evaluation
+from hyperfed.runs.records import Evaluation, deciding
 from hyperfed.runs.settings import RunConfig, cohort_size
 
 Along = Callable[[FinishedRun, Evaluation], float]
@@ -143,7 +143,7 @@ def _best_round(
     """Returns the first of the best rounds by validation data; without any, the last round."""
     config = run.config
     best = config.best if isinstance(config, RunConfig) else config.get("best", "accuracy")
-    chosen_by = REHEARSAL if any(e.split == REHEARSAL for e in kept) else "val"
+    chosen_by = deciding(kept)
     found = [
         (e.judged_by.order(e.value(best.replace("accuracy", e.metric))), -e.round)
         for e in kept

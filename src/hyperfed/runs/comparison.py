@@ -12,7 +12,7 @@ from hyperfed.errors import UserError
 from hyperfed.metrics import ACCURACY, METRICS, Metric, named
 from hyperfed.runs.config import flat, to_dict
 from hyperfed.runs.measures import Number
-from hyperfed.runs.records import Evaluation
+from hyperfed.runs.records import Evaluation, deciding
 from hyperfed.runs.settings import RunConfig
 from hyperfed.runs.statistics import Difference
 
@@ -56,6 +56,8 @@ class Row:
         seed: of the run.
         rounds: server iterations.
         best_round: the best one by validation data.
+        val: the metric over all validation examples, by which settings are to be chosen, of a
+            rehearsal where the run has one; None where there are none.
         test: the metric over all examples.
         client_mean: mean over clients.
         client_std: population standard deviation over clients.
@@ -89,6 +91,7 @@ class Row:
     data_fingerprint: str
     total_variation: Number = None
     metric: Metric = ACCURACY
+    val: Number = None
     more: Mapping[str, tuple[Number, Number]] = field(default_factory=dict)
 
     @property
@@ -103,6 +106,7 @@ class Row:
 
 
 KEYS = {
+    "val": "val_{}",
     "test": "test_{}",
     "client_mean": "test_{}_client_mean",
     "client_std": "test_{}_client_std",
@@ -204,6 +208,7 @@ def table(rows: Sequence[Row]) -> Table:
     for column in (
         "\nrounds",
         "best\nround",
+        f"val\n{unit}",
         f"test\n{unit}",
         f"per client\n{unit}",
         f"worst\ndecile {unit}",
@@ -218,6 +223,7 @@ def table(rows: Sequence[Row]) -> Table:
             row.label,
             str(row.rounds),
             str(row.best_round),
+            metric.shown(row.val),
             metric.shown(row.test),
             metric.spread(row.client_mean, row.client_std),
             metric.shown(row.worst_decile),
@@ -237,7 +243,7 @@ def _numbers(run: FinishedRun) -> dict[str, Any]:
     if not run.summary:
         raise UserError("a run to compare must be done, but one has no summary; resume it first")
     summary, metric = run.summary, named(run.summary.get("metric", ACCURACY.name))
-    apart = ("label", "group", "metric", "more")
+    apart = ("label", "group", "metric", "val", "more")
     own = [field.name for field in fields(Row) if field.name not in apart]
     keys = {name: KEYS.get(name, name).format(metric.name) for name in own}
     names = list(keys.values())
@@ -253,7 +259,9 @@ def _numbers(run: FinishedRun) -> dict[str, Any]:
         if name != metric.name and f"test_{name}" in summary
     }
     found = {name: summary.get(key) for name, key in keys.items()}
-    found |= {"metric": metric, "more": more}
+    best = (summary["best_round"], deciding(run.evaluations))
+    val = next((e.main.value for e in run.evaluations if (e.round, e.split) == best), None)
+    found |= {"metric": metric, "val": val, "more": more}
     try:
         row = _ROW.validate_python({"label": "", "group": "", **found})
     except ValidationError as error:

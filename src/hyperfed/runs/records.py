@@ -1,7 +1,7 @@
 """What a run writes down at an evaluation, and at its end."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -153,6 +153,11 @@ class Evaluation:
 _EVALUATION = TypeAdapter(Evaluation)
 _BEYOND = {"metric", "measures"}
 """Fields that a line is without where there are accuracies alone, as before there were others."""
+
+
+def deciding(evaluations: Iterable[Evaluation]) -> str:
+    """Returns the split by which a run chooses its best round: the rehearsal, where it has one."""
+    return REHEARSAL if any(e.split == REHEARSAL for e in evaluations) else "val"
 
 
 def as_written(evaluation: Evaluation) -> dict[str, Any]:

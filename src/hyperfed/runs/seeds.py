@@ -26,7 +26,9 @@ class OverSeeds:
         method: its name.
         seeds: of its runs.
         metric: by which they are judged.
-        test: of the runs' values; None where a run has none, as of the next two.
+        val: of the runs' values over validation data, by which settings are to be chosen; None
+            where a run has none, as of the next three.
+        test: of the values over test data.
         worst_decile: of the mean over the worst tenth of the clients.
         novel: of clients that joined after training.
         bytes_down: mean, sent to clients.
@@ -38,6 +40,7 @@ class OverSeeds:
     method: str
     seeds: tuple[int, ...]
     metric: Metric
+    val: Spread | None
     test: Spread | None
     worst_decile: Spread | None
     novel: Spread | None
@@ -89,6 +92,7 @@ def _over_seeds(group: str, rows: Sequence[Row]) -> OverSeeds:
         rows[0].method,
         tuple(row.seed for row in rows),
         rows[0].metric,
+        val=_spread([row.val for row in rows]),
         test=_spread([row.test for row in rows]),
         worst_decile=_spread([row.worst_decile for row in rows]),
         novel=_spread([row.novel for row in rows]),
@@ -111,10 +115,12 @@ def tables(groups: Sequence[OverSeeds]) -> list[Table]:
 
 def _table(groups: Sequence[OverSeeds], metric: Metric) -> Table:
     shown = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=True)
-    shown.add_column("mean ± sd over seeds\nmethod")
+    shown.title, shown.title_justify, shown.title_style = "mean ± sd over seeds", "left", ""
+    shown.add_column("\nmethod")
     unit = metric.short
     for column in (
         "\nseeds",
+        f"val\n{unit}",
         f"test\n{unit}",
         f"worst\ndecile {unit}",
         f"novel\n{unit}",
@@ -129,7 +135,7 @@ def _table(groups: Sequence[OverSeeds], metric: Metric) -> Table:
             str(len(set(one.seeds))),
             *(
                 "–" if found is None else metric.spread(found.mean, found.std)
-                for found in (one.test, one.worst_decile, one.novel)
+                for found in (one.val, one.test, one.worst_decile, one.novel)
             ),
             megabytes(one.bytes_down),
             megabytes(one.bytes_up),

@@ -63,7 +63,9 @@ class TestCompare:
             )
         _, _, means = cli("compare", trained, copy).out.partition(line)
         (row,) = [told.split() for told in means.splitlines() if told.startswith("pfedhn  ")]
-        assert row[1:4] == ["2", f"{100 * read_run(trained).summary['test_accuracy']:.1f}", "±"]
+        summary = read_run(trained).summary
+        val, test = (f"{100 * summary[f'{split}_accuracy']:.1f}" for split in ("val", "test"))
+        assert row[1:7] == ["2", val, "±", "0.0", test, "±"]
 
     def test_compares_the_seeds_of_methods_together(self, cli, trained, copy, other):
         assert cli("compare", trained, other).out.count("the best") == 0  # other data
