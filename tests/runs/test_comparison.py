@@ -19,6 +19,7 @@ from hyperfed.runs.comparison import (
     megabytes,
     percent,
     remark,
+    remarks,
     saw_the_same,
     table,
 )
@@ -236,6 +237,13 @@ def test_clients_that_numbers_are_without_are_remarked_upon(split):
     told = remark(whole | {key: "1 of 2"})
     assert told is not None
     assert told.startswith(f"evaluated 1 of 2 clients: the {split} numbers are without")
+
+
+def test_clients_that_were_always_lost_are_named_but_not_all_of_many():
+    assert remarks({"always_lost": None}) == remarks({}) == []
+    (told,) = remarks({"always_lost": [f"c{number}" for number in range(12)]})
+    assert told.startswith("nothing was learned from c0, c1, c2, ")
+    assert "c8, c9 and 2 more, lost in every round" in told
 
 
 def test_where_nothing_was_measured_nothing_is_remarked():

@@ -18,6 +18,7 @@ from hyperfed.data.tasks import TaskConfig, build
 from hyperfed.errors import UserError
 from hyperfed.runs import config
 from hyperfed.runs.folder import read_run
+from hyperfed.runs.private import cohort_of
 from hyperfed.runs.run import Run
 from sensors import ACTIVITIES, NETS, PEOPLE, SensorNet, windows
 
@@ -218,6 +219,40 @@ def test_losses_are_told_by_name(tmp_path: Path) -> None:
     assert lost
     log = run.folder.log.read_text()
     assert all(f"client {name} (" in log for name in lost)
+
+
+def test_who_was_lost_in_every_round_is_named_at_the_end(tmp_path: Path) -> None:
+    """Of one example batch-norm knows no variance, so ann cannot train."""
+
+    def net() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+
+    split = ["test" if row % 3 == 1 else "train" for row in range(60)]
+    split[1] = "train"
+    task = make_task(model=net, split=split, novel=0)
+    keys = QUICK | {"rounds": 5, "evaluate_every": 2}
+    run = Run.start(config.from_keys("fedavg", keys), tmp_path, task)
+    for progress in run.train():
+        if progress.round == 3:
+            run.stop()
+    assert run.folder is not None
+    resumed = hyperfed.resume(run.folder.path, task)
+    assert resumed.summary["always_lost"] == ["ann"]
+    told = "nothing was learned from ann, lost in every round that was to have them; log.txt"
+    assert told in run.folder.log.read_text()
+
+
+@pytest.mark.parametrize("seed", [0, 2])  # two were lost always, and nobody was
+def test_who_was_lost_at_times_is_not_named_at_the_end(seed: int) -> None:
+    keys = QUICK | {"rounds": 6, "faults": {"drop": 0.6}, "seed": seed}
+    run = Run(config.from_keys("fedavg", keys), make_task(novel=0))
+    lost: set[tuple[int, int]] = set()
+    for progress in run.train():
+        lost |= {(progress.round - 1, it.client) for it in progress.lost}
+    drawn = {(n, c) for n in range(6) for c in cohort_of(run.config, run.task, n)}
+    always = [n for c, n in enumerate(NAMES) if not {it for it in drawn - lost if it[1] == c}]
+    assert {client for _, client in lost} == {0, 1, 2}
+    assert run.summary["always_lost"] == (always or None)
 
 
 # The command line, from files.

@@ -19,6 +19,9 @@ from hyperfed.runs.statistics import Difference
 MOST_NAMED = 3
 """Settings by which a run is told from others, at most."""
 
+MOST_LOST = 10
+"""Clients that are named of those that took no part, at most."""
+
 CHANGE_NO_NUMBER = (
     *("engine.", "device", "checkpoint_every", "preset", "task.data_dir", "track", "metrics"),
     "examine",
@@ -329,8 +332,19 @@ def settings_of(run: FinishedRun) -> dict[str, Any]:
 
 
 def remarks(summary: Mapping[str, Any]) -> list[str]:
-    """Returns sentences on what a run's numbers do not say: :func:`remark`, and what was spent."""
-    return [told for of in (remark, _spent) if (told := of(summary)) is not None]
+    """Returns sentences on a run: :func:`remark`, whom it had nothing of, what privacy cost."""
+    return [told for of in (remark, _always_lost, _spent) if (told := of(summary)) is not None]
+
+
+def _always_lost(summary: Mapping[str, Any]) -> str | None:
+    """Returns a sentence where clients took no part in training, though they were asked."""
+    if not (names := summary.get("always_lost")):
+        return None
+    more = f" and {len(names) - MOST_LOST} more" if len(names) > MOST_LOST else ""
+    return (
+        f"nothing was learned from {', '.join(names[:MOST_LOST])}{more}, lost in every round that "
+        "was to have them; log.txt and metrics.jsonl say why"
+    )
 
 
 def _spent(summary: Mapping[str, Any]) -> str | None:

@@ -5,6 +5,7 @@ differ from what it would have been: all its state is in one file, written whole
 """
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -519,6 +520,7 @@ class Run(Served):
             "bytes_down": self._bytes["down"],
             "bytes_up": self._bytes["up"],
             "void_rounds": self._voided,
+            "always_lost": self._always_lost() or None,
             "seconds": self.seconds,
             "versions": versions(),
             "commit": self._commit,
@@ -536,6 +538,20 @@ class Run(Served):
             self._checkpoint()  # what was let out since the last one is not to be forgotten
         if self.folder is not None:
             self.folder.write_summary(self.summary)
+
+    def _always_lost(self) -> list[str]:
+        """Returns the names of the clients that were lost whenever a round was to have them."""
+        lost = Counter(it.client for e in self.evaluations if e.split == "test" for it in e.lost)
+        if not lost:
+            return []
+        drawn = Counter(
+            client
+            for number in range(self.round)
+            for client in private.cohort_of(self.config, self.task, number)
+        )
+        return [
+            self.task.name_of(client) for client in sorted(lost) if lost[client] >= drawn[client]
+        ]
 
     # State.
 
