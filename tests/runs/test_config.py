@@ -98,6 +98,14 @@ def test_a_section_is_short_for_its_name(tmp_path, text):
     assert load(write(tmp_path, text)) == load("hyper", "task=digits", "engine=loop")
 
 
+@pytest.mark.parametrize("own", ["[method]\nlr = 1.0\n", "method.lr = 1.0\n"])
+def test_a_name_beside_its_table_is_told_where_it_goes(tmp_path, own):
+    with pytest.raises(UserError, match=r"where method, .* is a table, its name is a key in it"):
+        load(write(tmp_path, f'method = "hyper"\n{own}'))
+    with pytest.raises(UserError, match=r"must be TOML: in .*\)$"):
+        load(write(tmp_path, "method = hyper\n"))
+
+
 @pytest.mark.parametrize(
     ("override", "value"),
     [

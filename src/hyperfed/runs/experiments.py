@@ -456,7 +456,10 @@ def _written(path: Path) -> dict[str, Any]:
             "give a method's name or the path of a .toml file"
         ) from error
     except ValueError as error:  # a number can have too many digits
-        raise UserError(f"the experiment file must be TOML: in {path}, {error}") from error
+        # TOML's own words for ``method = "pfedhn"`` above a table ``[method]``.
+        twice = "; where method, task or engine is a table, its name is a key in it, name = ..."
+        hint = twice if "Cannot overwrite a value" in str(error) else ""
+        raise UserError(f"the experiment file must be TOML: in {path}, {error}{hint}") from error
 
 
 def _experiment(path: Path, written: Mapping[str, Any]) -> Experiment:
