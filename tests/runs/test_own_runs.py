@@ -3,7 +3,8 @@
 import json
 import tomllib
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -16,6 +17,7 @@ import hyperfed
 from hyperfed.apps.cli import main
 from hyperfed.data.tasks import TaskConfig, build
 from hyperfed.errors import UserError
+from hyperfed.methods import METHODS, fedavg
 from hyperfed.runs import config
 from hyperfed.runs.folder import read_run
 from hyperfed.runs.private import cohort_of
@@ -130,6 +132,17 @@ def test_a_task_may_come_by_keyword_and_only_once() -> None:
         hyperfed.train("fedavg", task, task=task)
     with pytest.raises(UserError, match=r"must be a hyperfed.Task, got 'digits'; make one"):
         hyperfed.train("fedavg", "digits")
+
+
+def test_a_method_of_ones_own_trains_where_it_was_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = ModuleType("mine", '"""Mine (me, 2026): FedAvg by another name."""')
+    vars(mine).update({name: vars(fedavg)[name] for name in ("Config", "PRESETS", "Client")})
+    vars(mine)["Server"] = fedavg.Server
+    monkeypatch.setitem(cast(dict[str, ModuleType], METHODS), "mine", mine)
+    ours, theirs = (hyperfed.train(method, make_task(), **QUICK) for method in ("mine", "fedavg"))
+    assert ours.summary["test_accuracy"] == theirs.summary["test_accuracy"]
+    with pytest.raises(SystemExit, match="0"):
+        main(["describe", "mine"])
 
 
 def test_an_exported_file_has_the_name_of_its_client(
