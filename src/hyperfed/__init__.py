@@ -16,7 +16,7 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hyperfed.errors import UserError
+from hyperfed.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from hyperfed.data.own import Task
@@ -92,7 +92,7 @@ def train(
         )
     if not isinstance(task, Task | None):
         raise UserError(
-            f"the task must be a hyperfed.Task, got {task!r}; make one with "
+            f"the task must be a hyperfed.Task, got {one_line(repr(task), 100)}; make one with "
             "hyperfed.Task.from_arrays, or name data by the keyword task"
         )
     config = configuration.from_keys(method, keys)

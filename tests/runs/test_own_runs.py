@@ -132,6 +132,9 @@ def test_a_task_may_come_by_keyword_and_only_once() -> None:
         hyperfed.train("fedavg", task, task=task)
     with pytest.raises(UserError, match=r"must be a hyperfed.Task, got 'digits'; make one"):
         hyperfed.train("fedavg", "digits")
+    with pytest.raises(UserError, match=r"got {'a': tensor.*; make one") as told:
+        hyperfed.train("fedavg", {"a": torch.zeros(99, 99)})
+    assert len(str(told.value)) < 300
 
 
 def test_a_method_of_ones_own_trains_where_it_was_added(monkeypatch: pytest.MonkeyPatch) -> None:

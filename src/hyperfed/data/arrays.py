@@ -71,7 +71,8 @@ def targets(y: Any, classes: int | None, problems: list[str]) -> tuple[Tensor, i
         problems: what must hold and does not is appended here.
     """
     y = to_tensor(y, "y")
-    of_tokens = y.ndim == 2 and y.dtype != torch.bool and not y.is_floating_point()
+    several = y.ndim == 2 and y.shape[1] != 1  # one each is a column that nobody flattened
+    of_tokens = several and y.dtype != torch.bool and not y.is_floating_point()
     if y.ndim != 1 and not of_tokens:
         problems.append(
             f"y must have shape (N,), or (N, T) for labels of tokens, got {tuple(y.shape)} "
@@ -111,7 +112,8 @@ def is_text(values: npt.NDArray[Any]) -> bool:
     """Whether an array holds words."""
     if values.dtype.kind == "U":
         return True
-    return values.dtype == object and len(values) > 0 and all(isinstance(v, str) for v in values)
+    some = values.dtype == object and values.ndim > 0 and len(values) > 0
+    return some and all(isinstance(value, str) for value in values)
 
 
 def label_numbers(
@@ -330,7 +332,8 @@ def to_tensor(array: Any, name: str) -> Tensor:
     """Converts NumPy arrays, lists or tensors; widens unsigned integers that torch lacks.
 
     Raises:
-        UserError: it holds no numbers, or rows of several lengths; ``name`` says which it is.
+        UserError: it is none, holds no numbers, or rows of several lengths; ``name`` says which it
+            is.
     """
     if isinstance(array, Tensor):
         return array.detach().cpu()
@@ -345,6 +348,11 @@ def to_tensor(array: Any, name: str) -> Tensor:
         array = array.astype(np.int64)
     if array.dtype == np.longdouble:
         array = array.astype(np.float64)
+    if array.dtype == object and array.ndim == 0:  # as which NumPy takes a dict, or None
+        raise UserError(
+            f"{name} must be one array with a row for each example, those of all clients together, "
+            f"got {type(array.item()).__name__}; put it together with numpy.concatenate"
+        )
     if array.dtype == object and len(array) and np.ndim(array.flat[0]) > 0:
         raise UserError(
             f"{name} must be one array, got an array of arrays; put them together with numpy.stack"
