@@ -93,6 +93,19 @@ def test_a_run_from_python_is_opened_with_its_task(run: Run) -> None:
         hyperfed.open_run(run.folder.path, make_task(seed=1))
 
 
+@pytest.mark.parametrize("method", ["fedavg", "local"])  # one whose server holds no model, too
+def test_another_model_than_the_runs_is_refused(method: str, tmp_path: Path) -> None:
+    run = Run.start(config.from_keys(method, QUICK | {"rounds": 2}), tmp_path, make_task())
+    for _ in run.train():
+        run.stop()
+    assert run.folder is not None
+    other = make_task(model=lambda: nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
+    for use in (hyperfed.open_run, hyperfed.resume):
+        with pytest.raises(UserError, match="the task's model must be the one that the run was st"):
+            use(run.folder.path, other)
+    assert hyperfed.resume(run.folder.path, make_task()).done
+
+
 @pytest.mark.parametrize("command", ["evaluate", "resume", "personalize"])
 def test_the_command_line_says_how_to_go_on_with_a_run_from_python(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str

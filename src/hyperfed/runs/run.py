@@ -20,6 +20,7 @@ import torch
 
 from hyperfed import trees
 from hyperfed.data import tasks
+from hyperfed.data.examples import hash_of
 from hyperfed.data.own import Task
 from hyperfed.data.roster import RemoteTask, Roster
 from hyperfed.engines import EngineCohort, Exchange
@@ -565,6 +566,7 @@ class Run(Served):
         meta: dict[str, Any] = {
             "method": self.config.method,
             "data_fingerprint": self.task.fingerprint,
+            "targets": self._targets,
             "round": self.round,
             "bytes": self._bytes,
             "seconds": self.seconds,
@@ -582,6 +584,12 @@ class Run(Served):
         self.folder.sync()  # so that no checkpoint is ahead of them
         save_latest(self.folder.state, tree, meta)
         self._tell_of_checkpoint()
+
+    @property
+    def _targets(self) -> str:
+        """A hash of the names and shapes of all that a client of each size trains or keeps."""
+        task = self.task
+        return hash_of(*(f"{size} {trees.structure(task.initial(size))}" for size in task.models))
 
     def _state(self, *, optimizers: bool = True) -> Tree:
         """Returns the server's tensors; replies that it has to read for that are aggregated."""
@@ -603,6 +611,12 @@ class Run(Served):
                     f"{one_line(str(meta.get(key)), 100)}; use the data and the settings that the "
                     "run was started with"
                 )
+        if meta.get("targets", self._targets) != self._targets:
+            raise UserError(
+                "the task's model must be the one that the run was started with, but has "
+                "parameters of other names or shapes; make the task with that one, or start a new "
+                "run"
+            )
         try:
             self._load(tree, meta)
         except UNUSABLE as error:
