@@ -14,7 +14,7 @@ from torch import nn
 
 from hyperfed.data import arrays, datasets, model_files, tables
 from hyperfed.data.division import fitted
-from hyperfed.data.own import Task, newcomer
+from hyperfed.data.own import Task, newcomer, rows_like
 from hyperfed.data.roster import Frame, Member, Roster
 from hyperfed.data.tables import Columns
 from hyperfed.data.tasks import TaskConfig, build, remote, settings_of, targets_of
@@ -189,6 +189,24 @@ def test_a_newcomers_table_may_lack_client_and_target_and_is_of_one_client() -> 
         newcomer(task, table()[:1], [0])
 
 
+def test_a_newcomers_arrays_are_the_features_of_a_table_in_their_order() -> None:
+    frame = table(grade=["a", "b", "c"] * 8, label=None)
+    task = from_frame(frame, target="grade")
+    x = frame[["age", "height"]].to_numpy()[:2]
+    for target, told in ((None, None), ("y", ["b", "a"]), ("label", ["c", "a"])):
+        arrays = {"x": x} | ({target: np.array(told)} if target else {})
+        rows = rows_like(task, arrays, "mine.npz")
+        alone = newcomer(task, rows.x, rows.y)
+        assert torch.equal(alone.x, task.x[:2])
+        assert alone.unlabelled == (target is None)
+        assert target is None or alone.y.tolist() == [task.labels.index(word) for word in told]
+    named = {"age": x[:, 0], "height": x[:, 1], "grade": np.array(["c", "b"]), "x": x[:, :1]}
+    rows = rows_like(task, named, "mine.npz")
+    assert newcomer(task, rows.x, rows.y).y.tolist() == [2, 1]
+    with pytest.raises(UserError, match=r"examples like the task's, \(2,\) float32, got \(1,\)"):
+        newcomer(task, rows_like(task, {"x": x[:, :1]}, "mine.npz").x)
+
+
 @pytest.mark.parametrize(
     ("changes", "options", "told"),
     [
@@ -360,6 +378,17 @@ def test_a_folder_of_people_is_dealt_by_them(tmp_path: Path) -> None:
     apart = build(config(pictures(tmp_path / "apart", ("train", "test"))), 0)
     assert sorted(apart.names) == ["ann", "bob"]
     assert [len(own) for own in apart.test] == [8, 8]
+
+
+@pytest.mark.parametrize("splits", [True, False])
+def test_a_folder_of_save_to_disk_is_told_apart(tmp_path: Path, splits: bool) -> None:
+    import datasets as library
+
+    rows = library.Dataset.from_pandas(table())
+    folder = tmp_path / "mine"
+    (library.DatasetDict({"train": rows}) if splits else rows).save_to_disk(folder)
+    with pytest.raises(UserError, match=r"save_to_disk wrote it; write parquet files in its place"):
+        datasets.load(str(folder))
 
 
 @pytest.mark.usefixtures("cached")

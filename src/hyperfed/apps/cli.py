@@ -239,8 +239,8 @@ def personalize(
     data: Annotated[
         Path,
         Option(
-            help="An .npz file: x (m, ...) and, where labelled, y (m,); or a parquet or CSV file "
-            "with the columns of the run's."
+            help="An .npz file: x (m, ...), of a table its features in their order, and, where "
+            "labelled, y (m,); or a parquet or CSV file with the columns of the run's."
         ),
     ],
     out: Annotated[Path, Option(help="The .safetensors, .onnx or .pt2 file to write.")],

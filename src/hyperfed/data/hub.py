@@ -31,6 +31,7 @@ def load(source: str, config: str | None, cache_dir: str | None, *, local: bool)
 
     Raises:
         ValueError: the folder cannot be read, or its README names data that are not in it.
+        OSError: it is one of ``save_to_disk``, of which the library would read the notes.
     """
     import datasets  # takes seconds to import, and a cached load does without
     from huggingface_hub import constants
@@ -42,6 +43,7 @@ def load(source: str, config: str | None, cache_dir: str | None, *, local: bool)
     datasets.disable_progress_bars()
     try:
         if local:
+            _check_layout(Path(source))
             _check_named_data(Path(source))
         return datasets.load_dataset(source, config, cache_dir=cache_dir)
     except (OSError, ValueError, datasets.exceptions.DatasetsError):
@@ -54,6 +56,15 @@ def load(source: str, config: str | None, cache_dir: str | None, *, local: bool)
         constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
         if shown:
             datasets.enable_progress_bars()
+
+
+def _check_layout(folder: Path) -> None:
+    """Raises ``OSError`` where a folder has the layout of ``save_to_disk``."""
+    if any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):
+        raise OSError(
+            "save_to_disk wrote it; write parquet files in its place, data.to_parquet, named after "
+            "their splits"
+        )
 
 
 def _check_named_data(folder: Path) -> None:

@@ -304,7 +304,8 @@ def rows_like(task: Task, table: Any, what: str) -> tables.Rows:
 
     Args:
         task: what the method was trained on.
-        table: a ``DataFrame``, or {name: array} of an archive.
+        table: a ``DataFrame``, or {name: array} of an archive, in which ``x`` may be the features
+            in their order.
         what: how an error names the table.
 
     Raises:
@@ -313,6 +314,9 @@ def rows_like(task: Task, table: Any, what: str) -> tables.Rows:
     """
     length = task.x.shape[1] if task.x.ndim == 2 else None
     columns = task.columns or tables.Columns()
+    arrays_alone = not tables.is_frame(table) and "x" in table
+    if arrays_alone and not {*(columns.features or ())} & {*table}:
+        columns = tables.Columns()  # of arrays, x and y, as in Python
     columns = replace(columns, features=columns.features or ("x",))  # never by what is there
     rows = tables.rows_of(table, columns, what, length=length, label=False)
     if rows.client is not None and len(several := dict.fromkeys(rows.client.tolist())) > 1:
