@@ -461,7 +461,7 @@ def _train_all(
                 _tell_of_columns(run, quiet=quiet)
             tell(_folder(run))
             if (why := _watch(run, quiet=quiet)) is not None:
-                _stop(run, why)
+                _stop(run, why, _not_begun(source, loaded[len(results) + 1 :], each, out))
             results.append(_result(run))
     done = [read_run(Path(result["folder"])) for result in results]
     rows = comparison.compare(done)
@@ -495,9 +495,24 @@ def _watch(run: Run, *, quiet: bool) -> str | None:
     return None if run.summary else f"stopped after round {run.round} of {run.config.rounds}"
 
 
-def _stop(run: Run, why: str) -> NoReturn:
-    """Says how to go on, and leaves."""
+def _not_begun(
+    source: str, left: Sequence[RunConfig], each: Sequence[Sequence[str]], out: Path
+) -> str:
+    """Returns what is to be run when one of several was stopped; nothing of the last."""
+    if not left:
+        return ""
+    if source == ALL:
+        return f"not begun: {', '.join(f'{it.method} seed={it.seed}' for it in left)}"
+    seeds = f"seed={left[0].seed}..{left[-1].seed}"  # the last of each one's settings
+    command = ["hyperfed", "run", source, *each[0][:-1], seeds, "--out", str(out)]
+    return f"not begun: {seeds}; then run: {shlex.join(command)}"
+
+
+def _stop(run: Run, why: str, beyond: str = "") -> NoReturn:
+    """Says how to go on with a run, and with what is ``beyond`` it, and leaves."""
     say(f"{why}; go on with: hyperfed resume {shlex.quote(str(_folder(run)))}")
+    if beyond:
+        say(beyond)
     if why == ABORTED:
         os._exit(STOPPED)  # at once: an orderly exit waits for worker threads to end their steps
     raise typer.Exit(STOPPED)

@@ -2,6 +2,7 @@
 
 import os
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -104,6 +105,29 @@ class TestStopping:
             code, out, err = cli("run", "fedavg", *SMALL, "--out", tmp_path, "--quiet")
         assert (code, err) == (3, f"a machine is gone; go on with: hyperfed resume {out}")
         assert cli("resume", out.rstrip("\n"), "--quiet").code == 0
+
+    def test_what_was_not_begun_is_said(self, cli, tmp_path, monkeypatch):
+        whole = Run._one_round
+
+        def stopped(run: Run) -> None:
+            whole(run)
+            if (run.config.method, run.config.seed) in (("local", 2), ("fedavg", 4)):
+                run.stop()
+
+        monkeypatch.setattr(Run, "_one_round", stopped)
+        keys = (*SMALL, "task.novel=0", "rounds=2")
+        err = cli("run", "fedavg", *keys, "seed=3..6", "--out", tmp_path, "--quiet").err
+        *_, first, last = err.splitlines()
+        assert "; go on with: hyperfed resume " in first
+        assert first.endswith("-seed4")
+        told = "not begun: seed=5..6; then run: "
+        assert last.startswith(told)
+        command = shlex.split(last.removeprefix(told))
+        assert command == ["hyperfed", "run", "fedavg", *keys, "seed=5..6", "--out", str(tmp_path)]
+        err = cli("run", "fedavg", *keys, "seed=3..4", "--out", tmp_path, "--quiet").err
+        assert "not begun" not in err
+        err = cli("run", "all", *keys, "seed=2", "--out", tmp_path, "--quiet").err
+        assert err.splitlines()[-1].startswith("not begun: fedavg seed=2, fedprox seed=2, ")
 
     def test_handlers_are_restored(self, cli, tmp_path):
         signals = (signal.SIGINT, signal.SIGTERM)
