@@ -18,11 +18,12 @@ class TestRecords:
         folder = Path(outcome.out.rstrip("\n"))
         lines = (folder / "log.txt").read_text().splitlines()
         assert "0 of 4 rounds" in lines[0]
+        assert "Task digits: 1,797 examples of 1 x 8 x 8 for 10 classes" in lines[1]
         assert "done after round 4" in lines[-1]
         found = [e for e in read_run(folder).evaluations if e.split == "test"]
-        assert len(lines) == 2 + len(found)
+        assert len(lines) == 5 + len(found)  # a task is three lines
         assert any(e.lost for e in found), "choose another seed"
-        for line, e in zip(lines[1:-1], found, strict=True):
+        for line, e in zip(lines[4:-1], found, strict=True):
             assert f"round {e.round} of 4" in line
             assert f"{e.loss:.3f}" in line
             assert line.count("injected by faults.drop") == len(e.lost)
