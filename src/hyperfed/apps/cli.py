@@ -253,6 +253,9 @@ def personalize(
         rows = rows_like(run.task, table, str(data))
         model = run.personalize(rows.x, rows.y, size=size)
         export_model(model, run.task, out)
+        if rows.y is None:
+            target = (run.task.columns and run.task.columns.target) or "y"
+            say(f"{data} has no {target}, so its client was taken for one without labels")
     if as_json:
         print_json({"model": str(out), "examples": len(rows.x), "labelled": rows.y is not None})
     else:

@@ -60,6 +60,7 @@ class TestPersonalize:
             "examples": len(client_data["x"]),
             "labelled": False,
         }
+        assert outcome.err == f"{data} has no y, so its client was taken for one without labels\n"
         assert out.exists()
 
     @pytest.mark.parametrize(
