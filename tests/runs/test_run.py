@@ -278,7 +278,7 @@ def test_cohorts_are_uniform_without_replacement_and_known_only() -> None:
     seen = []
     for number in range(60):
         run.round = number
-        seen.append(run._sample())
+        seen.append(run._cohort(run.round))
     assert {len(set(cohort)) for cohort in seen} == {2}
     counts = np.bincount([client for cohort in seen for client in cohort], minlength=4)
     assert counts[3] == 0
@@ -288,7 +288,7 @@ def test_cohorts_are_uniform_without_replacement_and_known_only() -> None:
 @pytest.mark.parametrize(("cohort", "size"), [(1, 1), (0.5, 2), (1.0, 4), (4, 4)])
 def test_a_cohort_is_a_number_or_a_fraction(cohort: float, size: int) -> None:
     run = Run(config.from_keys("fedavg", {"cohort": cohort}), make_task())
-    assert len(run._sample()) == size
+    assert len(run._cohort(run.round)) == size
 
 
 @pytest.mark.parametrize(
@@ -301,7 +301,7 @@ def test_a_fraction_of_a_cohort_counts_who_trains_and_rounds_halves_up(
 ) -> None:
     task = make_task(examples=(1,) * (known + 10), novel=10)
     run = Run(config.from_keys("fedavg", {"cohort": cohort}), task)
-    assert len(run._sample()) == size
+    assert len(run._cohort(run.round)) == size
 
 
 def test_resume_refuses_a_finished_run_other_data_and_no_run(tmp_path: Path) -> None:

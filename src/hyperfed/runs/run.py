@@ -5,8 +5,7 @@ differ from what it would have been: all its state is in one file, written whole
 """
 
 import logging
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -23,17 +22,18 @@ from hyperfed.data import tasks
 from hyperfed.data.examples import hash_of
 from hyperfed.data.own import Task
 from hyperfed.data.roster import RemoteTask, Roster
-from hyperfed.engines import EngineCohort, Exchange
+from hyperfed.engines import EngineCohort
 from hyperfed.engines.masking import LARGEST, SMALLEST
 from hyperfed.engines.replies import UNUSABLE
 from hyperfed.errors import LostEverybodyError, UserError, one_line
 from hyperfed.federation import AllLostError
 from hyperfed.runs import clients, examined, learned, private, records, trackers
 from hyperfed.runs import config as configuration
+from hyperfed.runs.account import Account, always_lost
 from hyperfed.runs.evaluation import Counts, chosen_by, evaluate, is_better
 from hyperfed.runs.folder import RunFolder, read_run
 from hyperfed.runs.numbers import numbers, numbers_of_sizes
-from hyperfed.runs.records import REHEARSAL, Evaluation, Lost, Void
+from hyperfed.runs.records import REHEARSAL, Evaluation, Lost
 from hyperfed.runs.rollback import Snapshot, is_finite
 from hyperfed.runs.serving import Best, Served, unfit
 from hyperfed.runs.settings import RunConfig, check_cohort, cohort_size
@@ -104,14 +104,8 @@ class Run(Served):
         self.folder = folder
         self.evaluations: list[Evaluation] = []
         self.summary: dict[str, Any] = {}
-        self._lost: list[Lost] = []
-        self._news: list[Lost] = []  # of those, what no progress has said yet
+        self._account = Account()
         self._before = Snapshot()
-        self._void: list[Void] = []  # since the latest evaluation
-        self._voided = 0
-        # Not counted yet: what is posted may travel, and lose clients, after its round.
-        self._exchanges: list[Exchange] = []
-        self._late: list[tuple[int, str]] = []
         self._failures = 0
         self._answered = False  # whether some round had a client left
         self._nobody = ""  # why the last round without had none
@@ -312,8 +306,7 @@ class Run(Served):
             self._unproven &= not now  # it has asked all known clients
             if self.done or self.round % self.config.checkpoint_every == 0:
                 self._checkpoint()
-            lost, self._news = tuple(self._news), []
-            yield Progress(self.round, self.config.rounds, lost, evaluation)
+            yield Progress(self.round, self.config.rounds, self._account.news(), evaluation)
         if self.done:
             self._reporter.tell("evaluating")
             with self._computing():
@@ -327,8 +320,8 @@ class Run(Served):
     # Parts of a round.
 
     def _one_round(self) -> None:
-        cohort = self.engine.cohort(self._sample(), self.round, training=True)
-        cohort.state.exchanges, cohort.state.late = self._exchanges, self._late
+        cohort = self.engine.cohort(self._cohort(self.round), self.round, training=True)
+        self._account.follow(cohort.state)
         cohort.state.reply_bound = self.config.robust.reply_bound
         self._before.take(self.server)
         try:
@@ -354,8 +347,8 @@ class Run(Served):
                 raise
             what = one_line(f"{type(error).__name__}: {error}")
             self._take_back(cohort, f"the server could not use its replies ({what})")
-        self._count()
-        self._reporter.lost(self._note(cohort.state.lost.items()))
+        self._account.count(self._bytes)
+        self._reporter.lost(self._account.note(cohort.state.lost.items()))
         self.round += 1
 
     @contextmanager
@@ -383,8 +376,7 @@ class Run(Served):
         if not lost:
             return "the method says so, of a round in which none was"
         client, reason = next(iter(lost.items()))
-        step = next((e.step for e in reversed(self._exchanges) if e.client == client), "any")
-        called = self.task.name_of(client)
+        step, called = self._account.step_of(client), self.task.name_of(client)
         return f"client {called} in step {step}: {reason}; {self._advice(reason)}"
 
     def _advice(self, reason: str) -> str:
@@ -400,9 +392,7 @@ class Run(Served):
     def _take_back(self, cohort: EngineCohort, why: str) -> None:
         """Goes back to before a round, and says whose replies were in it."""
         self._before.restore(self.server, self.engine, cohort)
-        void = Void(self.round, tuple(cohort.there))
-        self._void.append(void)
-        self._voided += 1
+        void = self._account.take_back(self.round, cohort.there)
         log.warning(
             "round %d is void: %s, so that it goes on from its state before; replies of clients %s "
             "were in it",
@@ -411,23 +401,8 @@ class Run(Served):
             ", ".join(map(self.task.name_of, void.clients)),
         )
 
-    def _count(self) -> None:
-        """Counts what has travelled in training since the last time."""
-        self._bytes["down"] += sum(exchange.down for exchange in self._exchanges)
-        self._bytes["up"] += sum(exchange.up for exchange in self._exchanges)
-        self._note(self._late)
-        self._exchanges.clear()
-        self._late.clear()
-
-    def _note(self, lost: Iterable[tuple[int, str]]) -> list[Lost]:
-        found = [Lost(client, reason) for client, reason in lost]
-        self._lost += found
-        self._news += found
-        return found
-
-    def _sample(self) -> list[int]:
-        """Draws the round's cohort uniformly, without replacement; a number above all means all."""
-        return private.cohort_of(self.config, self.task, self.round)
+    def _cohort(self, round: int) -> list[int]:
+        return private.cohort_of(self.config, self.task, round)
 
     @property
     def cohort_size(self) -> int:
@@ -442,9 +417,8 @@ class Run(Served):
         if self.server.rehearse is not None:
             serve = self._finetuning(self.server.rehearse)
             rehearsed = evaluate(self.server, self.engine, ids, self.round, serve=serve)["val"]
-        self._count()
-        lost, self._lost = tuple(self._lost), []
-        void, self._void = tuple(self._void), []
+        self._account.count(self._bytes)
+        lost, void = self._account.close()
         summarise = partial(self._summarise, round=self.round, lost=lost, void=void)
         found = {split: summarise(split, ids, counts[split]) for split in counts}
         told = trees.to(self.server.diagnostics(), CPU)
@@ -507,6 +481,7 @@ class Run(Served):
         novel = self._evaluate_novel(self.round) if self.task.novel else None
         if novel is not None:
             self._record(novel)
+        never = always_lost(self.evaluations, map(self._cohort, range(self.round)))
         self.summary = {
             "method": self.config.method,
             "task": self.task.name,
@@ -520,8 +495,8 @@ class Run(Served):
             "total_variation": self.label_shift.total_variation,
             "bytes_down": self._bytes["down"],
             "bytes_up": self._bytes["up"],
-            "void_rounds": self._voided,
-            "always_lost": self._always_lost() or None,
+            "void_rounds": self._account.void_rounds,
+            "always_lost": [self.task.name_of(client) for client in never] or None,
             "seconds": self.seconds,
             "versions": versions(),
             "commit": self._commit,
@@ -540,20 +515,6 @@ class Run(Served):
         if self.folder is not None:
             self.folder.write_summary(self.summary)
 
-    def _always_lost(self) -> list[str]:
-        """Returns the names of the clients that were lost whenever a round was to have them."""
-        lost = Counter(it.client for e in self.evaluations if e.split == "test" for it in e.lost)
-        if not lost:
-            return []
-        drawn = Counter(
-            client
-            for number in range(self.round)
-            for client in private.cohort_of(self.config, self.task, number)
-        )
-        return [
-            self.task.name_of(client) for client in sorted(lost) if lost[client] >= drawn[client]
-        ]
-
     # State.
 
     def _checkpoint(self) -> None:
@@ -562,7 +523,7 @@ class Run(Served):
         tree: Tree = {"server": self._state(), "memory": _keyed(self.engine.memory)}
         if self.engine.released:
             tree["released"] = _keyed(self.engine.released)
-        self._count()  # what was posted: a server's state waits for it
+        self._account.count(self._bytes)  # what was posted: a server's state waits for it
         meta: dict[str, Any] = {
             "method": self.config.method,
             "data_fingerprint": self.task.fingerprint,
@@ -573,9 +534,7 @@ class Run(Served):
             "failures": self._failures,
             "answered": self._answered,
             "nobody": self._nobody,
-            "lost": [[lost.client, lost.reason] for lost in self._lost],
-            "void": [[void.round, list(void.clients)] for void in self._void],
-            "void_rounds": self._voided,
+            **self._account.meta(),
         }
         if self._best is not None:
             tree["best"] = {"server": self._best.server, "memory": _keyed(self._best.memory)}
@@ -642,9 +601,7 @@ class Run(Served):
         self._bytes = {way: index(meta["bytes"][way]) for way in ("down", "up")}
         self._earlier, self._failures = meta["seconds"] + 0.0, index(meta["failures"])
         self._answered, self._nobody = meta.get("answered", True), str(meta.get("nobody", ""))
-        self._lost = [Lost(client, reason) for client, reason in meta["lost"]]
-        self._void = [Void(number, tuple(clients)) for number, clients in meta.get("void", [])]
-        self._voided = index(meta.get("void_rounds", 0))
+        self._account.load(meta)
         if "best" in tree:
             best = tree["best"]
             memory = _numbered(best["memory"])
