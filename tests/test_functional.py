@@ -75,6 +75,36 @@ def test_what_has_one_value_for_each_channel_is_normalised_as_in_evaluation() ->
     torch.testing.assert_close(again.mean(dim=0), torch.zeros(8, dtype=torch.float64))
 
 
+@pytest.mark.parametrize(
+    ("tail", "masked"),
+    [
+        (nn.Linear(4, 2), True),
+        (nn.Sequential(nn.Flatten(), nn.Linear(12, 6), nn.Unflatten(1, (3, 2))), False),
+        (nn.Conv1d(3, 2, 1), False),
+    ],
+    ids=["of each token", "of all together", "of a convolution"],
+)
+def test_features_of_tokens_that_count_nothing_are_zero(tail: nn.Module, masked: bool) -> None:
+    """Where the last layer takes those of each token; else nobody knows which are whose."""
+    net = nn.Sequential(nn.Embedding(5, 4), tail).double()
+    x, y = torch.tensor([[0, 1, 2], [3, 4, 0]]), torch.tensor([[0, -100, 1], [-100, 1, -100]])
+    _, found = functional.outputs_and_features(net, trees.model_of(net), x, y)
+    seen = net[0](x)
+    expected = seen * (y >= 0)[..., None] if masked else seen
+    assert torch.equal(found, expected.flatten(1))
+    _, plain = functional.outputs_and_features(net, trees.model_of(net), x)
+    assert torch.equal(plain, seen.flatten(1))
+
+
+def test_statistics_forget_what_was_no_number() -> None:
+    net = nn.BatchNorm1d(FEATURES).double()
+    model = trees.tree_map(lambda value: value * torch.inf, trees.model_of(net))
+    x = torch.randn(5, FEATURES, dtype=torch.float64, generator=generator(0, "x"))
+    found = functional.batch_statistics(net, model, [x])
+    torch.testing.assert_close(found["running_mean"], x.mean(dim=0))
+    torch.testing.assert_close(found["running_var"], x.var(dim=0))
+
+
 def test_statistics_of_one_value_for_each_channel_are_the_models_own() -> None:
     net = nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, 2)).double()
     model = trees.tree_map(lambda value: value + 3, trees.model_of(net))

@@ -18,7 +18,8 @@ def apply(module: nn.Module, model: Model, x: Tensor, *more: Tensor, train: bool
     """Runs ``module`` with the weights of ``model``.
 
     Under ``train`` batch-norm has no statistics of a batch with one value for each channel, such as
-    one example of an MLP. It takes such a batch as in evaluation, and its own statistics stay.
+    one example of an MLP. Where it keeps statistics, it takes such a batch as in evaluation, and
+    they stay.
 
     Args:
         module: the architecture. Of its own weights only frozen ones are used. It must not be
@@ -108,7 +109,7 @@ def _places_of(module: nn.Module) -> _Places:
 
 
 def outputs_and_features(
-    module: nn.Module, model: Model, x: Tensor, *, train: bool = False
+    module: nn.Module, model: Model, x: Tensor, y: Tensor | None = None, *, train: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Runs ``module`` as :func:`apply` does and also returns what goes into its last layer.
 
@@ -119,6 +120,8 @@ def outputs_and_features(
         module: the architecture; its own weights are not used. It must not be shared by threads.
         model: every parameter and buffer of ``module``. Under ``train`` buffers change in place.
         x: (B, ...) what the network takes.
+        y: (B, T) labels of tokens. A linear layer's features of those that count nothing, whose
+            label is below 0, are zero.
         train: the mode that batch-norm and dropout see.
 
     Returns:
@@ -139,7 +142,11 @@ def outputs_and_features(
         output = apply(module, model, x, train=train)
     finally:
         hook.remove()
-    return output, inputs[-1].flatten(1)
+    features = inputs[-1]
+    by_token = isinstance(last, nn.Linear) and features.ndim == 3  # (B, T, F)
+    if by_token and y is not None and features.shape[:2] == y.shape:
+        features = features.where((y >= 0)[..., None], 0)
+    return output, features.flatten(1)
 
 
 def mean_output(module: nn.Module, model: Model, inputs: Iterable[Tensor]) -> Tensor:
@@ -177,7 +184,7 @@ def forward(module: nn.Module, model: Model, x: Tensor) -> tuple[Tensor, Model]:
 
 
 def forward_with_features(
-    module: nn.Module, model: Model, x: Tensor
+    module: nn.Module, model: Model, x: Tensor, y: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Model]:
     """Runs ``module`` as :func:`forward` does and also returns what goes into its last layer.
 
@@ -185,7 +192,7 @@ def forward_with_features(
         the output, the features (B, F) of :func:`outputs_and_features`, and the buffers.
     """
     buffers = {name: model[name].clone() for name in _places_of(module).buffers}
-    return *outputs_and_features(module, model | buffers, x, train=True), buffers
+    return *outputs_and_features(module, model | buffers, x, y, train=True), buffers
 
 
 def batch_statistics(module: nn.Module, model: Model, inputs: Iterable[Tensor]) -> Model:
@@ -207,6 +214,9 @@ def batch_statistics(module: nn.Module, model: Model, inputs: Iterable[Tensor]) 
     trees.fill(module, model)
     for norm in norms:
         norm.momentum = None  # a cumulative mean, which begins with the next batch
+        for own in (norm.running_mean, norm.running_var):
+            if own is not None:
+                own.nan_to_num_()  # it counts zero times, which infinity would outlive
         if norm.num_batches_tracked is not None:
             norm.num_batches_tracked.zero_()
     buffers: Model = {name: value.clone() for name, value in trees.buffers_of(module).items()}

@@ -490,6 +490,11 @@ def test_lazy_layers_take_their_shapes_from_the_data_and_weights_from_the_seed()
     assert not torch.equal(first["0.weight"], other["0.weight"])
     assert tasks[0].models["base"].training
     assert not first["1.running_mean"].any()  # no example has been counted
+    beside = from_arrays(
+        X, Y, client=CLIENT, model=lambda: nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4), Lazy())
+    )
+    eager, lazy, _ = beside.models["base"]
+    assert not torch.equal(eager.weight, lazy.weight)  # as they would be of one stream
     with pytest.raises(UserError, match=r"one that cannot be copied .ValueError: "):
         from_arrays(X, Y, client=CLIENT, model=Lazy())
     with pytest.raises(UserError, match="one that fails"):

@@ -242,8 +242,8 @@ def test_clients_that_numbers_are_without_are_remarked_upon(split):
 def test_clients_that_were_always_lost_are_named_but_not_all_of_many():
     assert remarks({"always_lost": None}) == remarks({}) == []
     (told,) = remarks({"always_lost": [f"c{number}" for number in range(12)]})
-    assert told.startswith("nothing was learned from c0, c1, c2, ")
-    assert "c8, c9 and 2 more, lost in every round" in told
+    assert told.startswith("lost in every round that was to have them: c0, c1, c2, ")
+    assert "c8, c9 and 2 more; log.txt" in told
 
 
 def test_where_nothing_was_measured_nothing_is_remarked():

@@ -68,11 +68,24 @@ def test_a_client_may_count_once_whatever_number_of_examples_it_says() -> None:
         Counts(many.double(), (of * many).double(), *[torch.zeros(3).double()] * 3, {})
         for of in (torch.tensor([0.5, 0.5, 1.0]), torch.tensor([0.9, 0.9, 0.5]))
     )
-    for once in (False, True):
-        before, now = (chosen_by(c, range(3), "accuracy", once=once) for c in (first, second))
-        assert is_better(now, before) == once
-    nothing = chosen_by(counts(1, 1, of=0), range(2), "accuracy", once=True)
-    assert is_better(nothing, nothing)  # nothing to choose by
+    before, now = (chosen_by(c, range(3), "accuracy") for c in (first, second))
+    assert not is_better(now, before)
+    assert is_better(now, before, 0.25)
+    nothing = chosen_by(counts(1, 1, of=0), range(2), "accuracy")
+    assert is_better(nothing, nothing, 0.25)  # nothing to choose by
+
+
+def test_a_score_without_bounds_does_not_decide_where_a_share_may_lie() -> None:
+    """One of five says of a regression what it likes; four are worse, then better."""
+    ids, ones, none = range(5), torch.ones(5).double(), torch.zeros(5).double()
+    honest, worse, lower = (
+        chosen_by(Counts(ones, torch.tensor(of).double(), none, none, none, {}), ids, "accuracy")
+        for of in ([-1, -2, -3, -4, -1e9], [-9, -9, -9, -9, 0], [-1, -2, -2, -4, -1e12])
+    )
+    assert is_better(worse, honest)
+    assert not is_better(worse, honest, 0.2)
+    assert is_better(lower, honest, 0.2)
+    assert not is_better(lower, honest)
 
 
 def test_several_draws_are_one_and_who_missed_one_counts_in_none() -> None:

@@ -268,7 +268,7 @@ def test_who_was_lost_in_every_round_is_named_at_the_end(tmp_path: Path) -> None
     assert run.folder is not None
     resumed = hyperfed.resume(run.folder.path, task)
     assert resumed.summary["always_lost"] == ["ann"]
-    told = "nothing was learned from ann, lost in every round that was to have them; log.txt"
+    told = "lost in every round that was to have them: ann; log.txt"
     assert told in run.folder.log.read_text()
 
 

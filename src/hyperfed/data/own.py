@@ -486,7 +486,7 @@ def try_models(
                 "set requires_grad of some"
             )
         try:
-            with torch.no_grad(), seeded(seed, "target", size):
+            with torch.no_grad(), seeded(seed, "lazy", size):
                 if any(map(is_lazy, [*network.parameters(), *network.buffers()])):
                     network.eval()(batch)
                     network.train()

@@ -41,7 +41,6 @@ from hyperfed.functional import forward_with_features, outputs_and_features
 from hyperfed.methods.parts.contrast import (
     check_logits,
     distances,
-    features_counted,
     mean_counted,
     mean_discrepancy,
 )
@@ -124,14 +123,14 @@ class Client(federation.Client):
         config = self.config
 
         def objective(model: Model, batch: Batch) -> tuple[Tensor, Model]:
-            output, features, buffers = forward_with_features(self.module, model, batch.x)
-            taught, shown = outputs_and_features(self.module, teacher, batch.x)
+            x, y = batch.x, batch.y
+            output, features, buffers = forward_with_features(self.module, model, x, y)
+            taught, shown = outputs_and_features(self.module, teacher, x, y)
             if config.transfer == "kd":
                 each = distances(output, taught / config.temperature, "kl")
                 transfer = mean_counted(each, batch.y)
             else:
-                ours, theirs = (features_counted(each, batch.y) for each in (features, shown))
-                transfer = mean_discrepancy(ours, theirs)
+                transfer = mean_discrepancy(features, shown)
             loss = torch.lerp(self.loss(output, batch.y), transfer, config.transfer_weight)
             return loss, buffers
 

@@ -32,7 +32,7 @@ from hyperfed import federation
 from hyperfed.errors import UserError
 from hyperfed.federation import Cohort, Outline, average, step
 from hyperfed.functional import forward_with_features, outputs_and_features
-from hyperfed.methods.parts.contrast import contrastive_loss, distances, features_counted
+from hyperfed.methods.parts.contrast import contrastive_loss, distances
 from hyperfed.methods.parts.presets import DEFAULT, PFEDKT
 from hyperfed.nets.anatomy import head_names
 from hyperfed.training import Batch, LocalConfig, Objective, sgd
@@ -120,13 +120,12 @@ class Client(federation.Client):
             return self.objective
 
         def objective(model: Model, batch: Batch) -> tuple[Tensor, Model]:
-            output, features, buffers = forward_with_features(self.module, model, batch.x)
-            shown = (
-                outputs_and_features(self.module, other, batch.x)[1]
+            x, y = batch.x, batch.y
+            output, own, buffers = forward_with_features(self.module, model, x, y)
+            near, far = (
+                distances(own, outputs_and_features(self.module, other, x, y)[1], "cosine")
                 for other in (positive, negative)
             )
-            own, *others = (features_counted(each, batch.y) for each in (features, *shown))
-            near, far = (distances(own, other, "cosine") for other in others)
             contrast = contrastive_loss(
                 near, far, batch.y, "moon", margin=0.0, temperature=config.temperature
             )

@@ -342,8 +342,8 @@ def _always_lost(summary: Mapping[str, Any]) -> str | None:
         return None
     more = f" and {len(names) - MOST_LOST} more" if len(names) > MOST_LOST else ""
     return (
-        f"nothing was learned from {', '.join(names[:MOST_LOST])}{more}, lost in every round that "
-        "was to have them; log.txt and metrics.jsonl say why"
+        f"lost in every round that was to have them: {', '.join(names[:MOST_LOST])}{more}; log.txt "
+        "and metrics.jsonl say why"
     )
 
 

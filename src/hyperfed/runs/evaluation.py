@@ -7,6 +7,7 @@ prediction.
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import TypeAlias
 
 import torch
@@ -267,14 +268,13 @@ def all_together(drawn: Sequence[Counts], ids: Sequence[int]) -> Counts:
     return Counts.of(sums, missed)
 
 
-def chosen_by(counts: Counts, ids: Sequence[int], best: str, *, once: bool = False) -> Tree:
+def chosen_by(counts: Counts, ids: Sequence[int], best: str) -> Tree:
     """Returns what a round is compared with others by.
 
     Args:
         counts: of (C,) clients on validation data.
         ids: who they are.
         best: the number that counts, such as "accuracy".
-        once: each client counts once, and not as often as it has examples.
 
     Returns:
         {"there": whether a client was evaluated, "count": its examples, "correct": the sum that
@@ -282,33 +282,41 @@ def chosen_by(counts: Counts, ids: Sequence[int], best: str, *, once: bool = Fal
     """
     there = torch.tensor([client not in counts.missed for client in ids])
     correct = getattr(counts, best.removesuffix("accuracy") + "correct")
-    count = counts.count
-    if once:
-        count, correct = count.clamp(max=1), correct / count.clamp(min=1)
-    return {"there": there, "count": count, "correct": correct}
+    return {"there": there, "count": counts.count, "correct": correct}
 
 
-def is_better(now: Tree, before: Tree) -> bool:
+def is_better(now: Tree, before: Tree, hostile: float | None = None) -> bool:
     """Returns whether a round is better than one before it.
 
     Both are those of :func:`chosen_by`. They are compared on the clients that were evaluated in
     both, so that no round is the best by who was away. Without validation data there is nothing to
     choose by, and the later one is taken.
+
+    Args:
+        now: a round.
+        before: the other one.
+        hostile: the share of clients that may say what they like of their scores, or of how many
+            examples they have. So many of the least and of the greatest scores are left out, and
+            the others count once each. None where scores count as often as there are examples.
     """
     if not now["there"].any() or not before["there"].any():
         return bool(now["there"].any())
-    if _mean(before, before["there"]) is None:
+    if _mean(before, before["there"], hostile) is None:
         return True
     both = now["there"] & before["there"]
-    ours, theirs = _mean(now, both), _mean(before, both)
+    ours, theirs = (_mean(each, both, hostile) for each in (now, before))
     return ours is not None and theirs is not None and ours > theirs
 
 
-def _mean(found: Tree, whose: Tensor) -> Number:
+def _mean(found: Tree, whose: Tensor, hostile: float | None) -> Number:
     held = (whose & (found["count"] > 0)).nonzero().flatten().tolist()
     count = [int(found["count"][place]) for place in held]
     correct = [float(found["correct"][place]) for place in held]
-    return weighted_mean([c / n for c, n in zip(correct, count, strict=True)], count)
+    scores = [c / n for c, n in zip(correct, count, strict=True)]
+    if hostile is None:
+        return weighted_mean(scores, count)
+    cut = min(math.ceil(hostile * len(scores)), (len(scores) - 1) // 2)
+    return fmean(sorted(scores)[cut : len(scores) - cut]) if scores else None
 
 
 def _in_order(

@@ -149,8 +149,10 @@ class RunFolder:
         Raises:
             UserError: a link is in it.
         """
-        for path in (*self.path.iterdir(), *self.state.parent.glob("*")):
-            if path.is_symlink():
+        for place, folders, files in os.walk(self.path):
+            for path in (Path(place, name) for name in (*folders, *files)):
+                if not path.is_symlink():
+                    continue
                 raise UserError(
                     f"{path} must be no link, as what a run writes would go to {path.readlink()}; "
                     "put a copy in its place"

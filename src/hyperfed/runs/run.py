@@ -447,10 +447,9 @@ class Run(Served):
 
     def _choose(self, val: Counts, ids: list[int]) -> None:
         """Takes this round for the best if it is, or the first."""
-        # A rule that bears lies bears one about the number of examples, too.
-        once = self.config.robust.aggregation != "mean"
-        now = chosen_by(val, ids, self.config.best, once=once)
-        if self._best is not None and not is_better(now, self._best.val):
+        now, robust = chosen_by(val, ids, self.config.best), self.config.robust
+        hostile = None if robust.aggregation == "mean" else robust.hostile
+        if self._best is not None and not is_better(now, self._best.val, hostile):
             return
         value = self._summarise("val", ids, val, self.round).value(self._chosen_by)
         server = trees.to(trees.clone(self._state(optimizers=False)), CPU)

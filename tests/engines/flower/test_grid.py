@@ -251,6 +251,22 @@ def test_no_more_is_taken_of_a_reply_than_it_may_have() -> None:
     assert taken < 2 * module.FRAMING + 1000
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_reply_of_parts_without_end_loses_no_other_site(order: int) -> None:
+    """They are there, and few bytes, but each takes its time."""
+    link, superlink = link_to({HOSTILE: in_parts(10**5, 1)})
+    begin = time.monotonic()
+
+    def late(asked: Message) -> Pushed | None:
+        return reply(b"late")(asked) if time.monotonic() > begin + 0.1 else None
+
+    superlink.answers[HONEST] = late
+    came = link.exchange(STEP, dict(list(BOTH.items())[::order]), 0.3, {})
+    assert came[HONEST] == b"late"
+    assert isinstance(came[HOSTILE], NoAnswerError)
+    assert len(superlink.pulled) < 10**5
+
+
 @pytest.mark.parametrize("length", [10, 1 << 20, (1 << 20) + 1, 12 << 20])
 def test_a_reply_as_long_as_it_may_be_is_taken(length: int) -> None:
     """In one piece or in several, with what Flower adds."""
@@ -279,7 +295,7 @@ def test_a_part_is_looked_for_again_at_once(monkeypatch: pytest.MonkeyPatch) -> 
         return {}
 
     monkeypatch.setattr(inflatable_utils, "pull_objects", pull_objects)
-    with bounded(5.0, None):
+    with bounded(5.0, 5.0, None):
         http_grid.pull_objects(object_ids=[], pull_object_fn=bytes)  # type: ignore[attr-defined]
     assert options["initial_backoff"] < usual["initial_backoff"]
     assert options["backoff_cap"] < usual["backoff_cap"]

@@ -13,7 +13,6 @@ from hyperfed.methods.parts.contrast import (
     Distance,
     contrastive_loss,
     distances,
-    features_counted,
 )
 
 ROWS, CLASSES = 4, 3
@@ -106,13 +105,6 @@ def test_tokens_that_count_nothing_do_not_count_here(contrast: Contrast) -> None
     found.backward()
     assert not near.grad[OF_TOKENS < 0].any()
     assert near.grad[OF_TOKENS >= 0].all()
-
-
-def test_features_of_tokens_that_count_nothing_are_zero() -> None:
-    features = torch.arange(1.0, 13).view(2, 6)  # two of each token
-    found = features_counted(features, OF_TOKENS)
-    assert found.tolist() == [[1, 2, 3, 4, 0, 0], [7, 8, 0, 0, 0, 0]]
-    assert features_counted(features, torch.tensor([0, 1])) is features
 
 
 @pytest.mark.parametrize(("margin", "expected"), [(0.5, 0.25), (0.25, 0.0), (0.1, 0.0)])

@@ -42,11 +42,11 @@ FRAMING = 1 << 16
 """Bytes that Flower may add to a reply, beside a sixteenth of it."""
 
 GRACE = 30.0
-"""Seconds that a SuperLink keeps a message for after the time to answer it, for the last look."""
+"""Seconds that a SuperLink keeps a message for when the last look for its reply must be over."""
 
 
 @contextmanager
-def bounded(seconds: float, most: int | None) -> Iterator[None]:
+def bounded(wait: float, limit: float, most: int | None) -> Iterator[None]:
     """Bounds what Flower does meanwhile to have all parts of a reply.
 
     A reply is announced before its parts are sent. Flower waits for two hours for a part that is
@@ -54,7 +54,8 @@ def bounded(seconds: float, most: int | None) -> Iterator[None]:
     than all else in an exchange, and here at once.
 
     Args:
-        seconds: to wait for parts that are not there yet.
+        wait: seconds, for parts that are not there yet.
+        limit: seconds for all parts together.
         most: bytes that the reply may have; None for any number.
     """
     from flwr.supercore.inflatable import inflatable_utils
@@ -62,8 +63,11 @@ def bounded(seconds: float, most: int | None) -> Iterator[None]:
 
     def pull(object_ids: list[str], pull_object_fn: Callable[[str], bytes]) -> dict[str, bytes]:
         came: list[int] = []
+        begin = time.monotonic()
 
         def part(name: str) -> bytes:
+            if time.monotonic() > begin + limit:
+                raise inflatable_utils.ObjectPullError(name, "the reply takes too long")
             content = pull_object_fn(name)
             came.append(len(content))
             if most is not None and sum(came) > most + most // 16 + FRAMING:
@@ -73,7 +77,7 @@ def bounded(seconds: float, most: int | None) -> Iterator[None]:
         return inflatable_utils.pull_objects(
             object_ids,
             part,
-            max_time=max(seconds, 0),
+            max_time=max(wait, 0),
             max_tries_per_object=None,
             initial_backoff=PAUSE,
             backoff_cap=LONGEST_PAUSE,
@@ -120,7 +124,7 @@ class GridLink:
 
         answers: dict[int, bytes | Exception] = {}
         messages = [
-            Message(record_of(content), node, kind, ttl=timeout + GRACE)
+            Message(record_of(content), node, kind, ttl=2 * timeout + GRACE)
             for node, content in contents.items()
         ]
         waiting: dict[int, str] = {}
@@ -135,11 +139,14 @@ class GridLink:
         end = begin + timeout
         in_time = True
         # Once more when the time is over: who has answered need not lose by another's slow parts.
+        # That takes no longer than the time itself, of which each has a share.
+        share = timeout / max(len(waiting), 1)
         while waiting and in_time:
             look = time.monotonic()
             in_time = look < end
             for node, identity in list(waiting.items()):
-                with bounded(end - time.monotonic(), most.get(node)):
+                left = end - time.monotonic()
+                with bounded(left, max(left, share), most.get(node)):
                     answer = self._answer(identity)
                 if answer is not None:
                     answers[node] = answer

@@ -60,19 +60,6 @@ def mean_counted(values: Tensor, y: Tensor) -> Tensor:
     return values.where(counts, 0).sum() / counts.sum()
 
 
-def features_counted(features: Tensor, y: Tensor) -> Tensor:
-    """Returns features in which those of tokens that count nothing are zero.
-
-    Args:
-        features: (B, F), of tokens one after another.
-        y: as of :func:`mean_counted`.
-    """
-    if y.ndim < 2:
-        return features
-    each = features.reshape(*y.shape, -1)  # (B, T, F / T)
-    return each.where((y >= 0)[..., None], 0).flatten(1)
-
-
 def contrastive_loss(
     near: Tensor, far: Tensor, y: Tensor, contrast: Contrast, *, margin: float, temperature: float
 ) -> Tensor:
