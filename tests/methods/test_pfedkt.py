@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from hyperfed import trees
+from hyperfed.errors import UserError
 from hyperfed.methods import pfedkt
 from hyperfed.methods.parts.contrast import contrastive_loss, distances
 from hyperfed.nets import CharLSTM, PFedKTCNN
@@ -396,6 +397,14 @@ def test_a_first_model_has_the_spread_of_the_target() -> None:
     for name, value in wanted.items():
         square = torch.stack([model[name].square().mean() for model in models]).mean()
         assert square.sqrt().item() == pytest.approx(value, rel=0.1)
+
+
+def test_of_a_regression_there_is_no_divergence() -> None:
+    """The softmax of one number is 1, whatever the number: nothing would be transferred."""
+    task = make_task(classes=0)
+    with pytest.raises(UserError, match='a task for pfedkt with distance "kl" must have classes'):
+        Federation("pfedkt", task)
+    Federation("pfedkt", task, distance="l2")
 
 
 def test_the_hypernetworks_of_the_paper() -> None:

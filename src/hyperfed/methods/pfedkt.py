@@ -42,7 +42,13 @@ from hyperfed import federation
 from hyperfed.federation import Cohort, Outline, average, step
 from hyperfed.functional import apply
 from hyperfed.methods.parts.complexity import count_parameters
-from hyperfed.methods.parts.contrast import Contrast, Distance, contrastive_loss, distances
+from hyperfed.methods.parts.contrast import (
+    Contrast,
+    Distance,
+    check_logits,
+    contrastive_loss,
+    distances,
+)
 from hyperfed.methods.parts.presets import DEFAULT, PFEDKT
 from hyperfed.nets.chunks import Chunked
 from hyperfed.nets.layers import draw_weights
@@ -224,10 +230,16 @@ class Client(federation.Client):
 
 
 class Server(federation.Server):
-    """Holds the global model, ``self.model[size]``."""
+    """Holds the global model, ``self.model[size]``.
+
+    Raises:
+        UserError: the task is a regression, of which there is no divergence.
+    """
 
     def __init__(self, outline: Outline, config: Config) -> None:
         super().__init__(outline, config)
+        if config.distance == "kl":
+            check_logits('pfedkt with distance "kl"', outline.classes)
         self.model: Tree = {size: outline.initial(size) for size in outline.models}
 
     def round(self, clients: Cohort) -> None:
