@@ -75,6 +75,21 @@ def test_a_client_may_count_once_whatever_number_of_examples_it_says() -> None:
     assert is_better(nothing, nothing, 0.25)  # nothing to choose by
 
 
+@pytest.mark.parametrize("lie", [-1e9, 1e9])
+@pytest.mark.parametrize("clients", [3, 4, 5, 8])
+def test_neither_the_least_nor_the_greatest_score_decides(clients: int, lie: float) -> None:
+    def scores(*of: float) -> Any:
+        there, none = torch.ones(len(of)).double(), torch.zeros(len(of)).double()
+        made = Counts(there, torch.tensor(of).double(), none, none, none, {})
+        return chosen_by(made, range(len(of)), "accuracy")
+
+    lower, higher = ([of] * (clients - 1) for of in (0.5, 0.6))
+    assert is_better(scores(*higher, lie), scores(*lower, -lie), 0.25)
+    assert not is_better(scores(*lower, lie), scores(*higher, -lie), 0.25)
+    assert is_better(scores(0.6), scores(0.5), 0.25)  # of one, and of two, there is nothing to cut
+    assert is_better(scores(0.6, 0.6), scores(0.5, 0.5), 0.25)
+
+
 def test_a_score_without_bounds_does_not_decide_where_a_share_may_lie() -> None:
     """One of five says of a regression what it likes; four are worse, then better."""
     ids, ones, none = range(5), torch.ones(5).double(), torch.zeros(5).double()

@@ -127,9 +127,9 @@ class Client(federation.Client):
                 for other in (positive, negative)
             )
             contrast = contrastive_loss(
-                near, far, batch.y, "moon", margin=0.0, temperature=config.temperature
+                near, far, y, "moon", margin=0.0, temperature=config.temperature
             )
-            return self.loss(output, batch.y) + config.contrast_weight * contrast, buffers
+            return self.loss(output, y) + config.contrast_weight * contrast, buffers
 
         return objective
 

@@ -29,7 +29,6 @@ from hyperfed.errors import LostEverybodyError, UserError, one_line
 from hyperfed.federation import AllLostError
 from hyperfed.runs import clients, examined, learned, private, records, trackers
 from hyperfed.runs import config as configuration
-from hyperfed.runs.account import Account, always_lost
 from hyperfed.runs.evaluation import Counts, chosen_by, evaluate, is_better
 from hyperfed.runs.folder import RunFolder, read_run
 from hyperfed.runs.numbers import numbers, numbers_of_sizes
@@ -38,6 +37,7 @@ from hyperfed.runs.rollback import Snapshot, is_finite
 from hyperfed.runs.serving import Best, Served, unfit
 from hyperfed.runs.settings import RunConfig, check_cohort, cohort_size
 from hyperfed.runs.status import Reporter
+from hyperfed.runs.tally import Tally, always_lost
 from hyperfed.system.devices import CPU
 from hyperfed.system.files import sync
 from hyperfed.system.locks import Lock
@@ -104,7 +104,7 @@ class Run(Served):
         self.folder = folder
         self.evaluations: list[Evaluation] = []
         self.summary: dict[str, Any] = {}
-        self._account = Account()
+        self._tally = Tally()
         self._before = Snapshot()
         self._failures = 0
         self._answered = False  # whether some round had a client left
@@ -306,7 +306,7 @@ class Run(Served):
             self._unproven &= not now  # it has asked all known clients
             if self.done or self.round % self.config.checkpoint_every == 0:
                 self._checkpoint()
-            yield Progress(self.round, self.config.rounds, self._account.news(), evaluation)
+            yield Progress(self.round, self.config.rounds, self._tally.news(), evaluation)
         if self.done:
             self._reporter.tell("evaluating")
             with self._computing():
@@ -321,7 +321,7 @@ class Run(Served):
 
     def _one_round(self) -> None:
         cohort = self.engine.cohort(self._cohort(self.round), self.round, training=True)
-        self._account.follow(cohort.state)
+        self._tally.follow(cohort.state)
         cohort.state.reply_bound = self.config.robust.reply_bound
         self._before.take(self.server)
         try:
@@ -347,8 +347,8 @@ class Run(Served):
                 raise
             what = one_line(f"{type(error).__name__}: {error}")
             self._take_back(cohort, f"the server could not use its replies ({what})")
-        self._account.count(self._bytes)
-        self._reporter.lost(self._account.note(cohort.state.lost.items()))
+        self._tally.count(self._bytes)
+        self._reporter.lost(self._tally.note(cohort.state.lost.items()))
         self.round += 1
 
     @contextmanager
@@ -376,7 +376,7 @@ class Run(Served):
         if not lost:
             return "the method says so, of a round in which none was"
         client, reason = next(iter(lost.items()))
-        step, called = self._account.step_of(client), self.task.name_of(client)
+        step, called = self._tally.step_of(client), self.task.name_of(client)
         return f"client {called} in step {step}: {reason}; {self._advice(reason)}"
 
     def _advice(self, reason: str) -> str:
@@ -392,7 +392,7 @@ class Run(Served):
     def _take_back(self, cohort: EngineCohort, why: str) -> None:
         """Goes back to before a round, and says whose replies were in it."""
         self._before.restore(self.server, self.engine, cohort)
-        void = self._account.take_back(self.round, cohort.there)
+        void = self._tally.take_back(self.round, cohort.there)
         log.warning(
             "round %d is void: %s, so that it goes on from its state before; replies of clients %s "
             "were in it",
@@ -417,8 +417,8 @@ class Run(Served):
         if self.server.rehearse is not None:
             serve = self._finetuning(self.server.rehearse)
             rehearsed = evaluate(self.server, self.engine, ids, self.round, serve=serve)["val"]
-        self._account.count(self._bytes)
-        lost, void = self._account.close()
+        self._tally.count(self._bytes)
+        lost, void = self._tally.close()
         summarise = partial(self._summarise, round=self.round, lost=lost, void=void)
         found = {split: summarise(split, ids, counts[split]) for split in counts}
         told = trees.to(self.server.diagnostics(), CPU)
@@ -494,7 +494,7 @@ class Run(Served):
             "total_variation": self.label_shift.total_variation,
             "bytes_down": self._bytes["down"],
             "bytes_up": self._bytes["up"],
-            "void_rounds": self._account.void_rounds,
+            "void_rounds": self._tally.void_rounds,
             "always_lost": [self.task.name_of(client) for client in never] or None,
             "seconds": self.seconds,
             "versions": versions(),
@@ -522,7 +522,7 @@ class Run(Served):
         tree: Tree = {"server": self._state(), "memory": _keyed(self.engine.memory)}
         if self.engine.released:
             tree["released"] = _keyed(self.engine.released)
-        self._account.count(self._bytes)  # what was posted: a server's state waits for it
+        self._tally.count(self._bytes)  # what was posted: a server's state waits for it
         meta: dict[str, Any] = {
             "method": self.config.method,
             "data_fingerprint": self.task.fingerprint,
@@ -533,7 +533,7 @@ class Run(Served):
             "failures": self._failures,
             "answered": self._answered,
             "nobody": self._nobody,
-            **self._account.meta(),
+            **self._tally.meta(),
         }
         if self._best is not None:
             tree["best"] = {"server": self._best.server, "memory": _keyed(self._best.memory)}
@@ -600,7 +600,7 @@ class Run(Served):
         self._bytes = {way: index(meta["bytes"][way]) for way in ("down", "up")}
         self._earlier, self._failures = meta["seconds"] + 0.0, index(meta["failures"])
         self._answered, self._nobody = meta.get("answered", True), str(meta.get("nobody", ""))
-        self._account.load(meta)
+        self._tally.load(meta)
         if "best" in tree:
             best = tree["best"]
             memory = _numbered(best["memory"])

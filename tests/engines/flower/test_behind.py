@@ -76,6 +76,7 @@ def test_no_more_examples_are_counted_than_a_reply_depends_on(case: str, tmp_pat
     notes = [json.loads(line) for line in (tmp_path / "0" / "audit.jsonl").read_text().splitlines()]
     assert len(notes) == len(messages) > 0
     whole = replies(site_of(0, task, "again"), messages)
+    assert [trees.count_bytes(reply) for reply in whole] == [note["bytes_out"] for note in notes]
     depends = [0] * len(messages)
     for row in task.train[0].tolist():
         site = site_of(0, with_another(task, row), f"row {row}")

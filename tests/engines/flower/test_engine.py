@@ -23,10 +23,10 @@ from hyperfed.engines.replies import NoAnswerError
 from hyperfed.errors import UserError
 from hyperfed.federation import AllLostError, step
 from hyperfed.methods import METHODS
-from hyperfed.runs.account import Account
 from hyperfed.runs.config import from_keys
 from hyperfed.runs.evaluation import SUMS, evaluate, finetuned
 from hyperfed.runs.run import Run
+from hyperfed.runs.tally import Tally
 from hyperfed.system.randomness import seeded
 from hyperfed.task import Task
 from hyperfed.training import Steps
@@ -335,13 +335,13 @@ def test_a_run_with_a_delayed_gradient_equals_that_of_the_reference_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At every evaluation, bytes and losses too; checkpoints fall between evaluations."""
-    late, count = list[Any](), Account.count
+    late, count = list[Any](), Tally.count
 
-    def watched(account: Account, bytes: dict[str, int]) -> None:
-        late.extend(account.late)
-        count(account, bytes)
+    def watched(tally: Tally, bytes: dict[str, int]) -> None:
+        late.extend(tally.late)
+        count(tally, bytes)
 
-    monkeypatch.setattr(Account, "count", watched)
+    monkeypatch.setattr(Tally, "count", watched)
     faults = {"drop": 0.1, "nan": 0.3}
     own = settings_of("pefll") | {"delayed_gradient": True}
     keys = {"rounds": 10, "evaluate_every": 3, "checkpoint_every": 2, "cohort": 3, "faults": faults}

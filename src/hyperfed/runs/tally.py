@@ -10,7 +10,7 @@ from hyperfed.engines.cohort import CohortState
 from hyperfed.runs.records import Evaluation, Lost, Void
 
 
-class Account:
+class Tally:
     """What has happened since the latest evaluation, which is when it is recorded.
 
     Attributes:
