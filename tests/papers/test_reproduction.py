@@ -99,6 +99,28 @@ def test_all_cells_come_with_one_seed_and_then_with_the_next(folder: Path) -> No
     assert by == [None, None, "seed0", None, None, "seed1"]  # each by a training of its seed
 
 
+def test_settings_of_where_it_computes_come_to_each_run(folder: Path) -> None:
+    where = ["engine=vmap", "engine.chunk=2", "checkpoint_every=5"]
+    for job in planned(folder, where=where):
+        engine = job.config.engine
+        assert (engine.name, engine.chunk, engine.cores) == ("vmap", 2, 1)
+        assert job.config.checkpoint_every == 5
+        assert all(setting in job.origin.command for setting in where)
+
+
+@pytest.mark.parametrize("setting", ["rounds=3", "seed=1", "engines=vmap", "device", "method.lr=1"])
+def test_settings_of_what_a_table_trains_are_refused(folder: Path, setting: str) -> None:
+    with pytest.raises(UserError, match=rf"must say where it computes.* came {setting}; .*:CELL"):
+        planned(folder, where=["engine=vmap", setting])
+
+
+def test_a_record_made_elsewhere_is_one_of_the_cell(folder: Path) -> None:
+    """Where a run computed changes no number, so it is not made again."""
+    (job,) = planned(folder, "like-sampled", where=["engine=vmap"])
+    assert told(job)[-1] == ("done",)
+    assert [job.done for job in planned(folder, "like-sampled")] == [True]
+
+
 def test_cells_that_differ_in_serving_share_a_training(folder: Path) -> None:
     trained, other, served = planned(folder)
     assert (trained.trained, other.trained, served.trained) == (None, None, trained.folder)

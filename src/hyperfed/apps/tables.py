@@ -20,6 +20,10 @@ def reproduce(
     table: Annotated[
         str, Argument(metavar="PAPER/TABLE", help="Such as pfedhn/table1; see: list experiments.")
     ],
+    settings: Annotated[
+        list[str] | None,
+        Argument(metavar="[KEY=VALUE]...", help="Where it computes: device, engine.*."),
+    ] = None,
     *,
     cells: Annotated[str, Option(metavar="GLOB", help="Which cells, such as '*-pfedhn'.")] = "*",
     seeds: Annotated[
@@ -36,6 +40,9 @@ def reproduce(
 ) -> None:
     """Run a paper's table, all cells or some: side by side, resumed where half done.
 
+    Each process computes on one core, or where settings such as device=cuda say. A half-done run
+    goes on where it was begun.
+
     A table that is computed and not trained, such as pfedkt/table12, is computed.
     """
     if (counted := computed.find(table, experiments)) is not None:
@@ -49,7 +56,9 @@ def reproduce(
     seeds = experiment.table.seeds if seeds is None else seeds
     if jobs is not None and jobs < 1:
         raise UserError(f"--jobs must be at least 1, came {jobs}")
-    planned = reproduction.plan(experiment, chosen, seeds=seeds, scale=scale, out=out)
+    planned = reproduction.plan(
+        experiment, chosen, seeds=seeds, scale=scale, out=out, where=settings or ()
+    )
     todo = [job for job in planned if not job.done]
     found = side_by_side.run(todo, jobs or side_by_side.cores(), show=not quiet, say=say)
     if as_json:

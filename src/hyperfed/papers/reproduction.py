@@ -7,6 +7,7 @@ how novel clients are served share one training.
 
 import json
 import math
+import re
 import shlex
 import signal
 from collections.abc import Callable, Sequence
@@ -34,6 +35,9 @@ from hyperfed.system.files import atomic_write, refused
 
 ONE_CORE = "engine.cores=1"
 """Setting by which a process keeps one core busy, and numbers do not depend on the machine's."""
+
+WHERE = re.compile(r"(device|engine|engine\..+|checkpoint_every)=.*")
+"""Settings that a reproduction may be given: they say where it computes, and change no number."""
 
 SERVED = ("task.novel_alpha", "task.novel_corruption", "task.unlabelled", "method.novel_")
 """How the keys begin that say how novel clients are served, and change nothing in training."""
@@ -114,7 +118,13 @@ class Job:
 
 
 def plan(
-    experiment: Experiment, cells: Sequence[str], *, seeds: int, scale: float, out: Path
+    experiment: Experiment,
+    cells: Sequence[str],
+    *,
+    seeds: int,
+    scale: float,
+    out: Path,
+    where: Sequence[str] = (),
 ) -> list[Job]:
     """Returns the runs of some cells, done or not: all cells with one seed before the next seed.
 
@@ -124,17 +134,25 @@ def plan(
         seeds: how many, from 0.
         scale: the part of the rounds, and of the phases among them, that is run: above 0 to 1.
         out: the folder for all records.
+        where: settings that say where and how runs compute, such as ``device=cuda``.
 
     Raises:
-        UserError: the scale is none, settings are wrong, or a folder holds a run with others; tells
-            all of these at once.
+        UserError: the scale is none, settings are wrong or a table's own, or a folder holds a run
+            with others; tells all of these at once.
     """
     if not 0 < scale <= 1:
         raise UserError(f"--scale must be a part of the rounds, above 0 to 1, came {scale:g}")
     if seeds < 1:
         raise UserError(f"--seeds must be at least 1, came {seeds}")
+    for setting in where:
+        if not WHERE.fullmatch(setting):
+            raise UserError(
+                f"settings of a reproduction must say where it computes, device, engine.* or "
+                f"checkpoint_every, came {setting}; to change what a table trains, use hyperfed "
+                f"run {experiment.path}:CELL {setting}"
+            )
     every = {
-        (seed, cell): _job(experiment, cell, seed, scale, out)
+        (seed, cell): _job(experiment, cell, seed, scale, out, where=where)
         for seed in range(seeds)
         for cell in experiment.cells
         if cell in cells or _folder(experiment, cell, seed, scale, out).exists()
@@ -160,9 +178,11 @@ def plan(
     return jobs
 
 
-def _job(experiment: Experiment, cell: str, seed: int, scale: float, out: Path) -> Job:
+def _job(
+    experiment: Experiment, cell: str, seed: int, scale: float, out: Path, *, where: Sequence[str]
+) -> Job:
     source = experiment.source(cell)
-    settings = [f"seed={seed}", ONE_CORE]
+    settings = [f"seed={seed}", ONE_CORE, *where]
     config = configuration.load(source, settings)
     if scale < 1:
         settings += _scaled(source, config, scale)
