@@ -39,7 +39,7 @@ PARTS = {"tests": 90, "bench": 80, "data": 40, "pfedhn": 110, "pefll": 120, "met
 A_METHOD = 25
 """Seconds of the part ``methods`` that one of them may take, so that many come to their end."""
 
-GPU_TESTS = "tests/engines/test_device.py::test_a_gpu_gives_the_numbers_of_the_cpu"
+GPU_TESTS = "tests/engines/test_on_gpu.py"
 
 LOAD = """\
 import sys

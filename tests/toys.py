@@ -170,6 +170,15 @@ class Federation:
         return {name: value[0] for name, value in reply.items()}
 
 
+def both(method: str, kind: Callable[..., LoopEngine], device: torch.device) -> list[Federation]:
+    """The same federation on the CPU and on a device, there by an engine of a kind."""
+    made = [Federation(method, make_task(Normed, novel=1), **short(method)) for _ in range(2)]
+    there = made[1]
+    there.engine = kind(there.task, there.method.Client, there.config, seed=0, device=device)
+    there.server.to(device)
+    return made
+
+
 def snapshot(federation: Federation) -> Tree:
     """A copy of what there is between two rounds: the server, and what clients remember."""
     memory = {str(client): tree for client, tree in sorted(federation.engine.memory.items())}

@@ -1,7 +1,7 @@
 """Every method on another device than the CPU: the same numbers, and nothing left behind."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,6 @@ from hyperfed import trees
 from hyperfed.engines import EngineConfig, build
 from hyperfed.engines.calls import Call
 from hyperfed.engines.flower import site
-from hyperfed.engines.local.graphs import Graphs, recorder_on
 from hyperfed.engines.local.loop import LoopEngine
 from hyperfed.engines.local.vmap import VmappedEngine, best_engine
 from hyperfed.engines.ray.actors import Work, Worker
@@ -28,24 +27,13 @@ from hyperfed.system.devices import CPU, describe, find_device
 from hyperfed.trees import Tree
 from hyperfed.trees.packing import pack, unpack
 from pretended import DEVICE, NAME, modules_move_in_place
-from toys import Dropping, Federation, Normed, lengths, make_task, short, snapshot
+from toys import Dropping, Normed, both, lengths, make_task, snapshot
 
 
 @pytest.fixture(autouse=True)
 def _moving() -> Iterator[None]:
     with modules_move_in_place():
         yield
-
-
-def both(
-    method: str, kind: Callable[..., LoopEngine], device: torch.device = DEVICE, **settings: Any
-) -> list[Federation]:
-    """The same federation on the CPU and on a device."""
-    made = [Federation(method, make_task(Normed, novel=1), **short(method)) for _ in range(2)]
-    there = made[1]
-    there.engine = kind(there.task, there.method.Client, there.config, seed=0, device=device)
-    there.server.to(device)
-    return made
 
 
 def devices(tree: Tree) -> set[str]:
@@ -56,7 +44,7 @@ def devices(tree: Tree) -> set[str]:
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_two_rounds_and_an_evaluation_together_give_the_numbers_of_the_cpu(method: str) -> None:
     """One after another a whole run does, below."""
-    here, there = both(method, VmappedEngine)
+    here, there = both(method, VmappedEngine, DEVICE)
     for number, clients in enumerate(([0, 1, 2], [1, 2])):
         exchanges = [each.round(clients, number).state.exchanges for each in (here, there)]
         assert exchanges[0] == exchanges[1]
@@ -72,23 +60,8 @@ def test_two_rounds_and_an_evaluation_together_give_the_numbers_of_the_cpu(metho
         torch.testing.assert_close(trees.to(counts[1], CPU), counts[0], rtol=0, atol=1e-12)
 
 
-def recorded(*arguments: Any, **options: Any) -> VmappedEngine:
-    return VmappedEngine(*arguments, graphs=Graphs(recorder_on(torch.device("cuda"))), **options)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="NOT TESTED: there is no GPU")
-@pytest.mark.parametrize("kind", [LoopEngine, VmappedEngine, recorded])
-@pytest.mark.parametrize("method", sorted(METHODS))
-def test_a_gpu_gives_the_numbers_of_the_cpu(method: str, kind: Any) -> None:
-    here, there = both(method, kind, torch.device("cuda"))
-    for number, clients in enumerate(([0, 1, 2], [1, 2], [0, 1, 2])):
-        for each in (here, there):
-            each.round(clients, number)
-    torch.testing.assert_close(snapshot(there), snapshot(here), rtol=1e-6, atol=1e-8)
-
-
 def test_the_server_and_its_optimizer_move_and_the_task_stays() -> None:
-    _, there = both("pefll", LoopEngine)
+    _, there = both("pefll", LoopEngine, DEVICE)
     there.round([0, 1, 2], 0)
     assert devices(there.server.state(optimizers=False)) == {NAME}
     moments = there.server.optimizer.state_dict()["state"][0]

@@ -5,6 +5,7 @@ into it, as a CUDA graph does.
 """
 
 import logging
+import warnings
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor
 from hyperfed import federation, trees
 from hyperfed.engines import EngineConfig, build
 from hyperfed.engines.calls import Call
-from hyperfed.engines.local.graphs import Graphs, Replay
+from hyperfed.engines.local.graphs import Graphs, Replay, no_waiting
 from hyperfed.engines.local.loop import LoopEngine
 from hyperfed.engines.local.vmap import Kind, VmappedEngine
 from hyperfed.errors import UserError
@@ -179,6 +180,24 @@ def test_a_step_that_asks_for_the_round_is_not_recorded() -> None:
         ]
         torch.testing.assert_close(*replies, rtol=0, atol=0)
     assert tape.recorded == 0
+
+
+def test_waiting_is_refused_and_allowed_again_without_a_word(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """PyTorch's warning would be an error in these tests: nothing would be recorded in them."""
+    modes: list[int | str] = []
+
+    def told(mode: int | str) -> None:
+        modes.append(mode)
+        if mode == "error":
+            warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=1)
+
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", told)
+    with pytest.raises(RuntimeError, match="waits"), no_waiting():
+        raise RuntimeError("waits")
+    assert modes == ["error", 0]
 
 
 @pytest.mark.parametrize("name", ["vmap", "auto"])

@@ -6,8 +6,10 @@ copied.
 """
 
 import logging
+import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import TypeAlias
 
 import torch
@@ -38,7 +40,7 @@ def recorder_on(device: torch.device) -> Recorder:
     aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def record(compute: Callable[[], Tree]) -> tuple[Tree, Replay]:
-        graph, mode = torch.cuda.CUDAGraph(), torch.cuda.get_sync_debug_mode()
+        graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(device):
             here = torch.cuda.current_stream()
             aside.wait_stream(here)
@@ -46,16 +48,28 @@ def recorder_on(device: torch.device) -> Recorder:
                 with torch.cuda.stream(aside):
                     for _ in range(WARM_UP):
                         compute()
-                    torch.cuda.set_sync_debug_mode("error")
-                    compute()
+                    with no_waiting():
+                        compute()
             finally:
-                torch.cuda.set_sync_debug_mode(mode)
                 here.wait_stream(aside)
             with torch.cuda.stream(aside), torch.cuda.graph(graph, pool=pool, stream=aside):
                 outputs = compute()
         return outputs, graph.replay
 
     return record
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Has what waits for the GPU raise, but for what PyTorch says of its own debugging mode."""
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 class Graphs:
