@@ -108,6 +108,8 @@ def open_run(path: str | Path, task: "Task | None" = None) -> "Run":
         path: the run's folder.
         task: the data, where the run was started with its own; else built from the settings.
 
+    Where the run's device is not here, clients are served on the CPU.
+
     Raises:
         UserError: not a run's folder, a damaged or foreign checkpoint, or other data.
     """
@@ -116,20 +118,27 @@ def open_run(path: str | Path, task: "Task | None" = None) -> "Run":
     return Run.open(Path(path), task)
 
 
-def resume(path: str | Path, task: "Task | None" = None, *, progress: bool = True) -> "Run":
+def resume(
+    path: str | Path,
+    task: "Task | None" = None,
+    *,
+    device: str | None = None,
+    progress: bool = True,
+) -> "Run":
     """Goes on with a run that was stopped or killed, and returns it finished.
 
     Args:
         path: the run's folder.
         task: the data, where the run was started with its own; else built from the settings.
+        device: where it goes on, such as ``cuda``; None for where it was begun.
         progress: shows a progress bar where there is a terminal.
 
     Raises:
-        UserError: as :func:`open_run`; or the run is done.
+        UserError: as :func:`open_run`; or the run is done, or its device is not here.
     """
     from hyperfed.runs.progress import watch
     from hyperfed.runs.run import Run
 
-    run = Run.resume(Path(path), task)
+    run = Run.resume(Path(path), task, device=device)
     watch(run, show=progress)
     return run

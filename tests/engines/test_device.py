@@ -1,7 +1,9 @@
 """Every method on another device than the CPU: the same numbers, and nothing left behind."""
 
+import pickle
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +26,7 @@ from hyperfed.runs import config
 from hyperfed.runs.run import Run
 from hyperfed.system import toml
 from hyperfed.system.devices import CPU, describe, find_device
+from hyperfed.task import Task
 from hyperfed.trees import Tree
 from hyperfed.trees.packing import pack, unpack
 from pretended import DEVICE, NAME, modules_move_in_place
@@ -148,23 +151,69 @@ def test_a_run_and_what_it_hands_out_are_those_of_the_cpu(method: str) -> None:
         torch.testing.assert_close(*pair, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("method", ["pefll", "pfedkt"])
-def test_a_run_resumes_on_its_device(method: str, tmp_path: Path) -> None:
-    task = make_task(novel=1)
-    whole = hyperfed.train(method, task, out=tmp_path / "whole", **keys(method, NAME))
-    stopped = {**keys(method, NAME)}
-    stopped.pop("progress")
-    run = Run.start(config.from_keys(method, stopped), tmp_path / "part", task)
+def stopped(method: str, device: str, folder: Path, task: Task) -> Path:
+    """A run of two rounds of four."""
+    settings = keys(method, device)
+    settings.pop("progress")
+    run = Run.start(config.from_keys(method, settings), folder, task)
     for progress in run.train():
         if progress.round == 2:
             break
     assert run.folder is not None
-    resumed = Run.resume(run.folder.path, task)
+    return run.folder.path
+
+
+@pytest.mark.parametrize("method", ["pefll", "pfedkt"])
+def test_a_run_resumes_on_its_device(method: str, tmp_path: Path) -> None:
+    task = make_task(novel=1)
+    whole = hyperfed.train(method, task, out=tmp_path / "whole", **keys(method, NAME))
+    resumed = Run.resume(stopped(method, NAME, tmp_path / "part", task), task)
     for leaf in trees.leaves(resumed.server.state().get("optimizer", {})):
         assert leaf[1].device.type == NAME
     assert devices(resumed.server.state(optimizers=False)) == {NAME}
     list(resumed.train())
     assert numbers(resumed) == numbers(whole)
+
+
+@pytest.mark.parametrize(("begun", "then"), [(NAME, "cpu"), ("cpu", NAME)])
+def test_a_run_goes_on_on_another_device(begun: str, then: str, tmp_path: Path) -> None:
+    task = make_task(novel=1)
+    whole = hyperfed.train("pefll", task, **keys("pefll", begun))
+    resumed = Run.resume(stopped("pefll", begun, tmp_path, task), task, device=then)
+    assert devices(resumed.server.state(optimizers=False)) == {then}
+    list(resumed.train())
+    assert numbers(resumed) == numbers(whole)
+    assert resumed.summary.get("device", "cpu") == then
+
+
+GONE = "cuda:63"
+
+
+def test_a_run_whose_device_is_gone_is_served_on_the_cpu_and_goes_on_where_it_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    task = make_task(novel=1)
+    whole = hyperfed.train("pefll", task, **keys("pefll", "cpu"))
+    folder = stopped("pefll", "cpu", tmp_path, task)
+    settings = config.load(str(folder / "config.toml"))
+    engine = replace(settings.engine, name="vmap", graphs=True)
+    config.dump(replace(settings, device=GONE, engine=engine), folder / "config.toml")
+    files = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    with pytest.raises(UserError, match=rf"begun with device={GONE}, which .* --device cpu, or"):
+        Run.resume(folder, task)
+    assert {path: path.read_bytes() for path in files} == files
+
+    served = Run.open(folder, task)
+    assert f"device={GONE} is not here, so clients are served on the CPU" in caplog.text
+    assert served.engine.device == CPU
+    served.config = replace(served.config, device=GONE)
+    assert pickle.loads(pickle.dumps(served)).engine.device == CPU
+
+    resumed = hyperfed.resume(folder, task, device="cpu", progress=False)
+    torch.testing.assert_close(
+        [e.loss for e in resumed.evaluations], [e.loss for e in whole.evaluations]
+    )
 
 
 def test_auto_takes_vmap_on_an_accelerator_and_says_so() -> None:

@@ -301,6 +301,20 @@ def test_a_job_that_nobody_listens_to_any_more_stops_and_goes_on_later(folder: P
     assert numbers(job.folder) == numbers(whole.folder)
 
 
+def test_a_job_goes_on_where_its_settings_say(folder: Path) -> None:
+    """It was begun with a GPU, of which there is none here."""
+    (job,) = planned(folder, "like-sampled")
+
+    def gone(message: tuple[object, ...]) -> None:
+        if message[0] == "round":
+            raise BrokenPipeError
+
+    carry_out(job, gone)
+    settings = job.folder / "config.toml"
+    settings.write_text(settings.read_text().replace('device = "cpu"', 'device = "cuda:63"'))
+    assert told(job)[-1] == ("done",)
+
+
 def test_a_job_tells_why_it_failed_and_whose_fault_it_is(folder: Path, monkeypatch: Any) -> None:
     (job,) = planned(folder, "like-sampled")
 

@@ -366,3 +366,11 @@ def test_a_name_too_long_for_a_file_is_none_in_a_folder(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text(f'method = "fedper"\ntask = "{"x" * 600}"\n')
     assert config.load(str(path)).task.name == "x" * 600
+
+
+def test_settings_for_the_cpu_have_nothing_of_a_gpu() -> None:
+    engine = EngineConfig("ray", graphs=True, gpus_per_worker=0.5)
+    settings = RunConfig("fedavg", METHODS["fedavg"].Config(), device="cuda", engine=engine)
+    assert settings.on("cuda:1") == dataclasses.replace(settings, device="cuda:1")
+    here = settings.on("cpu")
+    assert (here.device, here.engine) == ("cpu", EngineConfig("ray"))

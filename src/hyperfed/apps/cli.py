@@ -161,14 +161,27 @@ def run(
 
 
 @app.command()
-def resume(run_dir: RunDir, as_json: Json = False, quiet: Quiet = False) -> None:
+def resume(
+    run_dir: RunDir,
+    *,
+    device: Annotated[
+        str | None, Option(help="Where it goes on: cpu, cuda or cuda:N; default: where it was.")
+    ] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
     """Go on with a run that was stopped or killed."""
     loaded = submit.resumable(run_dir)
     if loaded is not None and loaded.engine.name == "flower":
+        if device is not None:
+            raise UserError(
+                f"--device must be left where sites compute, came {device}; each of them says its "
+                "own (hyperfed node --device)"
+            )
         _submit(loaded, run_dir, as_json=as_json, quiet=quiet)
         return
     tell = _own_process([loaded] if loaded else [], as_json=as_json)
-    with closing(Run.resume(run_dir)) as resumed:
+    with closing(Run.resume(run_dir, device=device)) as resumed:
         _train(resumed, tell, as_json=as_json, quiet=quiet)
 
 

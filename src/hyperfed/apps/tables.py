@@ -40,8 +40,8 @@ def reproduce(
 ) -> None:
     """Run a paper's table, all cells or some: side by side, resumed where half done.
 
-    Each process computes on one core, or where settings such as device=cuda say. A half-done run
-    goes on where it was begun.
+    Each process computes on one core, or where settings such as device=cuda say, also where a run
+    was begun elsewhere.
 
     A table that is computed and not trained, such as pfedkt/table12, is computed.
     """

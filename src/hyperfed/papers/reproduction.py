@@ -331,7 +331,7 @@ class _Stopping:
 def _train(job: Job, tell: Tell, stopping: _Stopping) -> bool:
     """Trains, and returns whether it came to the end."""
     if RunFolder(job.folder).config.exists():
-        run = Run.resume(job.folder)
+        run = Run.resume(job.folder, device=job.config.device)
     else:
         run = Run(job.config)
         if job.bound:

@@ -34,11 +34,11 @@ from hyperfed.runs.folder import RunFolder, read_run
 from hyperfed.runs.numbers import numbers, numbers_of_sizes
 from hyperfed.runs.records import REHEARSAL, Evaluation, Lost
 from hyperfed.runs.rollback import Snapshot, is_finite
-from hyperfed.runs.serving import Best, Served, unfit
+from hyperfed.runs.serving import Best, Served, here, unfit
 from hyperfed.runs.settings import RunConfig, check_cohort, cohort_size
 from hyperfed.runs.status import Reporter
 from hyperfed.runs.tally import Tally, always_lost
-from hyperfed.system.devices import CPU
+from hyperfed.system.devices import CPU, is_here
 from hyperfed.system.files import sync
 from hyperfed.system.locks import Lock
 from hyperfed.system.provenance import commit, versions
@@ -133,13 +133,16 @@ class Run(Served):
         """Reads a run from its folder, done or not, as of its latest checkpoint.
 
         Where the latest cannot be gone on from, a run that is not done is opened as of the one
-        before, which the log says.
+        before, which the log says. Where its device is not here, clients are served on the CPU.
 
         Raises:
             UserError: not a run's folder, a damaged or foreign checkpoint, or other data.
         """
         folder = _run_folder(path)
-        config = configuration.load(str(folder.config))
+        return cls._open(folder, task, here(configuration.load(str(folder.config))))
+
+    @classmethod
+    def _open(cls, folder: RunFolder, task: Task | None, config: RunConfig) -> "Run":
         if task is None and config.engine.name == "flower":  # whose data are not here
             task = tasks.remote(config.task, Roster.read(folder.sites), config.seed)
         run = cls(config, task, folder)
@@ -151,15 +154,21 @@ class Run(Served):
         run._check(evaluations)
         run.evaluations = [e for e in evaluations if e.round <= run.round]
         if folder.summary.exists():
-            run.summary = dict(read_run(path).summary or {})
+            run.summary = dict(read_run(folder.path).summary or {})
         return run
 
     @classmethod
-    def resume(cls, path: Path, task: Task | None = None) -> "Run":
+    def resume(cls, path: Path, task: Task | None = None, *, device: str | None = None) -> "Run":
         """Goes on with a run that was stopped or killed.
 
+        Args:
+            path: the run's folder.
+            task: the data, where the run was started with its own; else built from the settings.
+            device: where it goes on; None for where it was begun. Numbers are the same but for
+                rounding.
+
         Raises:
-            UserError: as :meth:`open`; or the run is done.
+            UserError: as :meth:`open`; or the run is done, or its device is not here.
         """
         folder = _run_folder(path)
         if folder.summary.exists():
@@ -170,14 +179,20 @@ class Run(Served):
         folder.check_links()
         lock = Lock(path)
         try:
+            config = configuration.load(str(folder.config))
+            if device is None and not is_here(config.device):
+                raise UserError(
+                    f"{path} was begun with device={config.device}, which is not here; to go on "
+                    "elsewhere, with the same numbers but for rounding, name a device: hyperfed "
+                    "resume --device cpu, or hyperfed.resume(device=...)"
+                )
             folder.clean()
-            run = cls.open(path, task)
-            assert run.folder is not None
-            run.folder.truncate_after(run.round)
+            run = cls._open(folder, task, config if device is None else config.on(device))
+            folder.truncate_after(run.round)
         except BaseException:
             lock.release()
             raise
-        run.evaluations = run.folder.evaluations()
+        run.evaluations = folder.evaluations()
         run._lock = lock  # until it has been trained
         return run
 

@@ -1,6 +1,7 @@
 """Serving: what was trained makes the model of a client, known or new, and is evaluated so."""
 
 import copy
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -41,10 +42,12 @@ from hyperfed.runs.evaluation import (
 from hyperfed.runs.measures import measure
 from hyperfed.runs.records import Evaluation, Lost, Void
 from hyperfed.runs.settings import RunConfig
-from hyperfed.system.devices import CPU
+from hyperfed.system.devices import CPU, is_here
 from hyperfed.system.randomness import derive, seeded
 from hyperfed.training import Steps, UnlabelledError
 from hyperfed.trees import Tree
+
+log = logging.getLogger(__name__)
 
 NOVEL = ("novel_alpha", "novel_corruption")
 """Settings of a task that decide what data novel clients have."""
@@ -576,9 +579,17 @@ def _measured(config: RunConfig, task: Task) -> tuple[str, ...]:
 def _from_pickle(
     config: RunConfig, task: Task, best: Best | None, round: int, moved: dict[str, int]
 ) -> Served:
-    served = Served(config, task)
+    served = Served(here(config), task)
     served.round, served._best, served._bytes = round, best, moved
     return served
+
+
+def here(config: RunConfig) -> RunConfig:
+    """Returns settings by which to serve what may have been trained on another machine's device."""
+    if is_here(config.device):
+        return config
+    log.warning("device=%s is not here, so clients are served on the CPU", config.device)
+    return config.on("cpu")
 
 
 def unfit(error: Exception) -> UserError:

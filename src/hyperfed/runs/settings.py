@@ -1,6 +1,7 @@
 """All settings of a run, each with what it decides and what it admits."""
 
 import math
+from dataclasses import replace
 from decimal import ROUND_HALF_UP, Decimal
 from typing import Annotated, Any, Literal
 
@@ -179,6 +180,13 @@ class RunConfig:
     privacy: TrainingPrivacy = TrainingPrivacy()
     engine: EngineConfig = EngineConfig()
     faults: Faults = Faults()
+
+    def on(self, device: str) -> "RunConfig":
+        """Returns these settings with another device, without what only a GPU can."""
+        engine = self.engine
+        if device == "cpu":
+            engine = replace(engine, graphs=False, gpus_per_worker=0.0)
+        return replace(self, device=device, engine=engine)
 
 
 def cohort_size(cohort: int | float, known: int) -> int:

@@ -7,24 +7,28 @@ from hyperfed.errors import UserError
 CPU = torch.device("cpu")
 
 
+def is_here(name: str) -> bool:
+    """Returns whether there is a device of a name that PyTorch can use."""
+    try:
+        device = torch.device(name)
+        accelerator = None if device.type == "cpu" else torch.get_device_module(device)
+        return accelerator is None or (device.index or 0) < accelerator.device_count()
+    except RuntimeError:
+        return False
+
+
 def find_device(name: str) -> torch.device:
     """Returns a device by its name, such as "cpu", "cuda" or "cuda:1".
 
     Raises:
         UserError: there is none of that name, or PyTorch cannot use it.
     """
-    try:
-        device = torch.device(name)
-        accelerator = None if device.type == "cpu" else torch.get_device_module(device)
-        there = accelerator is None or (device.index or 0) < accelerator.device_count()
-    except RuntimeError:
-        there = False
-    if not there:
+    if not is_here(name):
         raise UserError(
             f"device must be one that PyTorch {torch.__version__} can use here, came {name}; take "
             "device=cpu, or install the PyTorch that is built for the accelerator"
         )
-    return device
+    return torch.device(name)
 
 
 def describe(device: torch.device) -> str:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 
 from apps.cli.checks import DEADLINE, SMALL, Outcome, contents, failure, same_records
 from hyperfed.errors import EngineLostError
+from hyperfed.runs import config
 from hyperfed.runs.folder import RunFolder
 from hyperfed.runs.run import Run
 from hyperfed.trees.checkpoints import previous
@@ -95,6 +97,25 @@ class TestStopping:
         assert out == f"{folder}\n"
         assert err == f"aborted; go on with: hyperfed resume {folder}\n"
         assert "aborted after round 0" in (folder / "log.txt").read_text()
+
+    def test_a_run_goes_on_on_the_device_it_is_told(self, cli, copy):
+        RunFolder(copy).summary.unlink()
+        settings = RunFolder(copy).config
+        settings.write_text(settings.read_text().replace('device = "cpu"', 'device = "cuda:63"'))
+        refused = cli("resume", copy)
+        assert refused.code == 2
+        assert "begun with device=cuda:63, which is not here" in refused.err
+        assert "hyperfed resume --device cpu" in refused.err
+        assert cli("resume", copy, "--device", "cpu", "--quiet") == (0, f"{copy}\n", "")
+
+    def test_a_run_at_sites_goes_on_where_they_say(self, cli, copy):
+        RunFolder(copy).summary.unlink()
+        settings = config.load(str(RunFolder(copy).config))
+        engine = replace(settings.engine, name="flower")
+        config.dump(replace(settings, engine=engine), RunFolder(copy).config)
+        refused = cli("resume", copy, "--device", "cuda")
+        assert refused.code == 2
+        assert "--device must be left where sites compute, came cuda" in refused.err
 
     def test_a_run_whose_engine_is_lost_can_be_resumed(self, cli, tmp_path, monkeypatch):
         def lost(run: Run) -> None:
