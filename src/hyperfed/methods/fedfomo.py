@@ -92,8 +92,8 @@ class Client(federation.Client):
         loss = self.validation_loss(reference)
         weights = loss.new_zeros(self.config.candidates + 1)
         for place, model in models.items():
-            if (distance := self.distance(reference, model)) > 0:
-                weights[place] = (loss - self.validation_loss(model)) / distance
+            distance, better = self.distance(reference, model), loss - self.validation_loss(model)
+            weights[place] = torch.where(distance > 0, better / distance, 0)
         used = shares(weights)[list(models)]
         self.scratch["model"] = moved(reference, list(models.values()), used)
         return {"weights": F.normalize(weights, p=1, dim=0)[:-1]}
