@@ -138,9 +138,9 @@ class Client(federation.Client):
 
     def inherit(self, trained: Model) -> None:
         """Moves the inherited model towards one that has just been trained."""
-        rounds: Tensor = self.memory.get("rounds", torch.tensor(0))
+        rounds: Tensor = self.memory.get("rounds", torch.tensor(0, device=self.device))
         inherited: Model = self.memory.get("inherited", trained)
-        mu = self.config.momentum * min(int(rounds) / self.config.expected_rounds, 1.0)
+        mu = self.config.momentum * (rounds.double() / self.config.expected_rounds).clamp(max=1)
         self.memory["inherited"] = interpolate(trained, inherited, mu)
         self.memory["rounds"] = rounds + 1
 

@@ -87,13 +87,19 @@ def partition(model: Mapping[str, T], names: Collection[str]) -> tuple[dict[str,
     return chosen, rest
 
 
-def interpolate(start: Tree, end: Tree, share: float) -> Tree:
-    """Returns (1 - share) start + share end, leaf by leaf; integer leaves are rounded back."""
+def interpolate(start: Tree, end: Tree, share: float | Tensor) -> Tree:
+    """Returns (1 - share) start + share end, leaf by leaf; integer leaves are rounded back.
+
+    Args:
+        start: of floating-point and integer tensors.
+        end: as ``start``.
+        share: a number, or a scalar tensor.
+    """
 
     def between(first: Tensor, second: Tensor) -> Tensor:
         if first.is_floating_point():
-            return torch.lerp(first, second, share)
-        return torch.lerp(first.double(), second.double(), share).round().to(first.dtype)
+            return torch.lerp(first, second, torch.as_tensor(share, dtype=torch.float64).to(first))
+        return between(first.double(), second.double()).round().to(first.dtype)
 
     return tree_map(between, start, end)
 
