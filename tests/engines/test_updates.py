@@ -12,13 +12,14 @@ from torch import Tensor
 from hyperfed import federation, trees
 from hyperfed.engines.local.loop import LoopEngine
 from hyperfed.engines.local.vmap import VmappedEngine
+from hyperfed.engines.replies import BadReplyError
 from hyperfed.engines.updates import PrivateUpdates, bounded, without_negative_variances
 from hyperfed.errors import UserError
 from hyperfed.federation import AllLostError, Each, step
 from hyperfed.trees import Tree
 from toys import Federation, Normed, make_task, short
 
-CLIP, MULTIPLIER = 0.5, 1.5
+CLIP, MULTIPLIER = 0.4, 1.5  # a sensitivity of 1 would hide what divides by it
 SIGMA = MULTIPLIER * 2 * CLIP  # of whoever could have answered with -x in the place of x
 FREE = PrivateUpdates("local", CLIP, MULTIPLIER, math.inf, 1e-3)
 
@@ -104,6 +105,26 @@ def test_an_answer_is_scaled_down_to_the_clip_with_its_buffers_and_without_whole
     vector = asked(engine(private), "vector", own)["vector"][0]
     expected = alone * min(1, CLIP / float(alone.norm()))
     torch.testing.assert_close(vector, expected, atol=1e-10, rtol=1e-10)
+
+
+def test_an_answer_of_several_parts_is_scaled_as_one() -> None:
+    """Parts within parts, in whatever order they come."""
+    sent = {"a": torch.ones(2).double(), "b": {"c": torch.zeros(2, 2).double()}}
+    told = {"b": {"c": torch.full((2, 2), 3.0).double()}, "a": torch.tensor([1.0, 9.0]).double()}
+    reply = bounded(told, sent, Client.model.__dict__["step"], CLIP)
+    shorter = CLIP / 10  # the change has length 10: 8 in "a", and 3 four times
+    expected = {
+        "a": torch.tensor([1.0, 1 + 8 * shorter]).double(),
+        "b": {"c": torch.full((2, 2), 3 * shorter).double()},
+    }
+    torch.testing.assert_close(reply, expected)
+
+
+def test_an_answer_of_other_parts_than_the_question_is_refused() -> None:
+    sent = {"a": torch.ones(2), "b": {"c": torch.zeros(2)}}
+    for told in ({"a": torch.ones(2)}, sent | {"d": torch.ones(1)}, {"a": sent["b"], "b": sent}):
+        with pytest.raises(BadReplyError):
+            bounded(told, sent, Client.model.__dict__["step"], CLIP)
 
 
 def reached() -> Iterator[tuple[Tensor, Tensor]]:

@@ -22,6 +22,24 @@ def test_stack_take_and_repeat_undo_each_other() -> None:
     torch.testing.assert_close(trees.take(trees.repeat(first, 3), 2), first)
 
 
+def test_interpolation_is_exact_and_rounds_whole_numbers_back() -> None:
+    start = {"w": torch.tensor([1.0, 2.0]).double(), "steps": torch.tensor([3, 10])}
+    end = {"w": torch.tensor([2.0, 0.0]).double(), "steps": torch.tensor([4, 0])}
+    expected = {"w": torch.tensor([1.1, 1.8], dtype=torch.float64), "steps": torch.tensor([3, 9])}
+    for share in (0.1, torch.tensor(0.1, dtype=torch.float64)):
+        found = trees.interpolate(start, end, share)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-15)
+
+
+def test_gradients_are_of_what_is_trained() -> None:
+    module = nn.Linear(2, 1)
+    module.bias.requires_grad_(False)
+    gradient = torch.tensor([[3.0, -1.0]])
+    trees.set_gradients(module, {"weight": gradient})
+    torch.testing.assert_close(module.weight.grad, gradient)
+    assert module.bias.grad is None
+
+
 def test_partition_joins_again_and_keeps_order() -> None:
     model = {"w": torch.ones(1), "head": torch.zeros(1), "b": torch.ones(2)}
     head, body = trees.partition(model, ["head"])
