@@ -301,6 +301,17 @@ def test_a_device_that_is_not_there_is_refused(name: str) -> None:
         hyperfed.train("fedavg", make_task(), **keys("fedavg", name))
 
 
+def test_a_device_without_float64_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Apple's is; without a word it would break off in the middle of a round."""
+
+    def zeros(size: Any, *, dtype: torch.dtype, device: str) -> Any:
+        raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    with pytest.raises(UserError, match=r"must have float64.* but cpu has none \(Cannot convert"):
+        find_device("cpu")
+
+
 def test_find_device_returns_what_is_there() -> None:
     assert find_device("cpu") == CPU
     assert find_device(f"{NAME}:0") == DEVICE

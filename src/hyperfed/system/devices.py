@@ -21,13 +21,20 @@ def find_device(name: str) -> torch.device:
     """Returns a device by its name, such as "cpu", "cuda" or "cuda:1".
 
     Raises:
-        UserError: there is none of that name, or PyTorch cannot use it.
+        UserError: there is none of that name, or PyTorch cannot use it, or it has no float64.
     """
     if not is_here(name):
         raise UserError(
             f"device must be one that PyTorch {torch.__version__} can use here, came {name}; take "
             "device=cpu, or install the PyTorch that is built for the accelerator"
         )
+    try:
+        torch.zeros((), dtype=torch.float64, device=name)
+    except TypeError as error:  # such as Apple's
+        raise UserError(
+            "device must have float64, in which weights of clients and sums over examples are, but "
+            f"{name} has none ({error}); take device=cpu"
+        ) from error
     return torch.device(name)
 
 
