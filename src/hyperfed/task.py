@@ -88,6 +88,10 @@ class Task:
     source: Any = None
     metrics: Sequence[str] = ()
 
+    @property
+    def _examples(self) -> str:
+        return f"{len(self.x):,} examples"
+
     def __repr__(self) -> str:
         """Returns in three lines what is to be learned, who has how much of it, and what learns."""
         floats = "numbers (a regression, since they are floats; classes are integers or words)"
@@ -100,7 +104,7 @@ class Task:
             for size, net in self.models.items()
         ]
         return (
-            f"{type(self).__name__} {self.name}: {len(self.x):,} examples of {shape} for {kind}\n"
+            f"{type(self).__name__} {self.name}: {self._examples} of {shape} for {kind}\n"
             f"{self.clients} clients, {self.novel} of them novel, with {each} training examples "
             f"each\n{'; '.join(nets)}"
         )

@@ -243,7 +243,9 @@ def test_the_run_says_the_labels_and_a_site_may_not_say_others(tmp_path: Path) -
         source("mild,severe", declared)
     roster = enrol([source("", declared).introduce()], run=1)
     settings = config.load("fedavg", ["engine=flower", declared])
-    assert tasks.remote(settings.task, roster, 0).labels == ORDER
+    task = tasks.remote(settings.task, roster, 0)
+    assert task.labels == ORDER
+    assert ": 30 examples at sites of 5 for 3 classes\n" in repr(task)
 
 
 @pytest.mark.parametrize("y", [WORDS[np.arange(30) % 2], np.arange(30) % 2])

@@ -88,6 +88,17 @@ def test_columns_of_numbers_are_one_row_of_floats() -> None:
     assert (task.classes, task.names, task.labels) == (3, ("c0", "c1", "c2", "c3"), ())
 
 
+def test_columns_may_be_numbered_as_those_of_an_array_are() -> None:
+    frame = table().rename(columns={"age": 0, "height": 1})
+    numbered, named = from_frame(frame), from_frame(table())
+    assert torch.equal(numbered.x, named.x)
+    assert numbered.columns is not None
+    assert numbered.columns.features == ("0", "1")
+    assert torch.equal(from_frame(frame, features=["1"]).x, named.x[:, 1:])
+    assert torch.equal(newcomer(numbered, frame[frame["client"] == "c1"]).x, named.x[1::4])
+    assert list(frame) == [0, 1, "label", "client"]
+
+
 def test_columns_of_one_shape_are_channels() -> None:
     first, second = np.arange(N * 5).reshape(N, 5), -np.arange(N * 5).reshape(N, 5)
     frame = table(age=None, height=None, a=list(first), b=list(second))

@@ -10,7 +10,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -443,8 +443,7 @@ def _train(run: Run, tell: Tell, *, as_json: bool, quiet: bool) -> None:
         if run.summary and not quiet:
             for shown in comparison.tables(comparison.compare([run])):
                 print_table(shown)
-            for remark in comparison.remarks(run.summary):
-                say(remark)
+            _say_remarks(run.summary)
         print(_folder(run), flush=True)
     if why is not None:
         _stop(run, why)
@@ -478,6 +477,8 @@ def _train_all(
             tell(_folder(run))
             if (why := _watch(run, quiet=quiet)) is not None:
                 _stop(run, why, _not_begun(source, loaded[len(results) + 1 :], each, out))
+            if not (quiet or as_json):
+                _say_remarks(run.summary)
             results.append(_result(run))
     done = [read_run(Path(result["folder"])) for result in results]
     rows = comparison.compare(done)
@@ -534,6 +535,12 @@ def _stop(run: Run, why: str, beyond: str = "") -> NoReturn:
     raise typer.Exit(STOPPED)
 
 
+def _say_remarks(summary: Mapping[str, Any]) -> None:
+    """Says of a run that is done what its numbers do not."""
+    for remark in comparison.remarks(summary):
+        say(remark)
+
+
 def _folder(run: Run) -> Path:
     assert run.folder is not None, "a run of the command line has a folder"
     return run.folder.path
@@ -563,8 +570,7 @@ def _submit(loaded: RunConfig, folder: Path, *, as_json: bool, quiet: bool) -> N
             done = read_run(folder)
             for shown in comparison.tables(comparison.compare([done])):
                 print_table(shown)
-            for remark in comparison.remarks(done.summary or {}):
-                say(remark)
+            _say_remarks(done.summary or {})
         print(folder, flush=True)
     if how:
         say(f"{how}; go on with: hyperfed resume {shlex.quote(str(folder))}")

@@ -342,6 +342,11 @@ class RemoteTask(Task):
     roster: Roster | None = None
     link: Any = None
 
+    @property
+    def _examples(self) -> str:
+        held = sum(len(rows) for split in (self.train, self.val, self.test) for rows in split)
+        return f"{held:,} examples at sites"
+
     @staticmethod
     def of(
         roster: Roster, models: Mapping[str, nn.Module], name: str, link: Any = None

@@ -161,6 +161,8 @@ def rows_of(
         UserError: lists all columns that are missing or hold what cannot be learned from.
     """
     problems: list[str] = []
+    if is_frame(table):
+        table = table.rename(columns=str)  # a frame made of an array numbers its columns
     names = [str(name) for name in table]
     picked = _picked(table, names, columns, problems, label=label)
     arrays.raise_all(problems, f"the columns of {what} are {', '.join(names) or 'none'}")

@@ -139,6 +139,12 @@ class TestRunAll:
         compared = json.loads(cli("compare", tmp_path, "--json").out)
         assert len(compared) == len(trained)
 
+    def test_what_is_to_be_said_of_a_run_is_said_of_each(self, cli, tmp_path):
+        keys = (*SMALL, "rounds=2", "privacy.epsilon=20", "privacy.clip=1", "seed=0..1")
+        code, _, err = cli("run", "fedavg", *keys, "--out", tmp_path)
+        assert code == 0
+        assert err.count("private: epsilon ") == 2
+
     def test_a_key_that_one_method_lacks_is_refused_before_anything_trains(self, cli, tmp_path):
         told = failure(cli("run", "all", "method.head_layers=1", "--out", tmp_path))
         assert "method.head_layers: must be a key of this run" in told
