@@ -102,13 +102,11 @@ def train(
 
 
 def open_run(path: str | Path, task: "Task | None" = None) -> "Run":
-    """Opens a run from its folder, to use its models.
+    """Opens a run from its folder, to use its models; on the CPU where its device is not here.
 
     Args:
         path: the run's folder.
         task: the data, where the run was started with its own; else built from the settings.
-
-    Where the run's device is not here, clients are served on the CPU.
 
     Raises:
         UserError: not a run's folder, a damaged or foreign checkpoint, or other data.
@@ -130,7 +128,7 @@ def resume(
     Args:
         path: the run's folder.
         task: the data, where the run was started with its own; else built from the settings.
-        device: where it goes on, such as ``cuda``; None for where it was begun.
+        device: where it goes on, such as ``cuda``; None for where it was last.
         progress: shows a progress bar where there is a terminal.
 
     Raises:

@@ -200,7 +200,7 @@ def test_a_run_whose_device_is_gone_is_served_on_the_cpu_and_goes_on_where_it_is
     config.dump(replace(settings, device=GONE, engine=engine), folder / "config.toml")
     files = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
-    with pytest.raises(UserError, match=rf"begun with device={GONE}, which .* --device cpu, or"):
+    with pytest.raises(UserError, match=rf"with device={GONE} so far, which .* --device cpu,"):
         Run.resume(folder, task)
     assert {path: path.read_bytes() for path in files} == files
 
@@ -211,6 +211,9 @@ def test_a_run_whose_device_is_gone_is_served_on_the_cpu_and_goes_on_where_it_is
     assert pickle.loads(pickle.dumps(served)).engine.device == CPU
 
     resumed = hyperfed.resume(folder, task, device="cpu", progress=False)
+    assert f"goes on with device=cpu, was {GONE}" in caplog.text
+    kept = config.load(str(folder / "config.toml"))
+    assert (kept.device, kept.engine.graphs) == ("cpu", False)  # where it goes on the next time
     torch.testing.assert_close(
         [e.loss for e in resumed.evaluations], [e.loss for e in whole.evaluations]
     )
@@ -264,10 +267,15 @@ def test_sites_and_their_server_have_devices_of_their_own(
         state = str(tmp_path / f"state{node}")
         node_config = {"state": state, "clients": clients, "device": device, "cores_per_client": 1}
         sites[node] = flower_app.site_of(run_config, node_config)
+    settings = replace(settings, checkpoint_every=1)
     run = flower_app.begin(settings, DirectLink(sites), str(tmp_path / "run"))
+    assert devices(run.server.state(optimizers=False)) == {NAME}
+    next(iter(run.train()))
+    run.close()
+    run = flower_app.begin(settings.on("cpu"), DirectLink(sites), str(tmp_path / "run"))
+    assert devices(run.server.state(optimizers=False)) == {"cpu"}  # which goes on elsewhere
     list(run.train())
     assert built == {("vmap", NAME), ("loop", "cpu")}
-    assert devices(run.server.state(optimizers=False)) == {NAME}
     for ours, theirs in zip(run.evaluations, here.evaluations, strict=True):
         assert ours.loss == pytest.approx(theirs.loss, rel=1e-4)
 
@@ -304,12 +312,13 @@ def test_a_device_that_is_not_there_is_refused(name: str) -> None:
 def test_a_device_without_float64_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Apple's is; without a word it would break off in the middle of a round."""
 
-    def zeros(size: Any, *, dtype: torch.dtype, device: str) -> Any:
+    def zeros(size: Any, *, dtype: torch.dtype, device: torch.device) -> Any:
         raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
 
     monkeypatch.setattr(torch, "zeros", zeros)
-    with pytest.raises(UserError, match=r"must have float64.* but cpu has none \(Cannot convert"):
-        find_device("cpu")
+    with pytest.raises(UserError, match=rf"float64.* but {NAME} has none \(Cannot convert"):
+        find_device(NAME)
+    assert find_device("cpu") == CPU
 
 
 def test_find_device_returns_what_is_there() -> None:

@@ -24,7 +24,9 @@ def recorded(*arguments: Any, **options: Any) -> VmappedEngine:
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_a_gpu_gives_the_numbers_of_the_cpu(method: str, kind: Any) -> None:
     if "pretended" in sys.modules:  # PyTorch's gradients know one accelerator in a process
-        pytest.skip("NOT TESTED: the stand-in for a GPU is in this process; make gpu tests alone")
+        pytest.skip(
+            "NOT TESTED: the stand-in for a GPU is in this process; run this file by itself"
+        )
     here, there = both(method, kind, CUDA)
     for number, clients in enumerate(([0, 1, 2], [1, 2], [0, 1, 2])):
         for each in (here, there):

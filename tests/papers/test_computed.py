@@ -23,6 +23,8 @@ def test_a_command_computes_the_table_and_the_report_sets_it_beside_the_publishe
     with pytest.raises(SystemExit) as leaving:
         main(["reproduce", TABLE, "--experiments", str(ROOT), "--out", str(tmp_path)])
     assert leaving.value.code == 0
+    with pytest.raises(SystemExit, match="2"):  # nothing is trained that settings could be of
+        main(["reproduce", TABLE, "device=cpu", "--experiments", str(ROOT), "--out", str(tmp_path)])
     path = tmp_path / "pfedkt" / "table12.json"
     assert capsys.readouterr().out == f"{path}\n"
     record = json.loads(path.read_text())

@@ -15,7 +15,7 @@ import pytest
 from commands import start
 from hyperfed.apps.cli import main
 from hyperfed.errors import UserError
-from hyperfed.papers import origin, reproduction
+from hyperfed.papers import origin, reproduction, side_by_side
 from hyperfed.papers.reproduction import Job, carry_out
 from hyperfed.runs import config, records
 from hyperfed.runs.run import Run
@@ -100,9 +100,10 @@ def test_all_cells_come_with_one_seed_and_then_with_the_next(folder: Path) -> No
 
 
 def test_settings_of_where_it_computes_come_to_each_run(folder: Path) -> None:
-    where = ["engine=vmap", "engine.chunk=2", "checkpoint_every=5"]
-    for job in planned(folder, where=where):
+    where = ["device=cuda:63", "engine=vmap", "engine.chunk=2", "checkpoint_every=5"]
+    for job in planned(folder, "like-*", where=where):
         engine = job.config.engine
+        assert (job.config.device, job.device) == ("cuda:63", "cuda:63")
         assert (engine.name, engine.chunk, engine.cores) == ("vmap", 2, 1)
         assert job.config.checkpoint_every == 5
         assert all(setting in job.origin.command for setting in where)
@@ -115,10 +116,16 @@ def test_settings_of_what_a_table_trains_are_refused(folder: Path, setting: str)
 
 
 def test_a_record_made_elsewhere_is_one_of_the_cell(folder: Path) -> None:
-    """Where a run computed changes no number, so it is not made again."""
+    """It is not made again, and who is served by it says how it was trained."""
     (job,) = planned(folder, "like-sampled", where=["engine=vmap"])
     assert told(job)[-1] == ("done",)
     assert [job.done for job in planned(folder, "like-sampled")] == [True]
+    (serving,) = planned(folder, "unlike-sampled", where=["engine=loop", "engine.workers=1"])
+    assert serving.origin.command.startswith(f"{job.origin.command}; hyperfed evaluate RUN ")
+    assert told(serving)[-1] == ("done",)
+    engine = config.load(str(serving.folder / "config.toml")).engine
+    assert (engine.name, engine.workers) == ("vmap", None)
+    assert json.loads((serving.folder / "summary.json").read_text())["engine"] == "vmap"
 
 
 def test_cells_that_differ_in_serving_share_a_training(folder: Path) -> None:
@@ -312,7 +319,12 @@ def test_a_job_goes_on_where_its_settings_say(folder: Path) -> None:
     carry_out(job, gone)
     settings = job.folder / "config.toml"
     settings.write_text(settings.read_text().replace('device = "cpu"', 'device = "cuda:63"'))
-    assert told(job)[-1] == ("done",)
+    ((kind, why, ours),) = told(job)
+    assert (kind, ours) == ("failed", False)
+    assert "hyperfed reproduce TABLE device=cpu" in str(why)
+    (moved,) = planned(folder, "like-sampled", where=["device=cpu"])
+    assert told(moved)[-1] == ("done",)
+    assert 'device = "cpu"' in settings.read_text()
 
 
 def test_a_job_tells_why_it_failed_and_whose_fault_it_is(folder: Path, monkeypatch: Any) -> None:
@@ -359,6 +371,22 @@ def test_the_command_makes_what_is_not_done_and_nothing_else(folder: Path, capsy
     found = json.loads(capsys.readouterr().out)
     assert found == {"records": [str(path) for path in before], "stopped": [], "failed": {}}
     assert all((path / "summary.json").stat() == stat for path, stat in before.items())
+
+
+def test_the_command_takes_settings_of_where_it_computes(folder: Path, monkeypatch: Any) -> None:
+    at_once = []
+    run = side_by_side.run
+
+    def noted(jobs: Any, jobs_at_once: int, **options: Any) -> Any:
+        at_once.append(jobs_at_once)
+        return run([], jobs_at_once, **options)
+
+    monkeypatch.setattr(side_by_side, "run", noted)
+    one = ("--cells", "like-sampled", "--seeds", "1")
+    assert reproduce(folder, "engine=vmap", *one) == 0
+    assert reproduce(folder, "device=cuda:63", *one) == 0
+    assert at_once == [side_by_side.cores(), 1]
+    assert reproduce(folder, "rounds=3", *one) == 2
 
 
 def test_the_command_says_what_it_cannot_do(folder: Path, capsys: Any) -> None:

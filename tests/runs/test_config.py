@@ -368,9 +368,23 @@ def test_a_name_too_long_for_a_file_is_none_in_a_folder(tmp_path):
     assert config.load(str(path)).task.name == "x" * 600
 
 
-def test_settings_for_the_cpu_have_nothing_of_a_gpu() -> None:
-    engine = EngineConfig("ray", graphs=True, gpus_per_worker=0.5)
-    settings = RunConfig("fedavg", METHODS["fedavg"].Config(), device="cuda", engine=engine)
-    assert settings.on("cuda:1") == dataclasses.replace(settings, device="cuda:1")
-    here = settings.on("cpu")
-    assert (here.device, here.engine) == ("cpu", EngineConfig("ray"))
+def test_settings_on_another_device_have_what_goes_with_it() -> None:
+    def on(device: str, engine: EngineConfig) -> EngineConfig:
+        there = RunConfig("fedavg", METHODS["fedavg"].Config(), engine=engine).on(device)
+        assert there.device == device
+        return there.engine
+
+    graphs = EngineConfig("vmap", graphs=True)
+    assert on("cuda:1", graphs) == graphs
+    assert on("cpu", graphs) == on("cpu:0", graphs) == on("xpu", graphs) == EngineConfig("vmap")
+    assert on("cuda", EngineConfig("ray")).gpus_per_worker == 1.0
+    shared = EngineConfig("ray", gpus_per_worker=0.5)
+    assert on("cuda", shared) == shared
+    assert on("cpu", shared) == on("cpu:0", shared) == EngineConfig("ray")
+
+
+def test_actors_have_devices_that_need_not_be_here() -> None:
+    away = RunConfig("fedavg", METHODS["fedavg"].Config(), device="cuda:63")
+    assert not away.has_device()
+    assert dataclasses.replace(away, engine=EngineConfig("ray")).has_device()
+    assert away.on("cpu").has_device()

@@ -173,11 +173,8 @@ def resume(
     """Go on with a run that was stopped or killed."""
     loaded = submit.resumable(run_dir)
     if loaded is not None and loaded.engine.name == "flower":
-        if device is not None:
-            raise UserError(
-                f"--device must be left where sites compute, came {device}; each of them says its "
-                "own (hyperfed node --device)"
-            )
+        if device is not None:  # the server's; each site says its own
+            loaded = loaded.on(device)
         _submit(loaded, run_dir, as_json=as_json, quiet=quiet)
         return
     tell = _own_process([loaded] if loaded else [], as_json=as_json)

@@ -22,7 +22,9 @@ def reproduce(
     ],
     settings: Annotated[
         list[str] | None,
-        Argument(metavar="[KEY=VALUE]...", help="Where it computes: device, engine.*."),
+        Argument(
+            metavar="[KEY=VALUE]...", help="Where and how: device, engine.*, checkpoint_every."
+        ),
     ] = None,
     *,
     cells: Annotated[str, Option(metavar="GLOB", help="Which cells, such as '*-pfedhn'.")] = "*",
@@ -32,7 +34,9 @@ def reproduce(
     scale: Annotated[
         float, Option(help="The part of the rounds to run. A scaled record gets no verdict.")
     ] = 1.0,
-    jobs: Annotated[int | None, Option(help="Processes at once; default: cores.")] = None,
+    jobs: Annotated[
+        int | None, Option(help="Processes at once; default: cores, 1 with another device.")
+    ] = None,
     out: Annotated[Path, Option(help="Where records are and go.")] = Path("results"),
     experiments: Experiments = Path("experiments"),
     as_json: Json = False,
@@ -40,12 +44,16 @@ def reproduce(
 ) -> None:
     """Run a paper's table, all cells or some: side by side, resumed where half done.
 
-    Each process computes on one core, or where settings such as device=cuda say, also where a run
-    was begun elsewhere.
+    Each process computes on one core, or where settings such as device=cuda say. A run that is half
+    done goes on as it was begun, with device=... on that device.
 
     A table that is computed and not trained, such as pfedkt/table12, is computed.
     """
     if (counted := computed.find(table, experiments)) is not None:
+        if settings:
+            raise UserError(
+                f"{table} is computed at once and takes no settings, came {settings[0]}"
+            )
         record = computed.write(counted, out)
         if as_json:
             print_json({"records": [str(record)], "stopped": [], "failed": {}})
@@ -60,7 +68,9 @@ def reproduce(
         experiment, chosen, seeds=seeds, scale=scale, out=out, where=settings or ()
     )
     todo = [job for job in planned if not job.done]
-    found = side_by_side.run(todo, jobs or side_by_side.cores(), show=not quiet, say=say)
+    if jobs is None:  # an accelerator is one, and what does not fit into its memory is lost
+        jobs = side_by_side.cores() if all(it.config.device == "cpu" for it in planned) else 1
+    found = side_by_side.run(todo, jobs, show=not quiet, say=say)
     if as_json:
         print_json(
             {

@@ -138,7 +138,8 @@ class Client(federation.Client):
 
     def inherit(self, trained: Model) -> None:
         """Moves the inherited model towards one that has just been trained."""
-        rounds: Tensor = self.memory.get("rounds", torch.tensor(0, device=self.device))
+        never = torch.zeros((), dtype=torch.int64, device=self.device)
+        rounds: Tensor = self.memory.get("rounds", never)
         inherited: Model = self.memory.get("inherited", trained)
         mu = self.config.momentum * (rounds.double() / self.config.expected_rounds).clamp(max=1)
         self.memory["inherited"] = interpolate(trained, inherited, mu)

@@ -37,7 +37,8 @@ ONE_CORE = "engine.cores=1"
 """Setting by which a process keeps one core busy, and numbers do not depend on the machine's."""
 
 WHERE = re.compile(r"(device|engine|engine\..+|checkpoint_every)=.*")
-"""Settings that a reproduction may be given: they say where it computes, and change no number."""
+"""Settings that a reproduction may be given: where and how it computes, which rounds in ways of its
+own and changes nothing else."""
 
 SERVED = ("task.novel_alpha", "task.novel_corruption", "task.unlabelled", "method.novel_")
 """How the keys begin that say how novel clients are served, and change nothing in training."""
@@ -62,6 +63,7 @@ class Job:
         config: all settings.
         origin: what its ``experiment.json`` says.
         trained: the folder of the run whose clients it serves in another way; None where it trains.
+        device: where it goes on when it is half done; None for where it was last.
     """
 
     experiment: Experiment
@@ -71,6 +73,7 @@ class Job:
     config: RunConfig
     origin: Origin
     trained: Path | None = None
+    device: str | None = None
 
     @property
     def name(self) -> str:
@@ -134,11 +137,12 @@ def plan(
         seeds: how many, from 0.
         scale: the part of the rounds, and of the phases among them, that is run: above 0 to 1.
         out: the folder for all records.
-        where: settings that say where and how runs compute, such as ``device=cuda``.
+        where: settings that say where and how runs compute, such as ``device=cuda``. A run that is
+            half done takes the device alone, one that serves another's clients none of them.
 
     Raises:
-        UserError: the scale is none, settings are wrong or a table's own, or a folder holds a run
-            with others; tells all of these at once.
+        UserError: the scale is none, a setting is wrong or the table's own, or folders hold runs
+            with others; tells all of these folders at once.
     """
     if not 0 < scale <= 1:
         raise UserError(f"--scale must be a part of the rounds, above 0 to 1, came {scale:g}")
@@ -189,7 +193,9 @@ def _job(
         config = configuration.load(source, settings)
     command = shlex.join(["hyperfed", "run", source, *settings])
     folder = _folder(experiment, cell, seed, scale, out)
-    return Job(experiment, cell, seed, folder, config, Origin(experiment.id, cell, scale, command))
+    device = config.device if any(setting.startswith("device=") for setting in where) else None
+    of = Origin(experiment.id, cell, scale, command)
+    return Job(experiment, cell, seed, folder, config, of, device=device)
 
 
 def _folder(experiment: Experiment, cell: str, seed: int, scale: float, out: Path) -> Path:
@@ -224,12 +230,13 @@ def training_of(config: RunConfig) -> tuple[str, ...]:
 def _served_by(job: Job, leader: Job) -> Job:
     """Returns a job that serves the clients of another's training."""
     serve = shlex.join(["hyperfed", "evaluate", "RUN", "--novel", *_serving(job, leader.config)])
-    origin = replace(
+    trained = origin.read(leader.folder) or leader.origin
+    of = replace(
         job.origin,
-        command=f"{leader.origin.command}; {serve}",
+        command=f"{trained.command or leader.origin.command}; {serve}",
         trained=relpath(leader.folder, job.folder),
     )
-    return replace(job, trained=leader.folder, origin=origin)
+    return replace(job, trained=leader.folder, origin=of)
 
 
 def _was_served(job: Job) -> bool:
@@ -331,7 +338,7 @@ class _Stopping:
 def _train(job: Job, tell: Tell, stopping: _Stopping) -> bool:
     """Trains, and returns whether it came to the end."""
     if RunFolder(job.folder).config.exists():
-        run = Run.resume(job.folder, device=job.config.device)
+        run = Run.resume(job.folder, device=job.device)
     else:
         run = Run(job.config)
         if job.bound:
@@ -372,7 +379,8 @@ def _serve(job: Job) -> bool:
     with closing(Run.open(job.trained)) as run:
         with closing(run.served_otherwise(_serving(job, run.config))) as served:
             novel = served.evaluate_novel()
-        folder = _new(job)
+        ours = replace(job.config, device=served.config.device, engine=served.config.engine)
+        folder = _new(replace(job, config=ours))
         folder.truncate_after(0)
         for evaluation in (*(e for e in run.evaluations if e.split != "novel"), novel):
             folder.append(evaluation)

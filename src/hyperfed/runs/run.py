@@ -38,7 +38,7 @@ from hyperfed.runs.serving import Best, Served, here, unfit
 from hyperfed.runs.settings import RunConfig, check_cohort, cohort_size
 from hyperfed.runs.status import Reporter
 from hyperfed.runs.tally import Tally, always_lost
-from hyperfed.system.devices import CPU, is_here
+from hyperfed.system.devices import CPU
 from hyperfed.system.files import sync
 from hyperfed.system.locks import Lock
 from hyperfed.system.provenance import commit, versions
@@ -164,8 +164,8 @@ class Run(Served):
         Args:
             path: the run's folder.
             task: the data, where the run was started with its own; else built from the settings.
-            device: where it goes on; None for where it was begun. Numbers are the same but for
-                rounding.
+            device: where it goes on, which its settings say from then on; None for where it was
+                last. Devices round otherwise, which grows where training is not stable.
 
         Raises:
             UserError: as :meth:`open`; or the run is done, or its device is not here.
@@ -180,15 +180,19 @@ class Run(Served):
         lock = Lock(path)
         try:
             config = configuration.load(str(folder.config))
-            if device is None and not is_here(config.device):
+            if device is None and not config.has_device():
                 raise UserError(
-                    f"{path} was begun with device={config.device}, which is not here; to go on "
-                    "elsewhere, with the same numbers but for rounding, name a device: hyperfed "
-                    "resume --device cpu, or hyperfed.resume(device=...)"
+                    f"{path} was trained with device={config.device} so far, which is not here; to "
+                    "go on with another one name it: hyperfed resume --device cpu, hyperfed "
+                    "reproduce TABLE device=cpu or hyperfed.resume(device=...)"
                 )
             folder.clean()
-            run = cls._open(folder, task, config if device is None else config.on(device))
+            moved = config if device is None else config.on(device)
+            run = cls._open(folder, task, moved)
             folder.truncate_after(run.round)
+            if moved != config:
+                configuration.dump(moved, folder.config)
+                log.warning("goes on with device=%s, was %s", moved.device, config.device)
         except BaseException:
             lock.release()
             raise

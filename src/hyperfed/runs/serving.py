@@ -42,7 +42,7 @@ from hyperfed.runs.evaluation import (
 from hyperfed.runs.measures import measure
 from hyperfed.runs.records import Evaluation, Lost, Void
 from hyperfed.runs.settings import RunConfig
-from hyperfed.system.devices import CPU, is_here
+from hyperfed.system.devices import CPU
 from hyperfed.system.randomness import derive, seeded
 from hyperfed.training import Steps, UnlabelledError
 from hyperfed.trees import Tree
@@ -586,7 +586,7 @@ def _from_pickle(
 
 def here(config: RunConfig) -> RunConfig:
     """Returns settings by which to serve what may have been trained on another machine's device."""
-    if is_here(config.device):
+    if config.has_device():
         return config
     log.warning("device=%s is not here, so clients are served on the CPU", config.device)
     return config.on("cpu")

@@ -23,6 +23,7 @@ from hyperfed.engines.masking import Masking
 from hyperfed.engines.updates import PrivateUpdates, Where
 from hyperfed.errors import UserError
 from hyperfed.methods import METHODS
+from hyperfed.system.devices import is_here
 from hyperfed.training import Precision
 from hyperfed.trees.aggregation import Aggregation
 
@@ -182,11 +183,17 @@ class RunConfig:
     faults: Faults = Faults()
 
     def on(self, device: str) -> "RunConfig":
-        """Returns these settings with another device, without what only a GPU can."""
-        engine = self.engine
-        if device == "cpu":
-            engine = replace(engine, graphs=False, gpus_per_worker=0.0)
+        """Returns these settings with another device, and of the engine what goes with it."""
+        engine, gpus = self.engine, 0.0
+        if engine.name == "ray" and device.partition(":")[0] != "cpu":
+            gpus = engine.gpus_per_worker or 1.0
+        graphs = engine.graphs and device.startswith("cuda")
+        engine = replace(engine, graphs=graphs, gpus_per_worker=gpus)
         return replace(self, device=device, engine=engine)
+
+    def has_device(self) -> bool:
+        """Returns whether the device is here, or need not be: the actors of Ray have their own."""
+        return self.engine.name == "ray" or is_here(self.device)
 
 
 def cohort_size(cohort: int | float, known: int) -> int:

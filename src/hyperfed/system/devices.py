@@ -28,14 +28,16 @@ def find_device(name: str) -> torch.device:
             f"device must be one that PyTorch {torch.__version__} can use here, came {name}; take "
             "device=cpu, or install the PyTorch that is built for the accelerator"
         )
+    device = torch.device(name)
     try:
-        torch.zeros((), dtype=torch.float64, device=name)
-    except TypeError as error:  # such as Apple's
+        if device.type not in ("cpu", "cuda"):  # and wakes none of these two
+            torch.zeros((), dtype=torch.float64, device=device)
+    except (TypeError, RuntimeError) as error:  # such as Apple's
         raise UserError(
             "device must have float64, in which weights of clients and sums over examples are, but "
             f"{name} has none ({error}); take device=cpu"
         ) from error
-    return torch.device(name)
+    return device
 
 
 def describe(device: torch.device) -> str:

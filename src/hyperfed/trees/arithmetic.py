@@ -98,7 +98,8 @@ def interpolate(start: Tree, end: Tree, share: float | Tensor) -> Tree:
 
     def between(first: Tensor, second: Tensor) -> Tensor:
         if first.is_floating_point():
-            return torch.lerp(first, second, torch.as_tensor(share, dtype=torch.float64).to(first))
+            weight = share.to(first) if isinstance(share, Tensor) else share
+            return torch.lerp(first, second, weight)
         return between(first.double(), second.double()).round().to(first.dtype)
 
     return tree_map(between, start, end)

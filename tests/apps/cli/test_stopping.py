@@ -18,6 +18,7 @@ import safetensors.torch
 import torch
 
 from apps.cli.checks import DEADLINE, SMALL, Outcome, contents, failure, same_records
+from hyperfed.apps.flower import submit
 from hyperfed.errors import EngineLostError
 from hyperfed.runs import config
 from hyperfed.runs.folder import RunFolder
@@ -104,18 +105,21 @@ class TestStopping:
         settings.write_text(settings.read_text().replace('device = "cpu"', 'device = "cuda:63"'))
         refused = cli("resume", copy)
         assert refused.code == 2
-        assert "begun with device=cuda:63, which is not here" in refused.err
+        assert "with device=cuda:63 so far, which is not here" in refused.err
         assert "hyperfed resume --device cpu" in refused.err
         assert cli("resume", copy, "--device", "cpu", "--quiet") == (0, f"{copy}\n", "")
+        assert config.load(str(settings)).device == "cpu"
 
-    def test_a_run_at_sites_goes_on_where_they_say(self, cli, copy):
+    def test_the_server_of_sites_goes_on_on_the_device_it_is_told(self, cli, copy, monkeypatch):
         RunFolder(copy).summary.unlink()
         settings = config.load(str(RunFolder(copy).config))
         engine = replace(settings.engine, name="flower")
         config.dump(replace(settings, engine=engine), RunFolder(copy).config)
-        refused = cli("resume", copy, "--device", "cuda")
-        assert refused.code == 2
-        assert "--device must be left where sites compute, came cuda" in refused.err
+        submitted = []
+        monkeypatch.setattr(submit, "train", lambda loaded, *_: submitted.append(loaded.device))
+        assert cli("resume", copy, "--device", "cuda").code == 0
+        assert cli("resume", copy).code == 0
+        assert submitted == ["cuda", "cpu"]
 
     def test_a_run_whose_engine_is_lost_can_be_resumed(self, cli, tmp_path, monkeypatch):
         def lost(run: Run) -> None:

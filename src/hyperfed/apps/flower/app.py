@@ -337,7 +337,8 @@ def begin(config: RunConfig, link: GridLink, folder: str) -> "Run":
     place = RunFolder(Path(folder))
     if folder and place.sites.exists():
         roster = Roster.read(place.sites)
-        return Run.resume(place.path, tasks.remote(config.task, roster, config.seed, link))
+        task = tasks.remote(config.task, roster, config.seed, link)
+        return Run.resume(place.path, task, device=config.device)
     sites = Sites(link, config.engine.timeout)
     introductions, sizes = sites.gather(config.engine.sites), tasks.target_sizes(config.task)
     roster = enrol(
