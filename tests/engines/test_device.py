@@ -200,7 +200,7 @@ def test_a_run_whose_device_is_gone_is_served_on_the_cpu_and_goes_on_where_it_is
     config.dump(replace(settings, device=GONE, engine=engine), folder / "config.toml")
     files = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
-    with pytest.raises(UserError, match=rf"with device={GONE} so far, which .* --device cpu,"):
+    with pytest.raises(UserError, match=rf"is here, came {GONE}; name one: .* --device cpu,"):
         Run.resume(folder, task)
     assert {path: path.read_bytes() for path in files} == files
 

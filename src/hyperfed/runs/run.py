@@ -180,14 +180,14 @@ class Run(Served):
         lock = Lock(path)
         try:
             config = configuration.load(str(folder.config))
-            if device is None and not config.has_device():
+            moved = config if device in (None, config.device) else config.on(device)
+            if not moved.has_device():
                 raise UserError(
-                    f"{path} was trained with device={config.device} so far, which is not here; to "
-                    "go on with another one name it: hyperfed resume --device cpu, hyperfed "
-                    "reproduce TABLE device=cpu or hyperfed.resume(device=...)"
+                    f"{path} must go on with a device that is here, came {moved.device}; name one: "
+                    "hyperfed resume --device cpu, hyperfed reproduce TABLE device=cpu or "
+                    "hyperfed.resume(device=...)"
                 )
             folder.clean()
-            moved = config if device is None else config.on(device)
             run = cls._open(folder, task, moved)
             folder.truncate_after(run.round)
             if moved != config:

@@ -105,8 +105,9 @@ class TestStopping:
         settings.write_text(settings.read_text().replace('device = "cpu"', 'device = "cuda:63"'))
         refused = cli("resume", copy)
         assert refused.code == 2
-        assert "with device=cuda:63 so far, which is not here" in refused.err
+        assert "must go on with a device that is here, came cuda:63; name one" in refused.err
         assert "hyperfed resume --device cpu" in refused.err
+        assert cli("resume", copy, "--device", "cuda:62").err.count("came cuda:62; name one") == 1
         assert cli("resume", copy, "--device", "cpu", "--quiet") == (0, f"{copy}\n", "")
         assert config.load(str(settings)).device == "cpu"
 
