@@ -77,7 +77,7 @@ def dirichlet_per_client(
     """Draws each client's class proportions from Dir(alpha), then shares each class by them.
 
     pFedHN, section 5.3: p_i ~ Dir(alpha) over classes, then scaled so that each class is used up,
-    sum_i p_ij = 1. Sizes of clients differ. (PeFLL's text, section 5.2, has no such scaling, but
+    sum_i p_ij = 1. Sizes of clients differ. (PeFLL's text, section 5.1, has no such scaling, but
     its authors' code does; :func:`dirichlet_equal` scales within the client.)
 
     Args:

@@ -24,9 +24,9 @@ descriptor before it sends it. Training is without noise, as in the paper.
 The preset ``paper`` is the paper's text: losses that are sums, over the clients of a round
 (equations 7 and 9) and over the entries of an embedding (8), and rates, decays, epochs and batch
 size out of the grids that it searched (appendix C); it does not say which were chosen. What the
-paper leaves open: optimisers are pFedHN's, the lengths of the phases and the encoder's start are
-ours, and private embeddings are put on the unit sphere, beyond which a bounded encoder cannot
-follow them.
+paper leaves open: optimisers are pFedHN's, and so is the length of embeddings, of which the text at
+hand has no legible number; the lengths of the phases and the encoder's start are ours; and private
+embeddings are put on the unit sphere, beyond which a bounded encoder cannot follow them.
 
 With these an encoder hardly learns: what an embedding gathers in 500 rounds is small beside the
 N(0, 1) that it was drawn from, so g is asked to tell noise. By default therefore embeddings start

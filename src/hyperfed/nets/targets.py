@@ -30,8 +30,9 @@ class LeNet(nn.Module):
 
     C x H x W -> conv1 ``width`` -> pool 2, ReLU -> conv2 ``2 * width`` -> pool 2, ReLU -> flatten
     -> fc1 ``hidden[0]`` -> ReLU -> fc2 ``hidden[1]`` -> ReLU -> fc3 ``classes``, without padding.
-    The target of pFedHN (section 5.1; its S/M/L networks have width 8, 16 and 32), of PeFLL
-    (table 2) and of IT-PFL-HN.
+    The target of pFedHN (section 5.1, which counts two linear layers: that of outputs is the third,
+    as in its authors' code; its S/M/L networks have width 8, 16 and 32), of PeFLL (table 2) and of
+    IT-PFL-HN.
 
     Args:
         input_shape: (C, H, W) of an image; H and W at least 16.
