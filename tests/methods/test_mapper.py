@@ -21,11 +21,11 @@ SETTINGS: dict[str, Any] = ONE_STEP | {"local_lr": 0.6}
 SEVERAL: dict[str, Any] = PLAIN | {"local_steps": 4, "batch_size": 5, "local_lr": 0.1}
 
 
-def after_two_rounds(**settings: Any) -> Federation:
-    """Client 0 was absent in the second, so its two models differ."""
+def after_three_rounds(**settings: Any) -> Federation:
+    """Client 0 chose its lambda in the second, in which its models came to differ."""
     federation = Federation("mapper", make_task(novel=1), **SETTINGS | settings)
-    federation.round([0, 1, 2], 0)
-    federation.round([1, 2], 1)
+    for number, clients in enumerate(([0, 1, 2], [0, 1, 2], [1, 2])):
+        federation.round(clients, number)
     return federation
 
 
@@ -59,13 +59,13 @@ def best_share(task: Task, rows: Tensor, common: Model, own: Model) -> float:
 
 def check_a_round() -> None:
     """The two models and lambda of a client that has trained before, alone in its cohort."""
-    federation = after_two_rounds()
+    federation = after_three_rounds()
     task, common = federation.task, federation.server.model["base"]
     memory = federation.engine.memory[0]
     share = float(memory["lambda"])
     assert share not in (0.0, 0.5, 1.0)
     common, own = step_by_hand(task, 0, common, memory["local"], share)
-    federation.round([0], 2)
+    federation.round([0], 3)
     torch.testing.assert_close(federation.server.model["base"], common, **CLOSE)
     torch.testing.assert_close(federation.engine.memory[0]["local"], own, **CLOSE)
 
@@ -87,8 +87,8 @@ def check_the_choice_of_lambda() -> None:
     """Each client alone, so that the global model it chose with is the server's."""
     chosen = []
     for client in range(3):
-        federation = after_two_rounds(local_lr=3.0)  # models far apart
-        federation.round([client], 2)
+        federation = after_three_rounds(local_lr=3.0)  # models far apart
+        federation.round([client], 3)
         memory = federation.engine.memory[client]
         common, rows = federation.server.model["base"], federation.task.val[client]
         expected = best_share(federation.task, rows, common, memory["local"])
@@ -101,12 +101,35 @@ def test_lambda_is_each_clients_best_on_its_validation_examples() -> None:
     check_the_choice_of_lambda()
 
 
+@pytest.mark.parametrize(
+    ("mixing", "before", "after"),
+    [
+        ((0.1, 0.5, 0.9), None, 0.5),
+        ((0.1, 0.5, 0.9), 0.9, 0.9),
+        ((0.9, 0.1), 0.1, 0.1),
+        ((0.3, 0.9), 0.5, 0.3),  # of a run whose grid was another
+    ],
+)
+def test_where_every_lambda_is_as_good_a_client_keeps_its_own(
+    mixing: tuple[float, ...], before: float | None, after: float
+) -> None:
+    """Its two models are the same, as they are in a first round."""
+    still = SEVERAL | {"local_lr": 1e-30}
+    federation = Federation("mapper", make_task(), **still, mixing=mixing)
+    if before is not None:
+        start = federation.task.outline().initial()
+        share = torch.tensor(before, dtype=torch.float64)
+        federation.engine.memory[1] = {"local": start, "lambda": share}
+    federation.round([1])
+    assert float(federation.engine.memory[1]["lambda"]) == after
+
+
 def test_lambda_is_chosen_on_training_examples_where_there_are_no_others() -> None:
     nothing = torch.zeros(0, dtype=torch.int64)
     task = dataclasses.replace(make_task(), val=[nothing] * 4)
     federation = Federation("mapper", task, **SETTINGS)
-    for number in range(3):
-        federation.round([2], number)
+    for number, clients in enumerate(([1, 2], [1, 2], [2])):
+        federation.round(clients, number)
     memory, common = federation.engine.memory[2], federation.server.model["base"]
     assert float(memory["lambda"]) == best_share(task, task.train[2], common, memory["local"])
 
@@ -171,7 +194,7 @@ def losses(federation: Federation, clients: list[int], *, fresh: bool = False) -
 
 
 def check_the_evaluated_predictor() -> None:
-    federation = after_two_rounds()
+    federation = after_three_rounds()
     task, common = federation.task, federation.server.model["base"]
     for client in range(3):
         memory, rows = federation.engine.memory[client], task.test[client]
@@ -194,7 +217,7 @@ def test_a_known_client_that_was_never_asked_uses_the_global_model() -> None:
 
 
 def test_a_novel_client_trains_its_own_model_and_chooses_lambda_against_the_global_one() -> None:
-    federation = after_two_rounds(novel_rounds=3)
+    federation = after_three_rounds(novel_rounds=3)
     task, common = federation.task, federation.server.model["base"]
     own, share = common, 0.5
     for _ in range(3):
@@ -223,7 +246,7 @@ def test_the_global_model_goes_down_and_comes_up_and_the_local_one_stays(net: An
 
 def test_two_models_cannot_be_exported_as_one() -> None:
     with pytest.raises(UserError, match=r"must be one, but MAPPER interpolates .* evaluate it"):
-        after_two_rounds().personal(0)
+        after_three_rounds().personal(0)
 
 
 # Mistakes that the checks above must reject

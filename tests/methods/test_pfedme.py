@@ -54,28 +54,27 @@ def round_by_hand(task: Task, client: int, w: Tensor, number: int) -> tuple[Tens
     return local_rounds_by_hand(task, w, islice(batches(task, client, number), 4))
 
 
-def local_rounds_by_hand(task: Task, w: Tensor, drawn: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
+def local_rounds_by_hand(
+    task: Task, w: Tensor, drawn: Iterable[Tensor], eta: float = ETA
+) -> tuple[Tensor, Tensor]:
     """Algorithm 1 with matrices: w and theta after a local round on each of some batches."""
     theta = w
     for rows in drawn:
         a, b = quadratic(task, rows)
         for _ in range(3):
             theta = theta - RATE * (a @ theta - b + LAMBDA * (theta - w))
-        w = w - ETA * LAMBDA * (w - theta)
+        w = w - eta * LAMBDA * (w - theta)
     return w, theta
 
 
 def check_a_round(server_lr: float = 1.0) -> None:
-    """The second round, so that clients have a theta of their own before it."""
+    """The second round, so that what clients did before it would show."""
     task = make_quadratic_task()
     federation = Federation("pfedme", task, **STEPS, server_lr=server_lr)
     federation.round([0, 1, 2], 0)
     start = vector(federation.server.model["base"])
     federation.round([0, 2], 1)
     by_hand = {client: round_by_hand(task, client, start, 1) for client in (0, 2)}
-    for client, (_, theta) in by_hand.items():
-        ours = vector(federation.engine.memory[client]["personal"])
-        torch.testing.assert_close(ours, theta, **CLOSE)
     mean = (by_hand[0][0] + by_hand[2][0]) / 2  # uniform: they have 12 and 20 examples
     expected = (1 - server_lr) * start + server_lr * mean
     torch.testing.assert_close(vector(federation.server.model["base"]), expected, **CLOSE)
@@ -95,10 +94,10 @@ def all_data(**settings: Any) -> Federation:
 def test_with_many_inner_steps_theta_is_the_proximal_point() -> None:
     federation = all_data()
     w = vector(federation.task.outline().initial())
-    federation.round([1])
     a, b = quadratic(federation.task, federation.task.train[1])
     theta = torch.linalg.solve(a + LAMBDA * torch.eye(FEATURES).double(), b + LAMBDA * w)
     torch.testing.assert_close(vector(federation.personal(1)), theta, **CLOSE)
+    federation.round([1])
     moved = w - ETA * LAMBDA * (w - theta)
     torch.testing.assert_close(vector(federation.server.model["base"]), moved, **CLOSE)
 
@@ -121,9 +120,15 @@ def test_w_descends_the_moreau_envelope() -> None:
 
 
 def test_where_eta_lambda_is_one_w_lands_on_theta() -> None:
-    federation = Federation("pfedme", make_quadratic_task(), **STEPS | {"lr": 1 / LAMBDA})
+    task = make_quadratic_task()
+    federation = Federation("pfedme", task, **STEPS | {"lr": 1 / LAMBDA})
+    start = vector(task.outline().initial())
     federation.round([0, 1])
-    mean = (vector(federation.personal(0)) + vector(federation.personal(1))) / 2
+    by_hand = (
+        local_rounds_by_hand(task, start, islice(batches(task, client, 0), 4), 1 / LAMBDA)
+        for client in (0, 1)
+    )
+    mean = sum(theta for _, theta in by_hand) / 2
     torch.testing.assert_close(vector(federation.server.model["base"]), mean, **CLOSE)
 
 
@@ -134,7 +139,7 @@ def test_without_lambda_w_stays_and_theta_is_trained_alone() -> None:
     federation.round([0, 1])
     torch.testing.assert_close(federation.server.model["base"], start, rtol=0, atol=0)
     theta = vector(start)
-    for rows, _ in zip(batches(task, 1, 0), range(4), strict=False):
+    for rows in islice(batches(task, 1, 99, "adapt"), 4):
         a, b = quadratic(task, rows)
         for _ in range(3):
             theta = theta - RATE * (a @ theta - b)
@@ -164,44 +169,49 @@ def test_without_beta_the_server_stays_and_clients_train(net: Any) -> None:
 
 
 def check_the_evaluated_model() -> None:
+    """Of a client that was asked last, of one that was asked before, and of one that never was."""
     task = make_quadratic_task()
     federation = Federation("pfedme", task, **STEPS)
-    start = vector(task.outline().initial())
-    federation.round([0, 1])
-    for client in (0, 1):
-        _, theta = round_by_hand(task, client, start, 0)
+    federation.round([0, 1], 0)
+    federation.round([0], 1)
+    w = vector(federation.server.model["base"])
+    for client in (0, 1, 2):
+        _, theta = local_rounds_by_hand(task, w, islice(batches(task, client, 99, "adapt"), 4))
         torch.testing.assert_close(vector(federation.personal(client)), theta, **CLOSE)
+    torch.testing.assert_close(vector(federation.server.model["base"]), w, rtol=0, atol=0)
 
 
-def test_theta_is_evaluated() -> None:
+def test_a_theta_of_the_latest_global_model_is_evaluated_and_moves_it_nowhere() -> None:
     check_the_evaluated_model()
 
 
-def test_a_known_client_that_was_never_asked_uses_the_global_model() -> None:
-    federation = Federation("pfedme", make_task(), **STEPS)
-    federation.round([0, 1])
-    torch.testing.assert_close(federation.personal(2), federation.server.model["base"])
-
-
 @pytest.mark.parametrize("net", [None, Normed])
-def test_w_goes_down_and_w_comes_up_and_theta_never_travels(net: Any) -> None:
+def test_w_goes_down_and_w_comes_up_and_nothing_stays_or_comes_up_of_theta(net: Any) -> None:
     task = make_task(net) if net else make_task()
     federation = Federation("pfedme", task, **STEPS)
     cohort = federation.round([2])
     size = trees.count_bytes(trees.model_of(task.models["base"]))
     assert [(e.down, e.up) for e in cohort.state.exchanges] == [(size, size)]
-    theta, came = federation.engine.memory[2]["personal"], federation.server.model["base"]
-    assert set(federation.engine.memory[2]) == {"personal"}
-    assert (theta["head.weight"] - came["head.weight"]).abs().max() > 1e-4
+    assert not any(federation.engine.memory.values())
+    cohort = federation.engine.cohort([0, 2], 99, training=False)
+    assert federation.server.personalize(cohort) == {}
+    exchanges = [(e.step, e.client, e.down, e.up) for e in cohort.state.exchanges]
+    assert exchanges == [("adapt", 0, size, 0), ("adapt", 2, size, 0)]
+    assert not any(federation.engine.memory.values())
 
 
 @pytest.mark.parametrize("server_lr", [1.0, 0.5])
 def test_buffers_are_those_of_thetas_passes_averaged_uniformly(server_lr: float) -> None:
     federation = Federation("pfedme", make_task(Normed), **STEPS, server_lr=server_lr)
+    alone = Federation("pfedme", make_task(Normed), **STEPS)
+    measured = []
+    for client in (0, 2):
+        alone.server.model = {"base": alone.task.outline().initial()}
+        alone.round([client])
+        measured.append(alone.server.model["base"]["norm.running_mean"])
     federation.round([0, 2])
-    thetas = [federation.engine.memory[client]["personal"] for client in (0, 2)]
     ours = federation.server.model["base"]
-    mean = (thetas[0]["norm.running_mean"] + thetas[1]["norm.running_mean"]) / 2
+    mean = (measured[0] + measured[1]) / 2
     torch.testing.assert_close(ours["norm.running_mean"], server_lr * mean, **CLOSE)  # it was zero
     assert ours["norm.num_batches_tracked"] == server_lr * 4 * 3
 
@@ -214,9 +224,9 @@ def test_a_novel_client_fine_tunes_as_in_training_with_a_w_of_its_own_that_moves
     federation.round([0, 1, 2])
     before = federation.server.model["base"]
     if unit == "steps":
-        rows = list(islice(batches(task, 3, 99, "fine_tune"), 6))
+        rows = list(islice(batches(task, 3, 99, "adapt"), 6))
     else:
-        source = generator(0, "batches", 3, 99, "fine_tune", 0)
+        source = generator(0, "batches", 3, 99, "adapt", 0)
         orders = [task.train[3][torch.randperm(9, generator=source)] for _ in range(3)]
         rows = [part for order in orders for part in order.split(5)]
     assert len(rows) == 6
@@ -225,14 +235,6 @@ def test_a_novel_client_fine_tunes_as_in_training_with_a_w_of_its_own_that_moves
     assert (w - vector(before)).abs().max() > 0.1  # or a fixed w would pass
     torch.testing.assert_close(federation.server.model["base"], before, rtol=0, atol=0)
     assert 3 not in federation.engine.memory
-
-
-def test_a_novel_client_replies_with_nothing() -> None:
-    federation = Federation("pfedme", make_task(novel=1), **STEPS, novel_steps=2)
-    cohort = federation.engine.cohort([3], 99, training=False, fresh=True)
-    model = federation.server.personalize(cohort)
-    (exchange,) = cohort.state.exchanges
-    assert (exchange.step, exchange.down, exchange.up) == ("fine_tune", trees.count_bytes(model), 0)
 
 
 # Mistakes that the checks above must reject
@@ -305,8 +307,21 @@ def test_mutant_that_weighs_by_examples(monkeypatch: Any) -> None:
         check_a_round()
 
 
-def test_mutant_that_tests_w(monkeypatch: Any) -> None:
-    monkeypatch.setattr(pfedme.Client, "personal_model", lambda self, received: received)
+ROUNDS = pfedme.Client.local_rounds
+
+
+def w_for_theta(self: pfedme.Client, model: Model) -> tuple[Model, Model]:
+    w, _ = ROUNDS(self, model)
+    return w, w
+
+
+def the_global_model(self: pfedme.Client, model: Model) -> tuple[Model, Model]:
+    return ROUNDS(self, model)[0], model
+
+
+@pytest.mark.parametrize("mutant", [w_for_theta, the_global_model])
+def test_mutant_that_tests_w(mutant: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(pfedme.Client, "local_rounds", mutant)
     with pytest.raises(AssertionError):
         check_the_evaluated_model()
 

@@ -9,8 +9,11 @@ in which the loss is convex, not the weights.
 
 In a round a client trains both models jointly, on the loss of the interpolated predictor at its
 lambda, and then chooses lambda anew: the one of ``mixing`` with the smallest loss on its
-validation examples (its training examples where it has none). Before its first choice lambda is the
-middle one.
+validation examples (its training examples where it has none), among equals the one nearest to that
+it has: before the global model has been another's too, both models may be the same, and every
+lambda as good. Before its first choice lambda is the middle one. (We had no text of the paper.
+Ditto's authors, in their code for comparing, train a local model for each lambda with the global
+one frozen, and then the latter at the best: as many trainings in a round as there are lambdas.)
 
 Sent: the global model, batch-norm buffers included, both ways. Kept: the local model, which starts
 from the first global model received, and lambda. Aggregated: the mean of the trained global models,
@@ -97,19 +100,16 @@ class Client(federation.Client):
 
     def joint_objective(self, joint: Model, batch: Batch) -> tuple[Tensor, Model]:
         """Returns the loss of the interpolated predictor, and both models' buffers."""
-        middle = len(self.config.mixing) // 2
-        share = self.memory[LAMBDA] if LAMBDA in self.memory else self.mixing[middle]
         common, own = _parted(joint)
         common_output, common_buffers = forward(self.module, common, batch.x)
         own_output, own_buffers = forward(self.module, own, batch.x)
-        mixed = interpolated(common_output, own_output, share)
+        mixed = interpolated(common_output, own_output, self.share)
         return self.loss(mixed, batch.y), _joined(common_buffers, own_buffers)
 
     def choose(self, common: Model, own: Model) -> None:
-        """Keeps the local model and the lambda with the smallest loss, the first among equals.
+        """Keeps the local model and the lambda with the smallest loss.
 
-        Equal to within rounding: before the global model has been another's too, the two models may
-        be the same, and every lambda as good.
+        Of those that are equal, to within rounding, it is the one nearest to the present one.
         """
         losses = torch.zeros_like(self.mixing)
         with torch.no_grad():
@@ -118,8 +118,16 @@ class Client(federation.Client):
                 mixed = [interpolated(first, second, share) for share in self.mixing]
                 each = [self.loss(output, batch.y) for output in mixed]
                 losses = losses + torch.stack(each).double() * len(batch.x)
-        best = losses.isclose(losses.min(), rtol=1e-5).byte().argmax()
-        self.memory["local"], self.memory[LAMBDA] = own, self.mixing[best].clone()
+        equal = losses.isclose(losses.min(), rtol=1e-5)
+        nearest = (self.mixing - self.share).abs().where(equal, torch.inf).argmin()
+        self.memory["local"], self.memory[LAMBDA] = own, self.mixing[nearest].clone()
+
+    @property
+    def share(self) -> Tensor:
+        """The present lambda, a scalar."""
+        middle = len(self.config.mixing) // 2
+        share: Tensor = self.memory[LAMBDA] if LAMBDA in self.memory else self.mixing[middle]
+        return share
 
     @property
     def mixing(self) -> Tensor:

@@ -6,18 +6,20 @@ A client's part of the objective is the Moreau envelope F(w) = min f(theta) + la
 over theta. In each local round a client takes K gradient steps towards the minimiser theta(w) on
 one fresh batch, and then moves its w by -eta lambda (w - theta), which is -eta grad F(w).
 
-Sent: the global model w, batch-norm buffers included; the client's moved w comes back. Kept: the
-personal model, the last theta. Aggregated: w <- (1 - beta) w + beta times the mean of the clients'
-w; the mean is **uniform** over the cohort, as in the paper (the authors' code weighs by training
-examples). Evaluated: theta, not w; a known client that was never asked uses w as it is. A novel
-client fine-tunes the global model on the same loss (PeFLL, appendix C.2) as in training: for
-``novel_steps`` local rounds, in which a w of its own moves after theta. (A fixed w would hold theta
-at the global model where lambda is large.) Nothing comes back.
+Sent: the global model w, batch-norm buffers included; the client's moved w comes back. Kept:
+nothing. Aggregated: w <- (1 - beta) w + beta times the mean of the clients' w; the mean is
+**uniform** over the cohort, as in the paper (the authors' code weighs by training examples).
+Evaluated: the personal model, the last theta, not w. The paper has every client train in every
+round and averages some; here the others train when they are served, which changes no w: from the
+global model, as long as in a round, in which a w of the client's own moves after theta, and nothing
+comes back. A theta from the round that a client was last asked in would be as old as the w that it
+is near. A novel client does the same for ``novel_steps`` local rounds, which is fine-tuning on the
+same loss (PeFLL, appendix C.2). (A fixed w would hold theta at the global model where lambda is
+large.)
 
 Where the paper leaves theta's start open we follow the authors' code: the global w in a round's
-first local round, the last theta in the others. The paper has every client train in every round and
-averages some; here only the cohort trains, which changes no w. Batch-norm buffers are those of
-theta's passes, since no pass is made with w.
+first local round, the last theta in the others. Batch-norm buffers are those of theta's passes,
+since no pass is made with w.
 """
 
 from collections.abc import Iterable, Mapping
@@ -77,23 +79,27 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 class Client(federation.Client):
-    """Keeps a personal model near the global one."""
+    """Trains w, by a personal model near it."""
 
     @step(like="model")
     def train_model(self, model: Model) -> Model:
-        """Returns w after R local rounds and keeps the last theta."""
+        """Returns w after R local rounds."""
+        w, _ = self.local_rounds(model)
+        return w
+
+    @step
+    def adapt(self, model: Model) -> Tree:
+        """Makes the last theta the personal model; replies with nothing."""
+        _, self.scratch["personal"] = self.local_rounds(model)
+        return {}
+
+    def local_rounds(self, model: Model) -> tuple[Model, Model]:
+        """Returns w and the last theta, from the global model."""
         w = theta = model
         for batch in self.batches:
             theta = self.approach(theta, w, [batch] * self.config.inner_steps)
             w = self.moved(w, theta)
-        self.memory["personal"] = theta
-        return w
-
-    @step
-    def fine_tune(self, model: Model) -> Tree:
-        """Does the same; replies with nothing."""
-        self.train_model(model)
-        return {}
+        return w, theta
 
     def approach(self, theta: Model, w: Model, batches: Iterable[Batch]) -> Model:
         """Takes a gradient step of f(theta; batch) + lambda/2 |theta - w|^2 for each batch."""
@@ -108,9 +114,9 @@ class Client(federation.Client):
             for name, value in w.items()
         }
 
-    def personal_model(self, received: Model) -> Model:
-        """Returns theta, or the global model if there is none."""
-        personal: Model = self.memory.get("personal", received)
+    def personal_model(self, received: Tree) -> Model:
+        """Returns theta; w itself serves nobody."""
+        personal: Model = self.scratch["personal"]
         return personal
 
 
@@ -131,9 +137,8 @@ class Server(federation.Server):
             moved[size] = interpolate(self.model[size], mean, beta)
         self.model = self.model | moved
 
-    def personalize(self, clients: Cohort) -> Model:
-        """Sends the global model; each client uses its own theta."""
-        model: Model = self.model[clients.size]
-        if clients.novel:
-            clients.ask(Client.fine_tune, model, batches=self.config.novel_batches)
-        return model
+    def personalize(self, clients: Cohort) -> Tree:
+        """Sends the global model, near which each client trains its theta."""
+        batches = self.config.novel_batches if clients.novel else self.config.batches
+        clients.ask(Client.adapt, self.model[clients.size], batches=batches)
+        return {}
