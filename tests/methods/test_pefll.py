@@ -145,6 +145,19 @@ def test_the_update_of_a_regression_is_that_gradient_too(descriptor_net: str) ->
     check_two_rounds([0, 1, 3], make_quadratic_task(), descriptor_net=descriptor_net)
 
 
+def test_the_decay_of_adam_is_in_its_gradient() -> None:
+    """The first step of Adam is g / (|g| + 1e-8) times the rate, with bias corrected."""
+    ours = Federation("pefll", make_task(), **SETTINGS | {"optimizer": "adam"})
+    gradient = gradients(ours, [0, 2], 0, [])
+    decayed = {n: 0.1 * gradient[n] + 2 * ETA * value for n, value in parameters(ours).items()}
+    expected = {
+        name: (value - 0.5 * decayed[name] / (decayed[name].abs() + 1e-8)).detach()
+        for name, value in parameters(ours).items()
+    }
+    ours.round([0, 2])
+    torch.testing.assert_close(dict(parameters(ours)), expected, rtol=1e-6, atol=1e-9)
+
+
 def flipped(subtract: Callable[..., Tree]) -> Callable[..., Tree]:
     return lambda sent, trained: subtract(trained, sent)
 
@@ -516,6 +529,17 @@ def test_a_client_lost_between_messages_equals_one_never_sampled(
     lose(monkeypatch, step, 1)
     assert list(lossy.round([0, 1, 3], 1).state.lost) == [1]
     smaller.round([0, 3], 1)
+    torch.testing.assert_close(lossy.server.state(), smaller.server.state(), **CLOSE)
+
+
+def test_descriptors_are_standardised_without_who_is_lost_at_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = SETTINGS | {"standardize": True}
+    lossy, smaller = (Federation("pefll", make_task(), **settings) for _ in range(2))
+    smaller.round([1, 3])
+    lose(monkeypatch, "describe", 0)  # the first, whose descriptor it would be
+    lossy.round([0, 1, 3])
     torch.testing.assert_close(lossy.server.state(), smaller.server.state(), **CLOSE)
 
 
