@@ -71,7 +71,8 @@ class Reference:
         self.task, self.config = ours.task, ours.config
         self.hyper_net = {n: v.requires_grad_() for n, v in state["hyper_net"].items()}
         self.embeddings = [v.requires_grad_() for v in state["embeddings"].values()]
-        self.optimizer = torch.optim.Adam(self.parameters, lr=ours.config.lr)
+        groups = [{"params": self.embeddings}, {"params": [*self.hyper_net.values()]}]
+        self.optimizer = torch.optim.Adam(groups, lr=ours.config.lr)
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -140,6 +141,23 @@ def test_a_round_is_a_step_of_adam_of_what_made_its_models(clip: float | None) -
     for client in range(5):
         made = trees.detach(reference.personal(client))
         torch.testing.assert_close(ours.personal(client), made, **CLOSE)
+
+
+def test_under_a_rule_an_embedding_learns_from_its_client_as_ever() -> None:
+    """The median is that of what clients have in common; others' zeros would be an embedding's."""
+    ours = Federation("mh_pfedhn", make_task(), **ONE_STEP, **SERVER)
+    reference, clients = Reference(ours), (0, 1, 3)
+    for number in range(2):
+        each = [reference.gradients(reference.objective([i])) for i in clients]
+        gradients: list[Tensor | None] = [None] * len(reference.parameters)
+        for client, own in zip(clients, each, strict=True):
+            gradients[client] = own[client] / len(clients)
+        for place in range(len(reference.embeddings), len(gradients)):
+            gradients[place] = torch.stack([own[place] for own in each]).median(dim=0).values
+        reference.step(gradients)
+        with trees.aggregating(Rule("median")):
+            ours.round(clients, number)
+        reference.check(ours)
 
 
 @pytest.mark.parametrize("alpha", [0.3, 1.0])

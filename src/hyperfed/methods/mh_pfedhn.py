@@ -204,8 +204,11 @@ class Server(federation.Server):
             config.embedding_std * torch.randn(shape, dtype=outline.dtype)
             for _ in range(outline.clients + config.global_model)
         )
-        learned = [*self.embeddings, *self.hyper_net.parameters()]
-        self.optimizer = Adam(learned, config.lr, fused=True)
+        groups: list[dict[str, Any]] = [
+            {"params": [*self.embeddings], "own": "whole"},
+            {"params": [*self.hyper_net.parameters()]},
+        ]
+        self.optimizer = Adam(groups, config.lr, fused=True)
 
     def round(self, clients: Cohort) -> None:
         """Makes, sends and pulls back the models of a cohort, and the global one before them."""

@@ -17,6 +17,9 @@ from hyperfed.trees.aggregation import is_plain, private_clip
 Reduction = Literal["mean", "sum"]
 """What the clients of a cohort, or the entries of a vector, come to together."""
 
+Own = Literal["rows", "whole"]
+"""Whether each row of a parameter is one client's own, or a parameter is as a whole."""
+
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class HyperNetConfig(GeneratorConfig):
@@ -67,7 +70,7 @@ class HyperNetConfig(GeneratorConfig):
         if decay is None:
             decay = self.weight_decay
         groups: list[dict[str, Any]] = [
-            {"params": [*embeddings], "lr": lr, "weight_decay": decay, "own": True},
+            {"params": [*embeddings], "lr": lr, "weight_decay": decay, "own": "rows"},
             {"params": [*hyper_net]},
         ]
         return SGD(
@@ -146,8 +149,8 @@ def pull_back_apart(
 
     The deltas are of different models, which no rule can compare; what they are pulled back to are
     gradients of the same parameters, and their mean is what the server descends. A learned
-    embedding (a parameter group that is ``own``) takes part in its client's model alone, so that
-    its gradient is that client's, as ever.
+    embedding (of a parameter group that says so: ``"own"``, :data:`Own`) takes part in its client's
+    model alone, so that its gradient is that client's, as ever.
 
     Where the mean is private, all that a client's delta is pulled back to is bounded as one, its
     embedding's gradient included, and all of that has noise: what the server keeps is private, and
@@ -178,12 +181,12 @@ def pull_back_apart(
     reached = [p for p, gradient in zip(parameters, pulled[0], strict=True) if gradient is not None]
     if clip is not None:
         by_parameter = clip_together(by_parameter, clip)
-    apart = [own and clip is None for _, own in reached]
+    apart = [own is not None and clip is None for _, own in reached]
     shared = {str(i): by_parameter[i] for i in range(len(reached)) if not apart[i]}
     mean = weighted_mean(shared, there[there > 0])
     for i, (parameter, own) in enumerate(reached):
         total = by_parameter[i].sum(dim=0) if apart[i] else mean[str(i)] * len(pulled)
-        if own and not apart[i]:  # a row for each client, of which those of others have no gradient
+        if own == "rows" and not apart[i]:  # of which those of other clients have no gradient
             absent = torch.ones(len(total), dtype=torch.bool, device=total.device)
             absent[clients.ids[there > 0]] = False
             total[absent] = 0
@@ -191,10 +194,10 @@ def pull_back_apart(
         parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
-def _parameters(optimizers: Iterable[Optimizer]) -> list[tuple[Tensor, bool]]:
-    """Returns all parameters, each with whether every row of it is one client's own."""
+def _parameters(optimizers: Iterable[Optimizer]) -> list[tuple[Tensor, Own | None]]:
+    """Returns all parameters, each with how it is clients' own; None where they share it."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    return [(p, group.get("own", False)) for group in groups for p in group["params"]]
+    return [(p, group.get("own")) for group in groups for p in group["params"]]
 
 
 def clip_together(gradients: Sequence[Tensor], clip: float) -> list[Tensor]:
