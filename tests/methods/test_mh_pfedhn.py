@@ -287,6 +287,19 @@ def test_batch_norms_statistics_are_the_clients_and_those_of_the_global_model_th
     assert set(ours.server.buffers) == set(buffers)
 
 
+def test_the_local_gradient_of_a_clients_own_model_is_clipped_and_the_global_ones_is_not() -> None:
+    task, clip = make_task(), 1e-3
+    settings = ONE_STEP | SERVER | {"global_model": True, "local_clip": clip}
+    ours, sent = Federation("mh_pfedhn", task, **settings), task.initial("base")
+    cohort, batches = ours.engine.cohort([0], 0, training=True), ours.config.batches
+    trained = torch_sgd(task, 0, sent, 1, lr=LOCAL_LR)
+    own = trees.take(cohort.ask(Client.train_model, sent, batches=batches), 0)
+    shared = trees.take(cohort.ask(Client.train_global, sent, batches=batches), 0)
+    torch.testing.assert_close(shared, trees.subtract(sent, trained), **CLOSE)
+    length = torch.cat([value.flatten() for value in own.values()]).norm()
+    assert length.item() == pytest.approx(LOCAL_LR * clip, rel=0.02)
+
+
 def test_a_global_model_teaches_with_its_own_buffers_those_whose_are_of_another_shape() -> None:
     class Wide(Normed):
         def __init__(self) -> None:

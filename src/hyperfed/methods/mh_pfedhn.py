@@ -60,7 +60,8 @@ class Config(LocalConfig):
 
     Attributes:
         local_weight_decay: weight decay of local SGD.
-        local_clip: bound of a local gradient's norm.
+        local_clip: bound of a local gradient's norm; that of the global model has none, as in the
+            code.
         lr: learning rate of the server's Adam.
         clip: bound of the norm of the server's gradient; None for none.
         chunk: parameters that one head makes.
@@ -125,7 +126,14 @@ class Client(federation.Client):
         self.scratch["global"] = model
         network = self.network("global")
         objective, trainable = supervised(network, self.loss), trees.parameters_of(network)
-        trained = sgd(objective, model, self.batches, self.config.local, trainable=trainable).model
+        trained = sgd(
+            objective,
+            model,
+            self.batches,
+            self.config.local,
+            trainable=trainable,
+            unclipped=trainable,
+        ).model
         return subtract(model, trained)
 
     @step(like="model", bounded="reply")
