@@ -5,8 +5,10 @@ Paper: https://arxiv.org/abs/2507.22330, with the authors' code, github.com/Dang
 Sent: the parameters that the hypernetwork makes, chunk by chunk, from as many embeddings as the
 client's network needs. Returned: delta, sent minus trained. Kept by the client: batch-norm buffers,
 where its network has any. Evaluated: the generated model with them. A novel client's embeddings are
-drawn as all were and fitted by ``novel_rounds`` of the same exchange, with the hypernetwork frozen;
-if no client that trained has as many chunks as it, its heads are as they were drawn.
+drawn as all were and fitted by ``novel_rounds`` of the same exchange, with the hypernetwork frozen.
+If no client that trained has as many chunks as it, its heads are as they were drawn; in the code
+they are fitted too, by all such clients together. What is clipped in a fit is the gradient of the
+client's embeddings; in the code that of the whole hypernetwork, of its frozen parts, too.
 
 The trunk is one for all; a head makes the chunk at its place for all clients of as many chunks,
 whatever their architectures. The server, which is told no architecture, has for every client as
@@ -22,12 +24,18 @@ with p the softmax of the outputs over the temperature T and the global model as
 novel client learns from its labels alone, as in the code. The light model is the smallest of the
 task's targets (in the code its CNN); its batch-norm buffers travel with it and are averaged.
 
-The code visits all clients in a round, one after another, with a step of Adam after each, and the
-step of the global model before them all. Here a round makes one step for the mean over its cohort;
-with ``cohort = 1``, as in the presets, that is the code's step, for clients drawn at random. The
-step of the global model is the first of two that start where the round did, for the clients' models
-are made before it. As in the code, a step moves what made this round's models and nothing else: the
-moments of Adam of an embedding or a head wait until its next turn.
+The code visits all clients in a round, one after another, with a step of Adam after each. Here a
+round makes one step for the mean over its cohort; with ``cohort = 1``, as in the presets, that is
+the code's step, for clients drawn at random. As in the code, it moves what made this round's models
+and nothing else: the moments of Adam of an embedding or a head wait until its next turn.
+
+The step of the global model is another than in the code, which makes it once before it visits all
+clients, by the mean over all of them. Here each round makes it, by the mean over its cohort: with
+``official_gd`` 25,000 times by one client, where the code does so 500 times by 50. It is the first
+of two steps that start where the round did, for the clients' models are made before it. And it
+moves what made the global model and nothing else. The code gives it gradients of zero for the rest,
+so that Adam moves all embeddings and heads by their moments, once between two turns of a client;
+here that would be about 50 times.
 """
 
 import copy

@@ -233,7 +233,7 @@ def fit_rows(
         rows: (C, l) where each client begins, a leaf that requires gradients.
         optimizer: of them, and of nothing else.
         exchange: makes of rows the models and gets their deltas: sent minus trained, (C, ...) each.
-        clients: whose rows they are; a lost client's row stays.
+        clients: whose rows they are; that of a lost one, which nobody uses, has no gradient.
         rounds: how often they move.
         clip: bound of the norm of a row's gradient; None for none.
 
