@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import hyperfed
 from hyperfed import trees
+from hyperfed.data.arrays import IGNORED
 from hyperfed.engines import Faults
 from hyperfed.engines.local.loop import LoopEngine
 from hyperfed.engines.local.vmap import VmappedEngine
@@ -27,6 +28,7 @@ from toys import (
     TwoLayers,
     client_loss,
     make_task,
+    make_token_task,
 )
 
 CLOSE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-12}
@@ -420,6 +422,18 @@ def test_fixed_descriptors_are_class_proportions() -> None:
         torch.testing.assert_close(
             federation.personal(client, **options), expected, rtol=1e-6, atol=1e-7
         )
+
+
+def test_class_proportions_of_tokens_are_of_those_that_count() -> None:
+    task = make_token_task()
+    task.y[task.train[1]] = IGNORED  # one client has no label at all
+    ours = Federation("pfedhn", task, **ONE_STEP, **SERVER, descriptor="class_proportions")
+    cohort = ours.engine.cohort([0, 1], 0, training=True)
+    found = cohort.ask(ours.method.Client.class_proportions)["descriptor"]
+    assert not cohort.state.lost
+    y = task.y[task.train[0]][:, :3]  # those behind do not count
+    expected = [[(y == c).double().mean().item() for c in range(CLASSES)], [0.0] * CLASSES]
+    torch.testing.assert_close(found.double(), torch.tensor(expected).double())
 
 
 def check_class_shares(engine: Any = None) -> None:

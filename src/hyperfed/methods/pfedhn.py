@@ -119,9 +119,13 @@ class Client(federation.Client):
 
     @step
     def class_proportions(self) -> Tree:
-        """Returns {"descriptor": (classes,)}, the share of each class in the training data."""
+        """Returns {"descriptor": (classes,)}, the share of each class in the training labels.
+
+        Of tokens those that are ignored have none; where all are, the shares are zero.
+        """
         count = count_classes(self.train.labels, self.classes)
-        return {"descriptor": count.to(torch.get_default_dtype()) / len(self.train)}
+        total = count.sum().clamp(min=1)
+        return {"descriptor": count.to(torch.get_default_dtype()) / total}
 
     @step
     def class_counts(self) -> Tree:
