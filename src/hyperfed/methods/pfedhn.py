@@ -13,8 +13,8 @@ mean of the learned embeddings, or where a learned one starts (``novel_start``).
 proportions" of section 5.3, which the words say is within the client, the default of the two
 (``"class_proportions"``, the share of each class in its data), and the formula over the clients
 (``"class_shares"``, its share of each class: sum_i p_ij = 1 over known clients, who are asked for
-their counts once). With ``novel_models`` a novel client needs no labels: it uses the
-models of known clients, all of them or that of the nearest by its inputs.
+their counts once). With ``novel_models`` a novel client needs no labels: it uses the models of
+known clients of its size, all of them or that of the nearest by its inputs.
 """
 
 from collections.abc import Mapping
@@ -206,7 +206,8 @@ class Server(federation.Server):
         """Sends the generated models; a novel client's embedding is fitted first, or borrowed."""
         config = self.config
         if clients.novel and config.pooled:
-            return {POOL: detach(self.hyper_net(self.embeddings.weight, clients.size))}
+            rows = self.embeddings(pools.lenders(clients).ids)
+            return {POOL: detach(self.hyper_net(rows, clients.size))}
         descriptor = self.descriptors_of(clients)
         with torch.no_grad():
             return Each(self.hyper_net(descriptor, clients.size))

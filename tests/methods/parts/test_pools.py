@@ -21,9 +21,10 @@ SETTINGS: dict[str, Any] = {"local_steps": 10, "batch_size": 8, "local_lr": 0.05
 NOVEL = 3
 
 
-def federation(kind: str) -> Federation:
+def federation(kind: str, **options: Any) -> Federation:
     """Three known clients whose models differ, and a novel one without training labels."""
-    ours = Federation("pfedhn", make_task(novel=1, unlabelled=True), **SETTINGS, novel_models=kind)
+    task = make_task(novel=1, unlabelled=True, **options)
+    ours = Federation("pfedhn", task, **SETTINGS, novel_models=kind)
     for number in range(30):
         ours.round([number % 3], number)
     return ours
@@ -147,7 +148,15 @@ def test_only_known_clients_of_the_same_size_have_a_model_for_a_novel_one() -> N
     ours = nearest_federation(**sizes("S", "L", "S", "S"))  # client 1 is the nearest of all
     model = ours.personal(NOVEL, fresh=True)
     torch.testing.assert_close(model, ours.personal(2), rtol=0, atol=0)
-    ours = nearest_federation(**sizes("S", "S", "S", "L"))
+    ours = federation("ensemble", **sizes("S", "L", "S", "S"))
+    pool = ours.server.personalize(ours.engine.cohort([NOVEL], 9, training=False))["pool"]
+    expected = trees.stack([ours.personal(client) for client in (0, 2)])
+    torch.testing.assert_close(pool, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["sampled", "ensemble", "nearest"])
+def test_without_a_known_client_of_its_size_a_novel_one_is_told_so(kind: str) -> None:
+    ours = federation(kind, **sizes("S", "S", "S", "L"))
     with pytest.raises(UserError, match="but none runs L; set novel_models='fit'"):
         ours.personal(NOVEL, fresh=True)
 

@@ -4,6 +4,8 @@ These are the ways in which IT-PFL-HN's paper (section 6.2) uses pFedHN for a cl
 one known client's model, drawn at random ("sampled"); all of them, their outputs averaged
 ("ensemble"); that of the known client whose inputs are the nearest ("nearest"). For the first two a
 novel client is sent a pool, the models of all known clients; for the last a model like any other.
+Known clients are those of its target size here: no other's embedding was trained to make such a
+model.
 """
 
 from collections.abc import Callable, Iterator
@@ -52,8 +54,26 @@ class PoolConfig:
             )
 
 
+def lenders(novel: Cohort) -> Cohort:
+    """Returns the known clients of novel ones' target size.
+
+    Args:
+        novel: clients of one target size.
+
+    Raises:
+        UserError: no known client has their size.
+    """
+    known = novel.known.sizes.get(novel.size)
+    if known is None:
+        raise UserError(
+            "a known client whose model a novel one uses must run a target of its size, but none "
+            f"runs {novel.size}; set novel_models='fit'"
+        )
+    return known
+
+
 def nearest(novel: Cohort, steps: int) -> Tensor:
-    """Returns (C,) numbers of the known clients nearest to novel ones, among those of their size.
+    """Returns (C,) numbers of the known clients nearest to novel ones, among :func:`lenders`.
 
     Args:
         novel: C clients of one target size.
@@ -62,12 +82,7 @@ def nearest(novel: Cohort, steps: int) -> Tensor:
     Raises:
         UserError: no known client has their size.
     """
-    known = novel.known.sizes.get(novel.size)
-    if known is None:
-        raise UserError(
-            "the nearest known client must run a target of the novel one's size, but none runs "
-            f"{novel.size}; set novel_models='fit'"
-        )
+    known = lenders(novel)
     return known.ids[a_distance(novel, known, steps).argmin(dim=1)]
 
 
