@@ -1,6 +1,6 @@
 """pFedHN and pFedHN-PC: the update by one-piece autograd, Proposition 1, and what travels."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,8 +11,10 @@ import hyperfed
 from hyperfed import trees
 from hyperfed.data.arrays import IGNORED
 from hyperfed.engines import Faults
+from hyperfed.engines.calls import Call
 from hyperfed.engines.local.loop import LoopEngine
 from hyperfed.engines.local.vmap import VmappedEngine
+from hyperfed.engines.replies import NoAnswerError
 from hyperfed.federation import AllLostError
 from hyperfed.methods import pfedhn
 from hyperfed.methods.parts import hypernet_training
@@ -463,6 +465,36 @@ def check_class_shares(engine: Any = None) -> None:
 
 def test_fixed_descriptors_may_be_shares_of_classes() -> None:
     check_class_shares()
+
+
+def test_who_is_away_when_classes_are_counted_counts_from_its_first_round_on() -> None:
+    """Shares are of all who have answered, so that those of known clients never exceed one."""
+
+    class Away(LoopEngine):
+        def answer(self, calls: Sequence[Call]) -> list[trees.Tree | Exception]:
+            away = NoAnswerError("away")
+            answers = zip(calls, super().answer(calls), strict=True)
+            return [away if (c.client, c.round) == (2, 0) else answer for c, answer in answers]
+
+    task = make_task(novel=1)
+    task.y[torch.cat([*task.train])[:CLASSES]] = torch.arange(CLASSES)  # client 0 has each class
+    ours = Federation("pfedhn", task, **ONE_STEP, **SERVER, descriptor="class_shares")
+    ours.engine = Away(task, ours.method.Client, ours.config, seed=0)
+    ours.round([0], 0)
+    labels = [task.y[task.train[client]] for client in range(4)]
+    count = torch.stack([torch.bincount(y, minlength=CLASSES) for y in labels]).double()
+
+    def shares(*clients: int, fresh: bool = False) -> Tensor:
+        cohort = ours.engine.cohort(clients, 99, training=False, fresh=fresh)
+        found: Tensor = ours.server.descriptors_of(cohort)
+        return found
+
+    torch.testing.assert_close(shares(0), count[:1] / count[:2].sum(dim=0), **CLOSE)
+    torch.testing.assert_close(shares(2), count[2:3] / count[:3].sum(dim=0), **CLOSE)
+    ours.round([2], 1)
+    for which in ([0, 1, 2], [3]):
+        expected = count[which] / count[:3].sum(dim=0)
+        torch.testing.assert_close(shares(*which, fresh=which == [3]), expected, **CLOSE)
 
 
 def test_class_shares_are_known_before_the_first_round_and_after_a_restart() -> None:

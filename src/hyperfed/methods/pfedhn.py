@@ -13,8 +13,9 @@ mean of the learned embeddings, or where a learned one starts (``novel_start``).
 proportions" of section 5.3, which the words say is within the client, the default of the two
 (``"class_proportions"``, the share of each class in its data), and the formula over the clients
 (``"class_shares"``, its share of each class: sum_i p_ij = 1 over known clients, who are asked for
-their counts once). With ``novel_models`` a novel client needs no labels: it uses the models of
-known clients of its size, all of them or that of the nearest by its inputs.
+their counts once; one that is away then counts from its first round on). With ``novel_models`` a
+novel client needs no labels: it uses the models of known clients of its size, all of them or that
+of the nearest by its inputs.
 """
 
 from collections.abc import Mapping
@@ -174,7 +175,7 @@ class Server(federation.Server):
             outline, size, head_layers=config.head_layers, spectral_norm=config.spectral_norm
         )
         self.embeddings = nn.Embedding(outline.clients, size).to(outline.dtype)
-        self.examples: Tree = {}  # {"count": (classes,)} of all known clients, once they were asked
+        self.examples: Tree = {}  # {"count": (n, classes)} of known clients, once they were asked
         self.optimizer = config.sgd(
             embeddings=self.embeddings.parameters(), hyper_net=self.hyper_net.parameters()
         )
@@ -182,7 +183,7 @@ class Server(federation.Server):
     def round(self, clients: Cohort) -> None:
         """Algorithm 1; for a cohort of several, the mean over them (the paper's has one)."""
         groups, batches = clients.sizes, self.config.batches
-        examples = self.class_totals(clients)
+        examples = self.class_examples(clients)
         model = {
             size: self.hyper_net(self.descriptors(group, examples), size)
             for size, group in groups.items()
@@ -220,13 +221,22 @@ class Server(federation.Server):
             return rows
         if clients.novel and config.descriptor == "embedding":
             return self.fit_embeddings(clients)
-        return self.descriptors(clients, self.class_totals(clients))
+        return self.descriptors(clients, self.class_examples(clients))
 
-    def class_totals(self, clients: Cohort) -> Tree:
-        """Returns {"count": (classes,)}, the examples that known clients have together."""
-        if self.examples or self.config.descriptor != "class_shares":
-            return self.examples
-        return {"count": clients.known.ask(Client.class_counts)["count"].sum(dim=0)}
+    def class_examples(self, clients: Cohort) -> Tree:
+        """Returns {"count": (n, classes)} of the known clients, 0 of those who never answered.
+
+        {} where descriptors are no shares. Known ones among ``clients`` are asked for their own.
+        """
+        if self.config.descriptor != "class_shares":
+            return {}
+        examples = self.examples or clients.known.ask(Client.class_counts)
+        if clients.novel:
+            return examples
+        reply, count = clients.ask(Client.class_counts), examples["count"].clone()
+        there = clients.weight > 0
+        count[clients.ids[there]] = reply["count"][there]
+        return {"count": count}
 
     def descriptors(self, clients: Cohort, examples: Tree) -> Tensor:
         """Returns (C, l): learned embeddings, or what the clients say of their classes."""
@@ -234,8 +244,9 @@ class Server(federation.Server):
             proportions: Tensor = clients.ask(Client.class_proportions)["descriptor"]
             return proportions.to(self.outline.dtype)
         if self.config.descriptor == "class_shares":
-            count: Tensor = clients.ask(Client.class_counts)["count"].to(self.outline.dtype)
-            shares: Tensor = count / examples["count"]
+            known: Tensor = examples["count"]
+            own = clients.ask(Client.class_counts)["count"] if clients.novel else known[clients.ids]
+            shares: Tensor = own.to(self.outline.dtype) / known.sum(dim=0)
             return shares.nan_to_num(posinf=1.0)  # of a class that no known client has: 0, or all
         rows: Tensor = self.embeddings(clients.ids)
         return rows
