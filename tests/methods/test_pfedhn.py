@@ -18,6 +18,7 @@ from hyperfed.engines.replies import NoAnswerError
 from hyperfed.federation import AllLostError
 from hyperfed.methods import pfedhn
 from hyperfed.methods.parts import hypernet_training
+from hyperfed.runs.evaluation import evaluate
 from hyperfed.system.randomness import generator, seeded
 from hyperfed.task import Task
 from toys import (
@@ -296,6 +297,74 @@ def test_batch_norm_buffers_stay_with_the_client() -> None:
     torch.testing.assert_close(
         federation.personal(0)["norm.running_mean"], kept["norm.running_mean"]
     )
+
+
+def normalised(model: dict[str, Tensor], x: Tensor, by: Tensor) -> Tensor:
+    """Outputs of a ``Normed`` on x with statistics of the inputs ``by``, in plain products."""
+    body, inputs = (rows @ model["body.weight"].T + model["body.bias"] for rows in (x, by))
+    spread = (inputs.var(dim=0) + 1e-5).sqrt()
+    hidden = (body - inputs.mean(dim=0)) / spread * model["norm.weight"] + model["norm.bias"]
+    return hidden.tanh() @ model["head.weight"].T + model["head.bias"]
+
+
+def far_task() -> Task:
+    """With batch-norm, which the statistics that it begins with are of no use to."""
+    task = make_task(Normed, examples=(12, 7, 20, 9, 9), novel=2)
+    task.x.mul_(5).add_(7)
+    return task
+
+
+@pytest.mark.parametrize("kind", [LoopEngine, VmappedEngine])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"descriptor": "class_proportions"},
+        {"descriptor": "class_shares"},
+        {"novel_models": "nearest"},
+        {"novel_rounds": 0},
+    ],
+)
+def test_novel_clients_to_whom_nothing_is_fitted_measure_the_buffers(
+    settings: dict[str, Any], kind: type[LoopEngine]
+) -> None:
+    task = far_task()
+    ours = Federation("pfedhn", task, **ONE_STEP, **SERVER, **settings)
+    ours.engine = kind(task, ours.method.Client, ours.config, seed=0)
+    ours.round([0, 1])
+    cohort = ours.engine.cohort([3, 4], 99, training=False, fresh=True)
+    found = cohort.ask(ours.method.Client.export, ours.server.personalize(cohort))
+    for place, client in enumerate((3, 4)):
+        model, x = trees.take(found, place), task.x[task.train[client]]
+        body = x @ model["body.weight"].T + model["body.bias"]
+        torch.testing.assert_close(model["norm.running_mean"], body.mean(dim=0), **CLOSE)
+        torch.testing.assert_close(model["norm.running_var"], body.var(dim=0), **CLOSE)
+    known, initial = ours.personal(2), task.initial("base")  # it was never asked
+    torch.testing.assert_close(known["norm.running_var"], initial["norm.running_var"])
+
+
+def test_a_fit_begins_with_the_buffers_that_all_begin_with() -> None:
+    task = far_task()
+    ours = Federation("pfedhn", task, **ONE_STEP, **SERVER, novel_rounds=1)
+    embedding = ours.server.embeddings.weight.mean(dim=0, keepdim=True)
+    sent = trees.take(trees.detach(ours.server.hyper_net(embedding)), 0)
+    body = task.x[task.train[3]] @ sent["body.weight"].T + sent["body.bias"]
+    fitted = ours.personal(3, fresh=True)
+    torch.testing.assert_close(fitted["norm.running_mean"], 0.1 * body.mean(dim=0), **CLOSE)
+    torch.testing.assert_close(fitted["norm.running_var"], 0.9 + 0.1 * body.var(dim=0), **CLOSE)
+
+
+@pytest.mark.parametrize("kind", ["sampled", "ensemble"])
+def test_a_novel_client_measures_the_buffers_of_each_model_of_a_pool(kind: str) -> None:
+    task = far_task()
+    ours = Federation("pfedhn", task, **ONE_STEP, **SERVER, novel_models=kind)
+    ours.round([0, 1])
+    found = evaluate(ours.server, ours.engine, [3], 9, novel=True)["test"]
+    by, y = task.x[task.train[3]], task.y[task.test[3]]
+    x = task.x[task.test[3]]
+    outputs = torch.stack([normalised(ours.personal(client), x, by) for client in range(3)])
+    sampled = torch.stack([nn.functional.cross_entropy(each, y) for each in outputs]).mean()
+    loss = {"sampled": sampled, "ensemble": nn.functional.cross_entropy(outputs.mean(dim=0), y)}
+    torch.testing.assert_close(found.loss.item(), len(y) * loss[kind].item(), **CLOSE)
 
 
 # Several target sizes

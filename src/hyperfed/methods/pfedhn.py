@@ -5,7 +5,8 @@ Paper: https://arxiv.org/abs/2103.04628, algorithm 1.
 Sent: the parameters the hypernetwork makes from a client's embedding. Returned: delta, sent minus
 trained; the server pulls it back through the hypernetwork into its weights and all embeddings. Kept
 by the client: batch-norm buffers, where the target has any, and with ``head_layers`` (pFedHN-PC,
-section 3.3) a personal classifier. Evaluated: the generated model with what the client keeps. A
+section 3.3) a personal classifier. Evaluated: the generated model with what the client keeps; a
+novel client that has no buffers, since nothing was fitted to it, measures them on its inputs. A
 novel client's embedding is fitted by ``novel_rounds`` of the same exchange with the hypernetwork
 frozen (section 5.3), clipped as in training. The paper does not say where the fit starts: at the
 mean of the learned embeddings, or where a learned one starts (``novel_start``). With a fixed
@@ -27,7 +28,8 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from hyperfed import federation
-from hyperfed.federation import Cohort, Each, Outline, step
+from hyperfed.federation import EVALUATION_BATCH, Cohort, Each, Outline, step
+from hyperfed.functional import batch_statistics
 from hyperfed.methods.parts import a_distance, pools
 from hyperfed.methods.parts.hypernet_training import HyperNetConfig, descend, fit_rows
 from hyperfed.methods.parts.pools import POOL, PoolConfig
@@ -96,7 +98,7 @@ class Client(federation.Client):
             self.memory["head"] = draw_weights(self.module, self.generator, start)
         trained = self.train_own(
             self.objective,
-            self.personal_model(model),
+            self.with_own(model),
             self.batches,
             trainable=self.parameters,
             own=self.head,
@@ -133,13 +135,25 @@ class Client(federation.Client):
         """Returns {"count": (classes,)}, the training examples of each class."""
         return {"count": count_classes(self.train.labels, self.classes)}
 
-    def personal_model(self, received: Model) -> Model:
-        """Returns the received parameters with the client's own head and buffers.
+    def with_own(self, received: Tree) -> Tree:
+        """Returns what was received with the client's own head and buffers.
 
         Before its first round it uses the target's initial ones.
         """
         head, buffers = self.recall("head", self.head), self.recall("buffers", self.buffers)
         return received | head | buffers
+
+    def personal_model(self, received: Tree) -> Tree:
+        """Returns the same; a novel client without buffers of its own measures them."""
+        model = self.with_own(received)
+        if "buffers" in self.memory or not (self.novel and self.buffers):
+            return model
+        return pools.completed(self.measured, model)
+
+    def measured(self, model: Model) -> Model:
+        """Returns the buffers of a model after a pass over the client's inputs."""
+        inputs = (batch.x for batch in self.train.chunks(EVALUATION_BATCH))
+        return batch_statistics(self.module, model, inputs)
 
     @step
     def export(self, received: Tree) -> Tree:

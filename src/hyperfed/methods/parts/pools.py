@@ -95,6 +95,13 @@ def check_single(received: Tree, novel_models: str) -> None:
         )
 
 
+def completed(more: Callable[[Model], Model], model: Tree) -> Tree:
+    """Returns a model with more entries, made from it; of a pool, each of its models."""
+    if POOL not in model:
+        return model | more(model)
+    return {POOL: model[POOL] | stack([more(member) for member in _members(model)])}
+
+
 def counts_of(evaluate: Callable[[Tree], Tree], received: Tree) -> Tree:
     """Evaluates a model; of a pool, returns the mean of its models' counts."""
     if POOL not in received:
