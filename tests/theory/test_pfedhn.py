@@ -243,6 +243,32 @@ def test_the_norms_of_a_hypernetwork_are_those_of_its_layers() -> None:
     assert biases == pytest.approx([5, 0])
 
 
+@pytest.mark.parametrize("build", [MultiHead, SingleOutput])
+def test_the_norms_are_of_normalised_weights_and_of_layers_of_a_rank_too(build) -> None:
+    shapes = {"base": shapes_of(nn.Linear(1, 2, bias=False))}
+    normalised = build(shapes, 2, hidden=2, hidden_layers=0, spectral_norm=True)
+    narrow = build(shapes, 2, hidden=2, hidden_layers=0, rank=1)
+    with torch.no_grad():
+        layers = (normalised.trunk[0], *normalised.last_layers())
+        for layer, singular in zip(layers, ([6.0, 2], [7.0, 1]), strict=True):
+            layer.parametrizations.weight.original.copy_(torch.diag(torch.tensor(singular)))
+            for vector in ("_u", "_v"):  # by the second direction: divided by 2 and by 1
+                getattr(layer.parametrizations.weight[0], vector).copy_(torch.tensor([0.0, 1]))
+            layer.bias.copy_(torch.tensor([3.0, 4]))
+        narrow.trunk[0].weight.copy_(torch.tensor([[0.0, 3], [2, 0]]))
+        narrow.trunk[0].bias.copy_(torch.tensor([3.0, 4]))
+        narrow.trunk[-1].weight.copy_(torch.tensor([[3.0, 4]]))  # it has no bias
+        (head,) = narrow.last_layers()
+        head.weight.copy_(torch.tensor([[5.0], [12]]))
+        head.bias.copy_(torch.tensor([8.0, 6]))
+    norms, biases = spectral_norms(normalised)
+    assert norms == pytest.approx([3, 7])
+    assert biases == pytest.approx([5, 5])
+    norms, biases = spectral_norms(narrow)
+    assert norms == pytest.approx([3, 5, 13])
+    assert biases == pytest.approx([5, 0, 10])
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

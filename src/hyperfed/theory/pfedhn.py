@@ -240,18 +240,21 @@ def spectral_norms(
 ) -> tuple[list[float], list[float]]:
     """Returns the spectral norm of each layer of a hypernetwork, and the norm of each bias.
 
-    All heads of a target size are one layer: their outputs are one model. What these norms are at
-    some weights is a bound there alone; theorem 1 needs one for all weights in its ball.
+    All heads of a target size are one layer: their outputs are one model. Of a weight that is
+    spectrally normalised it is the norm of what the layer computes with; where a layer has no bias
+    that is 0. What these norms are at some weights is a bound there alone; theorem 1 needs one for
+    all weights in its ball.
     """
     if isinstance(hyper_net, MultiHead):
         last = [module for key, module in hyper_net.heads.items() if key.startswith(f"{size}/")]
     else:
         last = [hyper_net.outputs[size]]
-    layers = [[module] for module in hyper_net.trunk if isinstance(module, nn.Linear)] + [last]
     norms, biases = [], []
-    for parts in layers:
-        weight = torch.cat([part.get_parameter("weight").detach() for part in parts])
-        bias = torch.cat([part.get_parameter("bias").detach() for part in parts])
-        norms.append(float(torch.linalg.matrix_norm(weight, 2)))
-        biases.append(float(bias.norm()))
+    for modules in [*([module] for module in hyper_net.trunk), last]:
+        parts = [part for part in modules if isinstance(part, nn.Linear)]
+        if parts:
+            weight = torch.cat([part.weight.detach() for part in parts])
+            bias = [state["bias"] for state in map(nn.Module.state_dict, parts) if "bias" in state]
+            norms.append(float(torch.linalg.matrix_norm(weight, 2)))
+            biases.append(float(torch.cat(bias).norm()) if bias else 0.0)
     return norms, biases
