@@ -74,6 +74,7 @@ from hyperfed.trees import (
     pull_back,
     set_gradients,
     subtract,
+    tree_map,
     weighted_mean,
 )
 
@@ -92,7 +93,8 @@ class Config(PrivacyConfig, HyperNetConfig, LocalConfig):
         embedding_lr: learning rate of the embeddings; ``lr`` where None.
         embedding_weight_decay: their weight decay; ``weight_decay`` where None.
         embedding_start: standard deviation of the entries that they start with.
-        cohort_reduction: as of the sum that is equation 7, or as of its mean.
+        cohort_reduction: as of the sum that is equation 7, or as of its mean; end to end the
+            encoder steps by it too.
         phase_one_rounds: rounds of phase 1; all further rounds are phase 2.
         encoder: trained to tell embeddings (equation 8); or end to end, by the hypernetwork's
             gradient with respect to the descriptor, without any embedding.
@@ -320,7 +322,12 @@ class Server(federation.Server):
                 here = group.weight.sign()
                 pull_back(model[size], delta[size], here, onto=[descriptor], retain=True)
             reply = clients.ask(Client.encoder_gradient, Each({"descriptor": descriptor.grad}))
-            self.descend_encoder(weighted_mean(reply, clients.weight.sign()))
+            here = clients.weight.sign()
+            gradient = weighted_mean(reply, here)
+            if self.config.cohort_reduction == "sum":
+                mean, buffers = partition(gradient, parameters_of(self.encoder))
+                gradient = tree_map(lambda by: by * here.sum(), mean) | buffers
+            self.descend_encoder(gradient)
         elif learning:
             self.train_encoder(clients)
         descend(

@@ -29,21 +29,21 @@ from toys import CLASSES, FEATURES, TwoLayers, client_loss, logits
 def check_end_to_end(clients: list[int], **settings: Any) -> None:
     """One round is gradient descent on the mean, or sum, of L_i(h(g(x_i))), by one-piece autograd.
 
-    The hypernetwork steps by its own rate and the encoder, always by the mean, by its own.
+    Hypernetwork and encoder step each by its own rate.
     """
     ours = federation(settings={"encoder": "end_to_end"} | settings)
     server, config = ours.server, ours.config
     leaves = {name: value.requires_grad_() for name, value in encoder_of(ours).items()}
+    together = 1 if config.cohort_reduction == "sum" else len(clients)
     objective = torch.zeros((), dtype=torch.float64)
     for client in clients:
         descriptor = encode(leaves, inputs(ours, client), bounded=config.bounded)
         made = {name: value[0] for name, value in server.hyper_net(descriptor[None]).items()}
-        objective = objective + client_loss(ours.task, client, made) / len(clients)
+        objective = objective + client_loss(ours.task, client, made) / together
     of_net, of_encoder = dict(server.hyper_net.named_parameters()), list(leaves.values())
     gradients = torch.autograd.grad(objective * config.local_lr, [*of_net.values(), *of_encoder])
-    together = len(clients) if config.cohort_reduction == "sum" else 1
     expected_net = {
-        name: (value - config.lr * together * gradient).detach()
+        name: (value - config.lr * gradient).detach()
         for (name, value), gradient in zip(of_net.items(), gradients, strict=False)
     }
     changes = gradients[len(of_net) :]
@@ -69,21 +69,22 @@ def test_end_to_end_is_the_one_piece_gradient(clients: list[int], settings: dict
     check_end_to_end(clients, **settings)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_end_to_end_a_client_lost_on_the_way_equals_one_never_sampled(
-    monkeypatch: pytest.MonkeyPatch,
+    reduction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = {"left": 0}
+    calls, settings = {"left": 0}, {"encoder": "end_to_end", "cohort_reduction": reduction}
 
     def loses_client_1(faults: Faults, seed: int, call: Call) -> bool:
         calls["left"] -= call.client == 1
         return call.client == 1 and calls["left"] == 0
 
-    smaller = federation(settings={"encoder": "end_to_end"})
+    smaller = federation(settings=settings)
     smaller.round([0, 2], 0)
     monkeypatch.setattr(Faults, "drops", loses_client_1)
     for message in (1, 2, 3):  # its descriptor, its delta, its gradient of the encoder
         calls["left"] = message
-        lossy = federation(settings={"encoder": "end_to_end"})
+        lossy = federation(settings=settings)
         assert list(lossy.round([0, 1, 2], 0).state.lost) == [1]
         torch.testing.assert_close(state(lossy), state(smaller), rtol=1e-12, atol=1e-14)
 
@@ -121,14 +122,19 @@ def test_end_to_end_known_clients_are_served_by_their_inputs_and_phase_one(
     assert caplog.text == ""  # there is no embedding to be explained
 
 
-def test_end_to_end_serves_several_sizes_and_averages_batch_norm() -> None:
-    """Each reply is the gradient of a client's own descriptor, whatever its size and place."""
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_end_to_end_serves_several_sizes_and_averages_batch_norm(reduction: str) -> None:
+    """Each reply is the gradient of a client's own descriptor, whatever its size and place.
+
+    Batch-norm's statistics are averaged, whatever the gradients come to.
+    """
     with seeded(0, "sizes"):
         models = {"S": NormedInputs().double(), "L": TwoLayers().double()}
-    ours = federation(models=models, sizes=("S", "L", "S", "L"), settings={"encoder": "end_to_end"})
+    settings = {"encoder": "end_to_end", "cohort_reduction": reduction}
+    ours = federation(models=models, sizes=("S", "L", "S", "L"), settings=settings)
     server, config, before = ours.server, ours.config, encoder_of(ours)
     network = copy.deepcopy(server.encoder)
-    mean = {name: torch.zeros_like(v) for name, v in trees.parameters_of(network).items()}
+    total = {name: torch.zeros_like(v) for name, v in trees.parameters_of(network).items()}
     buffers = {name: torch.zeros_like(v) for name, v in trees.buffers_of(network).items()}
     for client in (0, 1, 2):
         trees.fill(network, before)
@@ -138,15 +144,16 @@ def test_end_to_end_serves_several_sizes_and_averages_batch_norm() -> None:
         start = {name: own.get(name, v) for name, v in models[size].state_dict().items()}
         index = ours.task.train[client]
         output = logits(models[size], start, ours.task.x[index])
-        loss = config.local_lr * torch.nn.functional.cross_entropy(output, ours.task.y[index]) / 3
+        loss = config.local_lr * torch.nn.functional.cross_entropy(output, ours.task.y[index])
         pulled = torch.autograd.grad(loss, list(network.parameters()))
-        mean = {name: mean[name] + g for name, g in zip(mean, pulled, strict=True)}
+        total = {name: total[name] + g for name, g in zip(total, pulled, strict=True)}
         buffers = {n: buffers[n] + v / 3 for n, v in network.named_buffers()}
     assert buffers
     ours.round([0, 1, 2], 0)
-    expected = {name: before[name] - config.encoder_lr * g for name, g in mean.items()}
+    rate = config.encoder_lr / (3 if reduction == "mean" else 1)
+    expected = {name: before[name] - rate * g for name, g in total.items()}
     after = encoder_of(ours)
-    torch.testing.assert_close({n: after[n] for n in mean}, expected, **CLOSE)
+    torch.testing.assert_close({n: after[n] for n in total}, expected, **CLOSE)
     found = {n: v.double() for n, v in after.items() if n in buffers}
     torch.testing.assert_close(found, {n: v.double() for n, v in buffers.items()}, **CLOSE)
 
