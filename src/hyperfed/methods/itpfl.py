@@ -11,8 +11,8 @@ for the trained encoder; in phase 2 the encoder, for a descriptor. (The paper's 
 1 is two here; their bytes are the same.) Kept by the client: nothing, but for what it let out with
 noise. Evaluated: for known clients, what the hypernetwork as phase 1 left it makes of their
 embeddings; for a novel client, what the fine-tuned one makes of its descriptor, in one forward pass
-over its unlabelled inputs. Batch-norm statistics never travel: each client measures them on its
-inputs.
+over its unlabelled inputs. Batch-norm statistics of these models never travel: each client measures
+them on its inputs. The encoder's, where the target gives it some, are sent and averaged with it.
 
 With ``encoder = "end_to_end"`` there are no embeddings: in phase 1 a model is made from what g says
 of a batch, and the hypernetwork's gradient with respect to that goes back to the client, which
