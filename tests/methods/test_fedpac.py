@@ -11,6 +11,7 @@ from scipy.optimize import minimize
 from torch import Tensor, nn
 
 from hyperfed.errors import UserError
+from hyperfed.methods import fedpac
 from hyperfed.methods.fedpac import combining_weights
 from hyperfed.task import Task
 from hyperfed.training import UnlabelledError
@@ -194,6 +195,13 @@ def test_small_weights_are_cut_off() -> None:
     torch.testing.assert_close(share[0], torch.tensor([998 / 999, 1 / 999]).double())
     share = combining_weights(torch.zeros(2, 1, 1), torch.tensor([1.0, 1000.0]))
     assert share[0].tolist() == [1.0, 0.0]
+
+
+def test_weights_that_are_all_small_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of a thousand clients may be; cut off, they would come to nothing."""
+    monkeypatch.setattr(fedpac, "SMALLEST", 0.6)
+    share = combining_weights(torch.zeros(3, 1, 1), torch.tensor([1.0, 2.0, 2.0]))
+    torch.testing.assert_close(share[0], torch.tensor([0.5, 0.25, 0.25]).double())
 
 
 def test_clients_that_are_all_alike_have_weights() -> None:

@@ -17,7 +17,7 @@ where, with the body as received, H_j (classes, F) are client j's mean features 
 the share of the class in its data, and v_j = (mean |z|^2 - |H_j|^2) / n_j, with n_j its number of
 examples, is what its head varies by. That quadratic programme is solved exactly, as the problem of
 non-negative least squares that has the same solution up to a factor. Weights of 0.001 or less are
-cut off.
+cut off, unless all are that small.
 
 Sent: the body (buffers included), the client's head, the centroids and which there are. Returned: H
 and v, then body and head as trained, then the client's centroids by the trained body and its number
@@ -290,6 +290,8 @@ def combining_weights(h: Tensor, v: Tensor) -> Tensor:
         target[-1] = 1
         weights = torch.from_numpy(nnls(system.numpy(), target.numpy())[0])
         weights = weights / weights.sum()
-        weights = weights * (weights > SMALLEST)
+        large = weights > SMALLEST
+        if large.any():  # of a thousand clients none need be
+            weights = weights * large
         rows.append(weights / weights.sum())
     return torch.stack(rows).to(h.device)
