@@ -1,12 +1,14 @@
 """The records that are committed say what they are of, and by which command they are made again."""
 
 import json
+import tomllib
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
 import pytest
 
+from hyperfed.methods import METHODS
 from hyperfed.papers import origin
 from hyperfed.runs import config
 from hyperfed.runs.budgets import Budget, within
@@ -29,6 +31,13 @@ def test_every_record_has_its_seed_commit_data_and_settings() -> None:
         assert summary["data_fingerprint"], path
         assert (path / "metrics.jsonl").exists(), path
         assert (path / "config.toml").exists(), path
+
+
+def test_a_record_began_from_a_preset_that_its_method_has() -> None:
+    for path in RUNS:
+        settings = tomllib.loads((path / "config.toml").read_text())
+        presets = METHODS[settings["method"]["name"]].PRESETS
+        assert settings["preset"] in {"default", *presets}, path
 
 
 @pytest.mark.parametrize("path", FIRST, ids=lambda path: path.relative_to(RESULTS).parts[0])

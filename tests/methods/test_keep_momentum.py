@@ -246,7 +246,7 @@ def test_presets_keep_it_where_the_published_did() -> None:
         if "method.keep_momentum" in keys
     }
     assert told == {
-        ("local", "paper"),
+        ("local", "pfedhn"),
         ("local", "pefll"),
         ("pfedhn_pc", "paper"),
         ("pfedhn_pc", "official"),

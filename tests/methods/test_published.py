@@ -65,11 +65,10 @@ PUBLISHED: list[tuple[str, str, str, dict[str, Any]]] = [
     }),
     ("pfedhn", "paper official", PFEDHN_CODE + "main", {"method.lr": 1e-2}),
     ("pfedhn_pc", "paper official", "pFedHN-PC's code, trainer.py, main", {"method.lr": 5e-2}),
-    ("local", "paper", PFEDHN + "section 5: 2,000 steps on each client", {
+    ("local", "pfedhn", PFEDHN + "section 5: 2,000 steps on each client", {
         "rounds": 40, "cohort": 1.0, "method.local_steps": 50,
     }),
-    ("fedavg fedper", "paper", PFEDHN + "section 5 and appendix B", {"rounds": 5000, "cohort": 5}),
-    ("per_fedavg pfedme", "pfedhn", PFEDHN + "section 5 and appendix B", {
+    ("fedavg fedper per_fedavg pfedme", "pfedhn", PFEDHN + "section 5 and appendix B", {
         "rounds": 5000, "cohort": 5,
     }),
     ("lg_fedavg", "pfedhn", PFEDHN + "section 5 and appendix B: 1,000 steps more", {

@@ -34,7 +34,7 @@ class Config(LocalConfig):
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "default": DEFAULT,
-    "paper": PFEDHN,
+    "pfedhn": PFEDHN,
     "pefll": PEFLL,
 }
 

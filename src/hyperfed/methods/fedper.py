@@ -37,7 +37,7 @@ class Config(PersonalConfig):
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "default": DEFAULT,
-    "paper": PFEDHN,
+    "pfedhn": PFEDHN,
 }
 
 

@@ -34,7 +34,7 @@ class Config(PersonalConfig):
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "default": {"rounds": 10, "cohort": 1.0, "evaluate_every": 5},
     # pFedHN, section 5: 2,000 steps on each client, which are of one optimiser.
-    "paper": {
+    "pfedhn": {
         "rounds": 40,
         "cohort": 1.0,
         "evaluate_every": 1,
