@@ -245,6 +245,7 @@ def test_a_bound_below_one_is_told_apart_from_one_that_says_nothing(run: Run) ->
     low = replace(point, terms={"empirical": 0.25, "clients": 0.25, "samples": 0.25})
     of = bound.Sides(0.05, 1, 0.5, 0.25, (point, low), None)
     rows, told = bound.in_words([of])
+    assert "1 draws at each point, from which both sides are estimated." in told
     assert "The least is 0.75, below 1." in told
     assert rows[0][3].isdecimal() or "," in rows[0][3]
     assert rows[1][2:6] == ["0.25", "0.25", "0.25", "0.75"]

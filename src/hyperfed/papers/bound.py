@@ -56,7 +56,10 @@ class Variances:
 
 @dataclass(frozen=True)
 class Measured:
-    """Both sides of theorem 4.2; its left side is an expectation, of which this is a sample.
+    """Both sides of theorem 4.2, as estimated from draws of networks and models.
+
+    Not the left side alone is an expectation over them; so are, on the right, the empirical error
+    and the clients' part of the divergence. What the theorem promises is of the expectations.
 
     Attributes:
         variances: of the Gaussians.
@@ -196,10 +199,11 @@ def in_words(runs: Sequence[Sides]) -> tuple[list[list[str]], str]:
     verdict = "vacuous: no error rate exceeds 1" if min(least) >= 1 else "below 1"
     return rows, (
         f"{first.points[0].clients} clients with at least {first.points[0].samples} examples, "
-        f"{first.draws} draws at each point; with probability {1 - first.delta:g} the bound holds "
-        f"at all points together. The least is {_shown(min(least))}, {verdict}. So few clients and "
-        f"examples add {fmean(run.without_divergence for run in runs):.3g} even where nothing "
-        "differs from its prior. The trained models themselves err on "
+        f"{first.draws} draws at each point, from which both sides are estimated. With probability "
+        f"{1 - first.delta:g} the bound itself holds at all points together. The least is "
+        f"{_shown(min(least))}, {verdict}. So few clients and examples add "
+        f"{fmean(run.without_divergence for run in runs):.3g} even where nothing differs "
+        "from its prior. The trained models themselves err on "
         f"{fmean(run.unseen_error for run in runs):.1%} of the test examples of unseen clients and "
         f"on {fmean(run.known_error for run in runs):.1%} of those of known ones."
     )
