@@ -26,7 +26,8 @@ class _Chunks(nn.Module):
     six times the usual spread for a wide linear layer, which then diverges. ``spread`` therefore
     multiplies each tensor by a constant, so that over the draws of a new hypernetwork its root mean
     square is the given one (the aim of Chang et al., "Principled weight initialization for
-    hypernetworks", ICLR 2020, for a hypernetwork whose output layer all tensors share).
+    hypernetworks", ICLR 2020, for a hypernetwork whose output layer all tensors share). It stays in
+    training, where it multiplies gradients, too.
 
     Attributes:
         ids: ``nn.ModuleDict`` with the (chunks, e) embedding table of each target size.
