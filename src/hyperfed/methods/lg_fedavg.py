@@ -6,7 +6,9 @@ Sent: the head, the parameters of the last ``head_layers`` layers, both ways. Ke
 (everything else; all batch-norm buffers are part of it). Body and head train jointly; heads are
 averaged, weighted by training examples, as in FedAvg (the authors' code for MNIST and CIFAR-10
 weighs clients alike). Evaluated: the client's own body under the global head. A novel client trains
-a body from where the others began, under the frozen head, for ``novel_steps``.
+a body from where the others began, under the frozen head, for ``novel_steps``. (A new device of the
+paper has no labels and trains nothing: its prediction is the mean of those of all trained local
+models, or their majority, as in ``test_img_ensemble_all`` of the authors' code.)
 
 A body begins at the initial weights. Or, as in pFedHN's comparison (Shamsian et al., section 5), at
 a model that FedAvg made in the first ``pretrain_rounds`` rounds: in these the whole model is sent,
