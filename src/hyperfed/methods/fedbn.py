@@ -7,7 +7,10 @@ running statistics; they are found by the type of a module, whatever its name. A
 jointly; what is sent is averaged, weighted by training examples (the authors' code weighs clients
 alike). Evaluated: the global model with the client's own batch-norm layers. A novel client trains
 its batch-norm layers, from the initial ones, with all else frozen, for ``novel_steps`` steps, whose
-forward passes measure its statistics: the server has never had any batch-norm layer to give.
+forward passes measure its statistics: the server has never had any batch-norm layer to give. That
+is ours. As we know of the paper, without its appendix at hand, a client of an unseen domain trains
+nothing: its scale and shift are the mean of the trained clients', its statistics those of its own
+batches (the authors advise the same outside it: issue 9 of med-air/FedBN).
 
 Without batch normalisation this is FedAvg, of which a warning tells as the run starts. That is so
 for the default targets: take one that has some, such as ``task.model=lenet_bn``, where images
