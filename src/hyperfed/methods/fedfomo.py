@@ -21,15 +21,17 @@ before they are cut off, so that a model that would do harm comes after one that
 and divided by the sum of all magnitudes, its own model's too (the authors' code: by the magnitude
 of their sum, which may be near zero). As in that code each of the M places is filled by the client
 with the highest affinity, ties broken at random, or with a probability that falls from round to
-round by any client. Only clients of the same target size that have trained are candidates. A server
-is built under the run's seed and draws one number then; with it candidates are a function of seed,
-round and client.
+round by any client. Only clients of the same target size that have trained are candidates (the
+authors' code: those of the round before and, beside the M, the server's means, of each cluster of
+clients and of these together). A server is built under the run's seed and draws one number then;
+with it candidates are a function of seed, round and client.
 
 Sent: M candidates. Returned: their weights, then the trained model. Kept: that model, and the one
 that its training began with; at first both are the initial one. Evaluated: the model as last
-trained. A novel client, of which the paper has none, begins where all did, at the initial weights:
-it weighs M candidates drawn at random in the same way, then trains for ``novel_steps`` steps, for
-which it needs labels.
+trained (the authors' code: as mixed, before it trains, and at the end after one mixture more). A
+novel client, of which the paper has none, begins where all did, at the initial weights: it weighs M
+candidates drawn at random in the same way, then trains for ``novel_steps`` steps, for which it
+needs labels.
 """
 
 from collections.abc import Mapping, Sequence
