@@ -30,6 +30,7 @@ paper: its algorithm is as its citing work and the authors' code give it, and th
 - moves w before v and alpha, so that v descends on the mixture with the new w;
 - takes alpha g_v + (1 - alpha) g_w for the gradient of the mixture in alpha's step, with the
   gradients by v and by w, and adds 0.02 alpha to the product: a decay that the equation has not;
+- starts v from the initial model, whenever a client is first asked;
 - weighs clients alike in the mean.
 """
 

@@ -7,13 +7,13 @@ own data and w the global model, which FedAvg trains. In a round a client takes 
 towards either, on the same batches: v's with the w that it received, a constant.
 
 Sent: the whole global model w, batch-norm buffers included, both ways. Kept: the personal model v,
-buffers included, which starts from the first w that a client receives; with ``keep_momentum`` its
-momentum too. Aggregated: the mean of the
-trained global models, weighted by training examples, as in FedAvg (the authors' code draws clients
-in proportion to their examples and weighs them alike). Evaluated: v; a client that was never asked
-uses w. A novel client trains its v from w for ``novel_steps`` steps, w frozen, nothing sent back.
-A task with several target sizes has one global model for each. With lambda = 0 personal models are
-those of clients alone, from the first w that each received.
+buffers included, which starts from the first w that a client receives (the authors' code: from the
+initial model, whenever that is); with ``keep_momentum`` its momentum too. Aggregated: the mean of
+the trained global models, weighted by training examples, as in FedAvg (the authors' code draws
+clients in proportion to their examples and weighs them alike). Evaluated: v; a client that was
+never asked uses w. A novel client trains its v from w for ``novel_steps`` steps, w frozen, nothing
+sent back. A task with several target sizes has one global model for each. With lambda = 0 personal
+models are those of clients alone, from the first w that each received.
 """
 
 from collections.abc import Iterable, Mapping
