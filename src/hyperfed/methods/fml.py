@@ -18,9 +18,13 @@ other. In every local step both see one batch and minimise
 with p the softmax of the outputs in training mode, the teacher constant in each, and both moved at
 once. With alpha = beta = 1 the private models are those of Local and the meme is that of FedAvg.
 
+Private models and the meme begin alike, at the initial weights, where the authors' code draws each
+anew. While they are alike there is nothing to teach: in round 0, with alpha = beta, both learn from
+that share of the supervised loss alone, and stay alike.
+
 What travels has one architecture while private models may differ: in a task with several target
 sizes the meme is of the first, for all clients, and a private model is of its client's own size.
-The paper does not fix alpha and beta; the defaults are ours.
+The paper does not fix alpha and beta; the defaults are those of the authors' code.
 """
 
 from collections.abc import Mapping
