@@ -64,7 +64,8 @@ class Config(LocalConfig):
         weight_share: s, the share of a client's examples on which W is trained in a round.
         first_epochs: at most so many passes over them the first time.
         loss_window: how many passes must agree for W to have converged then.
-        loss_threshold: below which standard deviation their losses do.
+        loss_threshold: below which standard deviation their losses do. The default is that of the
+            authors' code; in the paper it was 0.01, as the code's README says.
         novel_steps: steps in which a novel client fine-tunes the global model.
     """
 
