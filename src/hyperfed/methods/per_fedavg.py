@@ -58,7 +58,8 @@ class Config(LocalConfig):
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "default": {**DEFAULT, "method.local_steps": 20},
     "pfedhn": PFEDHN,
-    # Appendix C.2: the first-order variant, one local epoch.
+    # Appendix C.2: the first-order variant, one local epoch. Each of its steps draws a D' besides,
+    # so that a client looks at twice as many examples as in one pass.
     "pefll": {**PEFLL, "method.local_epochs": 1},
 }
 
