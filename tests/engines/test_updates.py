@@ -211,6 +211,26 @@ def test_a_client_that_diverges_answers_with_noise_alone_and_forgets_it(
 
 
 @pytest.mark.parametrize("kind", [LoopEngine, VmappedEngine])
+def test_a_client_that_diverges_answers_a_trusted_server_too_and_forgets_it(
+    kind: type[LoopEngine],
+) -> None:
+    """Who is lost tells of its data, and leaves a larger share of the mean to the others."""
+    ours = engine(replace(FREE, where="central"), kind)
+    asked(ours, "model", change(0.1), clients=2)
+    before = {c: trees.clone(m) for c, m in ours.memory.items()}
+    told = trees.clone(trees.repeat(change(0.2), 2))
+    told["w"][0, 0, 0] = torch.inf
+    cohort = ours.cohort([0, 1], 1, training=True)
+    reply = cohort.ask(Client.model, SENT, Each(told))
+    ours.commit(cohort)
+    assert cohort.state.lost == {}
+    torch.testing.assert_close(trees.take(reply, 0), SENT)
+    torch.testing.assert_close(flat(trees.take(reply, 1)) - flat(SENT), flat(change(0.2)))
+    torch.testing.assert_close(ours.memory[0], before[0])
+    torch.testing.assert_close(ours.memory[1]["own"], trees.take(told, 1))
+
+
+@pytest.mark.parametrize("kind", [LoopEngine, VmappedEngine])
 def test_every_answer_is_paid_for_also_of_who_is_lost_and_none_beyond_the_budget(
     kind: type[LoopEngine],
 ) -> None:

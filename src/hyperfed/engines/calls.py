@@ -133,7 +133,7 @@ def execute(
         scratch: what it remembers of earlier messages of this round; stays as it is.
         secret: noise is the operating system's, not the seed's.
         limits: (epsilon, delta) that hold for all that the client lets out.
-        private: what the client does to its answers itself.
+        private: how answers are made private.
 
     Raises:
         BadReplyError: the reply, or what is remembered, is no tree of tensors.
@@ -163,13 +163,13 @@ def execute(
     written = {name: kept for name, kept in answer.memory.items() if kept is not memory.get(name)}
     check_tree(written, does="remember")
     finite = all(trees.finite([written]))
-    if private is not None:
-        if not finite:  # that it diverged would tell of its data
-            answer = replace(answer, memory=memory)
-        return let_out(call, answer, client, private, noise=noise, limits=limits)
-    if not finite:
-        raise DivergedError
-    return answer
+    if private is None:
+        if not finite:
+            raise DivergedError
+        return answer
+    if not finite:  # that it diverged would tell of its data
+        answer = replace(answer, memory=memory)
+    return let_out(call, answer, client, private, noise=noise, limits=limits)
 
 
 def noise_of(call: Call, seed: int, *, secret: bool) -> Callable[[str], Noise]:
@@ -200,6 +200,8 @@ def let_out(
 ) -> Answer:
     """Returns an answer as it may leave its client in private training: bounded, and with noise.
 
+    What a trusted server is told stays as it is: the bound and the noise are the server's.
+
     Args:
         call: what was asked.
         answer: what the step made of it.
@@ -212,7 +214,7 @@ def let_out(
         BadReplyError: the reply is not like what it is promised to be like.
         UserError: the reply is no update, or what the client may let out is spent.
     """
-    if not answer.tree or call.step in UNCOVERED:
+    if private.where == "central" or not answer.tree or call.step in UNCOVERED:
         return answer
     step, info = find_step(client, call.step)
     centre = centre_of(answer.tree, promised(step, info, call), info)

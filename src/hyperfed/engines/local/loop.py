@@ -187,16 +187,10 @@ class LoopEngine:
                     scratch=scratch,
                     secret=self._secret,
                     limits=self._limits,
-                    private=self._local,
+                    private=self.private,
                 )
         except Exception as error:  # whatever a client raises concerns only itself
             return error
-
-    @property
-    def _local(self) -> PrivateUpdates | None:
-        """What clients do to their answers themselves; None for nothing."""
-        here = self.private is not None and self.private.where == "local"
-        return self.private if here else None
 
     def arithmetic(self) -> AbstractContextManager[None]:
         """Returns a block in which clients compute with the engine's precision."""

@@ -103,8 +103,8 @@ class VmappedEngine(LoopEngine):
                 self._tell(kind.step, why)
         finite = trees.finite([answer.memory for answer in answers.values()])
         for (place, answer), good in zip(answers.items(), finite, strict=True):
-            if self._local is not None:
-                replies[place] = self._let_out(calls[place], answer, good, self._local)
+            if self.private is not None:
+                replies[place] = self._let_out(calls[place], answer, good, self.private)
                 continue
             self.memories.note(calls[place], answer)  # of who is lost nothing is kept
             replies[place] = answer.tree if good else DivergedError()
