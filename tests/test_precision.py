@@ -89,6 +89,22 @@ def test_a_run_computes_and_evaluates_in_it_and_keeps_float32(engine: str) -> No
     assert usual.evaluations[-1].loss != lower.evaluations[-1].loss
 
 
+@pytest.mark.parametrize("own", [{"standardize": False}, {"encoder": "end_to_end"}])
+def test_what_itpfl_s_encoder_tells_is_sent_in_float32(own: dict[str, Any]) -> None:
+    """In which the server's hypernetwork computes."""
+    run = hyperfed.train(
+        "itpfl",
+        rounds=2,
+        cohort=3,
+        evaluate_every=2,
+        precision="bf16",
+        task={"name": "digits", "clients": 6, "novel": 0.34, "unlabelled": True},
+        method={"phase_one_rounds": 1, "local_steps": 2} | own,
+        progress=False,
+    )
+    assert run.evaluate_novel().missed == ()
+
+
 def test_another_precision_is_refused() -> None:
     with pytest.raises(UserError, match="precision"):
         from_keys("fedavg", {"precision": "float16"})

@@ -152,17 +152,18 @@ def outputs_and_features(
 def mean_output(module: nn.Module, model: Model, inputs: Iterable[Tensor]) -> Tensor:
     """Returns the mean of a network's outputs for some batches, each weighing as its examples.
 
-    The module is in evaluation mode. There is no gradient.
+    It is float64, in which one output more or less does not get lost among many, whatever the
+    precision of the outputs. The module is in evaluation mode. There is no gradient.
 
     Args:
         module: the architecture; its own weights are not used. It must not be shared by threads.
         model: every parameter and buffer of ``module``.
         inputs: (B, ...) batches, B examples each.
     """
-    total, count = torch.zeros((), dtype=next(module.parameters()).dtype), 0
+    total, count = torch.zeros((), dtype=torch.float64), 0
     with torch.no_grad():
         for x in inputs:
-            total = total + len(x) * apply(module, model, x)
+            total = total + len(x) * apply(module, model, x).double()
             count += len(x)
     return total / count
 

@@ -181,6 +181,11 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+def _sent(descriptor: Tensor, encoder: Model) -> Tree:
+    """Returns {"descriptor": (l,)} in the precision of the encoder that told it."""
+    return {"descriptor": descriptor.to(next(iter(encoder.values())).dtype)}
+
+
 class Client(federation.Client):
     """Trains its model with labels and the encoder without; describes itself by its inputs."""
 
@@ -220,7 +225,7 @@ class Client(federation.Client):
         (batch,) = self.batches
         self.scratch |= {"encoder": encoder, "x": batch.x}
         with torch.no_grad():
-            return {"descriptor": forward(self.network("encoder"), encoder, batch.x)[0]}
+            return _sent(forward(self.network("encoder"), encoder, batch.x)[0], encoder)
 
     @step(reads="kept")
     def encoder_gradient(self, gradient: Tree) -> Model:
@@ -234,7 +239,7 @@ class Client(federation.Client):
 
         def along(values: Model) -> tuple[Tensor, Model]:
             descriptor, after = forward(network, values | buffers, self.scratch["x"])
-            return descriptor @ by, after
+            return (descriptor * by).sum(), after
 
         pulled, after = grad(along, has_aux=True)(parameters)
         return dict(pulled | after)
@@ -250,7 +255,7 @@ class Client(federation.Client):
         if self.novel:
             moved = sensitivity(bound=1, lipschitz=1, samples=len(self.train))
             descriptor = self.release(descriptor, moved)
-        return {"descriptor": descriptor}
+        return _sent(descriptor, encoder)
 
     def personal_model(self, received: Model) -> Model:
         """Returns the received parameters with batch-norm statistics of this client's inputs."""

@@ -21,8 +21,9 @@ class DeepSet(nn.Module):
     each but the last.
 
     Bounded (section 7): every sample goes through all layers by itself, onto the unit sphere, and
-    the descriptor is the plain mean. Replacing one of n samples moves it by at most 2 / n. A
-    maximum could move by as much as its whole range, whatever n.
+    the descriptor is the plain mean, both in float64. In whatever precision the layers compute,
+    replacing one of n samples moves it by at most 2 / n. A maximum could move by as much as its
+    whole range, whatever n.
 
     It starts as He et al. (2015) start networks with ReLU. From PyTorch's own start, in which each
     layer makes differences smaller, all clients get nearly one descriptor, and keep it in training.
@@ -64,10 +65,13 @@ class DeepSet(nn.Module):
                 nn.init.kaiming_normal_(part.weight, nonlinearity="relu")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the descriptor (l,) of a batch (B, ...) of inputs as the target takes them."""
+        """Returns the descriptor (l,) of a batch (B, ...) of inputs as the target takes them.
+
+        It is float64 where it is bounded.
+        """
         features: Tensor = self.features(x)  # (B, units)
         if self.bounded:
-            each = F.normalize(self.layers(features), dim=-1)
+            each = F.normalize(self.layers(features).double(), dim=-1)
             # Whatever the weights are: a sample whose numbers overflow is no exception.
             return each.nan_to_num(0.0).mean(dim=0)
         first, other = features.chunk(2, dim=-1)

@@ -1,5 +1,6 @@
 """IT-PFL-HN, privacy: the noise that a novel client adds, how much, and within what budget."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +14,16 @@ from hyperfed.methods import itpfl
 from hyperfed.privacy import GaussianMechanism, analytic_multiplier
 from hyperfed.runs.config import from_keys
 from hyperfed.system.randomness import generator
-from methods.itpfl.checks import CLOSE, encode, encoder_of, federation, generated, inputs
-from toys import Federation, make_task
+from methods.itpfl.checks import (
+    CLOSE,
+    SETTINGS,
+    encode,
+    encoder_of,
+    federation,
+    generated,
+    inputs,
+)
+from toys import CLASSES, FEATURES, Federation, make_task
 
 
 @pytest.mark.parametrize("other", [{"private": True}, {"epsilon": 0.3}, {"encoder": "end_to_end"}])
@@ -84,6 +93,32 @@ def test_replacing_a_sample_moves_what_is_sent_by_at_most_2_over_n() -> None:
         changed = federation(settings={"private": True})
         changed.task.x[changed.task.train[3][which]] = 1e3 * (-1) ** which
         assert (reply_of(changed, 3) - before).norm() <= 2 / 9
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_the_sensitivity_holds_in_whatever_precision_clients_compute(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a linear encoder -x is told as the opposite of x: no pair is farther apart."""
+    told: list[tuple[Tensor, float]] = []
+
+    def noted(self: itpfl.Client, value: Tensor, sensitivity: float) -> Tensor:
+        told.append((value, sensitivity))
+        return value
+
+    monkeypatch.setattr(itpfl.Client, "release", noted)
+    linear = torch.nn.Linear(FEATURES, CLASSES, bias=False)
+    task = make_task(examples=(5, 5, 5, 400), novel=1, models={"base": linear})
+    settings = SETTINGS | {"epsilon": 0.3, "batch_size": 32}
+    one = 1e6 * torch.randn(20, FEATURES, generator=generator(0))
+    for row in [each for pair in zip(one, -one, strict=True) for each in pair]:
+        x = task.x.float()
+        x[task.train[3][7]] = row
+        ours = Federation("itpfl", replace(task, x=x), {"precision": precision}, **settings)
+        assert reply_of(ours, 3).dtype == torch.float32
+    apart = [float((a[0] - b[0]).norm()) for a, b in zip(told[::2], told[1::2], strict=True)]
+    assert {sensitivity for _, sensitivity in told} == {2 / 400}
+    assert 2 / 400 * (1 - 1e-9) < max(apart) <= 2 / 400 * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("fresh", [False, True])
