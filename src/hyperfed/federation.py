@@ -260,7 +260,8 @@ class Client:
         """Returns a value as it may leave the client: with noise, where its settings are private.
 
         They are a method's that has :class:`hyperfed.methods.parts.privacy.PrivacyConfig`. What was
-        let out before is let out again when the same is asked, with the same noise.
+        let out before is let out again, with the same noise, when the same is asked of the same
+        data.
 
         Args:
             value: what was computed from the client's data.

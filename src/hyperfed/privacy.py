@@ -233,8 +233,8 @@ class Releases:
 
     Args:
         kept: as of the client's last answer, {} before its first.
-        question: names what is asked, by a standard deviation: two that are named alike are
-            answered alike.
+        question: names what is asked, and of which data, by a standard deviation: two that are
+            named alike are answered alike.
         noise: of the question that is named.
         limits: (epsilon, delta) that hold for all answers beside the settings' budget.
 

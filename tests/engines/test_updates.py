@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from hyperfed import federation, trees
+from hyperfed.engines.calls import Call
 from hyperfed.engines.local.loop import LoopEngine
 from hyperfed.engines.local.vmap import VmappedEngine
 from hyperfed.engines.replies import BadReplyError
 from hyperfed.engines.updates import PrivateUpdates, bounded, without_negative_variances
 from hyperfed.errors import UserError
 from hyperfed.federation import AllLostError, Each, step
+from hyperfed.task import Task
 from hyperfed.trees import Tree
 from toys import Federation, Normed, make_task, short
 
@@ -264,6 +266,74 @@ def test_a_short_answer_is_given_again_for_nothing_and_a_model_is_not_kept(
         asked(large, "model", own, round=number)
     assert len(large.released[0]["multipliers"]) == 2
     assert large.released[0]["answers"] == {}
+
+
+NOVEL = 3
+TASK = make_task(novel=1)
+ELSEWHERE = replace(
+    TASK,
+    x=torch.cat([TASK.x, TASK.x]),
+    y=torch.cat([TASK.y, TASK.y]),
+    train=[rows + len(TASK.x) for rows in TASK.train],
+)
+"""Every client's training examples, in other places of the task."""
+OTHER_DATA = {
+    "inputs": replace(TASK, x=-TASK.x),
+    "inputs as networks take them": replace(TASK, transform=torch.neg),
+    "labels": replace(TASK, y=(TASK.y + 1) % 3),
+    "no labels": replace(TASK, unlabelled=True),
+    "fewer": replace(TASK, train=[rows[:-1] for rows in TASK.train]),
+    "another order": replace(TASK, train=[rows.flip(0) for rows in TASK.train]),
+}
+
+
+def told_of(task: Task, released: dict[int, Tree], kind: type[LoopEngine]) -> Tensor:
+    """What a novel client answers on a task, after what it has let out."""
+    ours = kind(task, Client, None, seed=0, private=FREE)
+    ours.released = released
+    cohort = ours.cohort([2, NOVEL], 0, training=False)
+    vector: Tensor = cohort.ask(Client.vector, change(0.3))["vector"][1]
+    return vector
+
+
+@pytest.mark.parametrize("kind", [LoopEngine, VmappedEngine])
+@pytest.mark.parametrize("data", OTHER_DATA)
+def test_of_other_data_the_same_is_another_question(data: str, kind: type[LoopEngine]) -> None:
+    released: dict[int, Tree] = {}
+    first = told_of(TASK, released, kind)
+    other = told_of(OTHER_DATA[data], released, kind)
+    assert len(released[NOVEL]["multipliers"]) == 2
+    assert (other - first).norm() > 0.1 * SIGMA
+    for task in (TASK, ELSEWHERE):
+        torch.testing.assert_close(told_of(task, released, kind), first, rtol=0, atol=0)
+    assert len(released[NOVEL]["multipliers"]) == 2
+
+
+def test_what_older_runs_have_let_out_is_asked_anew() -> None:
+    """Their questions did not name the data."""
+    call = Call(0, 0, NOVEL, "vector", (change(0.3),))
+    old = {"answers": {f"{call.question(SIGMA)}-0": torch.ones(6).double()}}
+    released = {NOVEL: old | {"multipliers": torch.tensor([MULTIPLIER]).double()}}
+    assert not torch.equal(told_of(TASK, released, LoopEngine), torch.ones(6).double())
+    assert len(released[NOVEL]["multipliers"]) == 2
+
+
+def test_data_are_read_once_and_only_where_answers_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read = []
+
+    def noted(x: Tensor) -> Tensor:
+        read.append(len(x))
+        return x
+
+    ours = LoopEngine(replace(TASK, transform=noted), Client, None, seed=0, private=FREE)
+    for number in range(3):
+        asked(ours, "vector", change(0.3), round=number)
+    assert read == [len(TASK.train[0])]
+    monkeypatch.setattr("hyperfed.engines.calls.KEPT", 8)
+    asked(ours, "model", change(0.3), clients=2)
+    assert read == [len(TASK.train[0])]
 
 
 @pytest.mark.parametrize("where", ["local", "central"])

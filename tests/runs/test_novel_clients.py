@@ -292,6 +292,23 @@ def test_novel_clients_images_are_corrupted_after_training_too(tmp_path: Path) -
     assert blurred.evaluate_novel().loss != run.evaluate_novel().loss
 
 
+def test_a_private_client_spends_where_it_is_served_from_other_data() -> None:
+    data = {"name": "digits", "clients": 8, "novel": 0.25, "unlabelled": True}
+    keys: dict[str, Any] = {"rounds": 2, "cohort": 2, "task": data}
+    method = {"epsilon": 0.3, "phase_one_rounds": 1, "local_steps": 1}
+    run = hyperfed.train("itpfl", **keys, method=method)
+    blurred = "task.novel_corruption=blur"
+    with pytest.raises(UserError, match="after 1 of them"):
+        run.served_otherwise([blurred]).evaluate_novel()
+    run.served_otherwise([blurred, "method.budget=2"]).evaluate_novel()
+    for client in run.task.novel_ids:
+        released = run.engine.released[client]
+        assert len(released["multipliers"]) == 2
+        first, second = released["answers"].values()
+        assert not torch.equal(first, second)
+    assert run.evaluate_novel().loss == run.evaluations[-1].loss  # as before, for nothing
+
+
 def test_one_trained_run_serves_novel_clients_of_several_distributions(tmp_path: Path) -> None:
     data = {"name": "digits", "clients": 12, "novel": 0.25, "partition": "dirichlet", "alpha": 0.3}
     keys = {"rounds": 2, "evaluate_every": 1, "cohort": 3, "method": {"local_steps": 1}}

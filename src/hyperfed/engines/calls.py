@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from hyperfed import trees
+from hyperfed.data.examples import hash_of
 from hyperfed.engines.replies import DivergedError, check_tree
 from hyperfed.engines.updates import KEPT, UNCOVERED, PrivateUpdates, centre_of, moved, offset
-from hyperfed.federation import Client, StepInfo
+from hyperfed.federation import EVALUATION_BATCH, Client, StepInfo
 from hyperfed.privacy import Noise, Releases, secret_noise, seeded_noise
 from hyperfed.system.randomness import generator
 from hyperfed.task import Split, Task
@@ -55,15 +56,19 @@ class Call:
     released: Tree = field(default_factory=dict)
     masked: bool = False
 
-    def question(self, sigma: float) -> str:
+    def question(self, sigma: float, *more: str | int) -> str:
         """Names what is asked, to be answered with so much noise.
 
         How often it was asked in this round is no part of it, so that it is answered alike.
+
+        Args:
+            sigma: the noise's standard deviation.
+            more: what tells it from others beside that, such as of which data it is asked.
         """
         asked = {"step": self.step, "round": self.round, "sigma": sigma}
         payload = {str(place): tree for place, tree in enumerate(self.payload)}
         told = dumps(payload, asked | {"batches": repr(self.batches)})
-        return hashlib.blake2b(told, digest_size=16).hexdigest()
+        return "-".join([hashlib.blake2b(told, digest_size=16).hexdigest(), *map(str, more)])
 
     @property
     def keys(self) -> tuple[int, int, str, int]:
@@ -115,6 +120,7 @@ def execute(
     networks: Mapping[str, nn.Module],
     memory: Tree,
     scratch: Tree,
+    data: Callable[[int], str],
     secret: bool = False,
     limits: Sequence[tuple[float, float]] = (),
     private: PrivateUpdates | None = None,
@@ -131,6 +137,7 @@ def execute(
         networks: copies of the method's other networks, likewise.
         memory: what the client remembers of earlier rounds; stays as it is.
         scratch: what it remembers of earlier messages of this round; stays as it is.
+        data: returns a hash of a client's data (:func:`hash_of_data`).
         secret: noise is the operating system's, not the seed's.
         limits: (epsilon, delta) that hold for all that the client lets out.
         private: how answers are made private.
@@ -158,7 +165,9 @@ def execute(
         batches=(Split(task, rows, labelled=labelled).batch() for rows in batches),
         generator=generator(seed, "client", *call.keys),
         labelled=labelled,
-        releases=Releases(call.released, call.question, noise, limits),
+        releases=Releases(
+            call.released, lambda sigma: call.question(sigma, data(call.client)), noise, limits
+        ),
     )
     written = {name: kept for name, kept in answer.memory.items() if kept is not memory.get(name)}
     check_tree(written, does="remember")
@@ -169,7 +178,7 @@ def execute(
         return answer
     if not finite:  # that it diverged would tell of its data
         answer = replace(answer, memory=memory)
-    return let_out(call, answer, client, private, noise=noise, limits=limits)
+    return let_out(call, answer, client, private, data=data, noise=noise, limits=limits)
 
 
 def noise_of(call: Call, seed: int, *, secret: bool) -> Callable[[str], Noise]:
@@ -195,6 +204,7 @@ def let_out(
     client: type[Client],
     private: PrivateUpdates,
     *,
+    data: Callable[[int], str],
     noise: Callable[[str], Noise],
     limits: Sequence[tuple[float, float]] = (),
 ) -> Answer:
@@ -207,6 +217,7 @@ def let_out(
         answer: what the step made of it.
         client: the method's Client.
         private: how answers are made private.
+        data: returns a hash of a client's data (:func:`hash_of_data`).
         noise: of the question that is named.
         limits: (epsilon, delta) that hold for all that the client lets out.
 
@@ -219,11 +230,10 @@ def let_out(
     step, info = find_step(client, call.step)
     centre = centre_of(answer.tree, promised(step, info, call), info)
     told = offset(answer.tree, centre, private.clip)
-    # Asked again in its round, a step draws other batches: that is another question.
-    releases = Releases(
-        call.released, lambda sigma: f"{call.question(sigma)}-{call.turn}", noise, limits
-    )
     keep = told.numel() <= KEPT
+    # Asked again in its round, a step draws other batches: that is another question.
+    more = [call.turn, data(call.client)] if keep else [call.turn]
+    releases = Releases(call.released, lambda sigma: call.question(sigma, *more), noise, limits)
     noisy = releases.release(
         told, private.sensitivity, private, private.epsilon, keep=keep, run=private.run
     )
@@ -277,6 +287,20 @@ def _same(memory: Tree, before: Tree) -> bool:
 def is_labelled(task: Task, client: int) -> bool:
     """Returns whether a client's batches have labels."""
     return not (task.unlabelled and client in task.novel_ids)
+
+
+def hash_of_data(task: Task, client: int) -> str:
+    """Returns a hash of a client's training examples, in their order and as its steps see them.
+
+    On the CPU, so that it is the same wherever the client computes.
+    """
+    labelled = is_labelled(task, client)
+    told = []
+    with torch.no_grad():
+        for rows in torch.split(task.train[client], EVALUATION_BATCH):
+            told.append(hash_of(task.transform(task.x[rows].cpu())))
+            told += [hash_of(task.y[rows].cpu())] if labelled else []
+    return hash_of(*told)
 
 
 def draw(call: Call, task: Task, seed: int) -> Tensor:

@@ -14,7 +14,7 @@ from engines.flower.sites import DirectLink
 from hyperfed import trees
 from hyperfed.data.roster import Frame
 from hyperfed.data.site import SiteData
-from hyperfed.engines.calls import Call
+from hyperfed.engines.calls import Call, hash_of_data
 from hyperfed.engines.flower import releases
 from hyperfed.engines.flower.engine import FlowerEngine
 from hyperfed.engines.flower.site import Site
@@ -38,10 +38,10 @@ def config(**settings: Any) -> itpfl.Config:
     return itpfl.Config(**{"epsilon": 0.3, "embedding_size": 6} | settings)
 
 
-def data(*, novel: bool = True) -> SiteData:
+def data(*, novel: bool = True, scale: float = 1.0) -> SiteData:
     rows = {"ann": (TASK.train[NOVEL], TASK.val[NOVEL], TASK.test[NOVEL])}
     models = lambda frame: TASK.models  # noqa: E731
-    return SiteData(TASK.x, TASK.y, 3, rows, models=models, novel=novel)
+    return SiteData(scale * TASK.x, TASK.y, 3, rows, models=models, novel=novel)
 
 
 def site_in(folder: Path, **settings: Any) -> Site:
@@ -86,7 +86,7 @@ def test_whoever_knows_the_seed_cannot_take_the_noise_away(tmp_path: Path) -> No
     noise = told - clean(encoder())
     assert 0.2 * SIGMA < noise.square().mean().sqrt() < 3 * SIGMA
     (call,) = request().calls
-    for named in (call.question(SIGMA), "q"):
+    for named in (call.question(SIGMA, hash_of_data(TASK, NOVEL)), call.question(SIGMA), "q"):
         theirs = SIGMA * seeded_noise(generator(0, "noise", NOVEL, named))(told)
         assert (noise - theirs).abs().max() > 0.1 * SIGMA
     legacy = torch.randn(6, generator=generator(0, "client", *call.keys), dtype=told.dtype)
@@ -133,6 +133,14 @@ def test_the_same_question_is_answered_alike_in_any_run(tmp_path: Path) -> None:
     for changes in ({}, {"run": 2}, {"session": 11}):
         again = descriptor(site_in(tmp_path), request(2, **changes))
         assert torch.equal(again, first)
+
+
+def test_a_client_whose_data_changed_does_not_answer_of_those_before(tmp_path: Path) -> None:
+    first = descriptor(site_in(tmp_path), request())
+    changed = Site(data(scale=2.0), tmp_path, itpfl.Client, config(), seed=0)
+    refused = asked(changed, request(2, run=2))
+    assert "within epsilon 0.3 at delta 0.01" in str(refused)
+    assert torch.equal(descriptor(site_in(tmp_path), request(3, run=2)), first)
 
 
 @pytest.mark.parametrize("novel", [0, 3])

@@ -14,7 +14,7 @@ from engines.flower.sites import DirectLink, remote
 from hyperfed import trees
 from hyperfed.data.roster import Frame
 from hyperfed.data.site import SiteData
-from hyperfed.engines.calls import Call
+from hyperfed.engines.calls import Call, hash_of_data
 from hyperfed.engines.flower import releases
 from hyperfed.engines.flower.engine import FlowerEngine
 from hyperfed.engines.flower.policy import Policy
@@ -69,7 +69,8 @@ def test_whoever_knows_the_seed_cannot_take_the_noise_away(tmp_path: Path) -> No
     assert told.square().mean().sqrt() == pytest.approx(sigma, rel=0.5)  # what was learned is less
     assert (told - twin).abs().min() > 0
     (call,) = request().calls
-    for named in (f"{call.question(sigma)}-0", call.question(sigma)):
+    about = hash_of_data(TASK, CLIENT)
+    for named in (call.question(sigma, 0, about), call.question(sigma, 0), call.question(sigma)):
         theirs = sigma * seeded_noise(generator(0, "noise", CLIENT, named))(told)
         assert (told - theirs).abs().max() > 0.1 * sigma
 

@@ -153,6 +153,18 @@ def test_another_encoder_is_another_question_with_other_noise() -> None:
     assert len(ours.engine.released[3]["multipliers"]) == 2
 
 
+def test_of_other_inputs_the_same_is_another_question_with_other_noise() -> None:
+    """Else what a client answers is of data that it has no more."""
+    ours = federation(settings={"epsilon": 0.3, "budget": 5.0})
+    first = reply_of(ours, 3)
+    other = federation(x=ours.task.x + 1e-12, settings={"epsilon": 0.3, "budget": 5.0})
+    other.engine.released = ours.engine.released
+    sigma = 2 / 9 * analytic_multiplier(0.3, 0.01)
+    assert (reply_of(other, 3) - first).norm() > 0.1 * sigma
+    assert len(ours.engine.released[3]["multipliers"]) == 2
+    torch.testing.assert_close(reply_of(ours, 3), first, rtol=0, atol=0)
+
+
 def test_weights_that_overflow_do_not_tell_whose_sample_did() -> None:
     """A sample that gives NaN would make the whole answer NaN, whatever the noise."""
     ours = federation(settings={"epsilon": 0.3, "private": True})

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import cache, partial
 from itertools import count, groupby
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 
 from hyperfed import trees
-from hyperfed.engines.calls import Answer, Call, execute
+from hyperfed.engines.calls import Answer, Call, execute, hash_of_data
 from hyperfed.engines.cohort import CohortState, Engine, EngineCohort, Question
 from hyperfed.engines.faults import Faults
 from hyperfed.engines.masking import Masking
@@ -87,6 +88,7 @@ class LoopEngine:
         self.memories = Memories(device)
         self.released: dict[int, Tree] = {}
         self.private, self._secret, self._limits = private, secret, limits
+        self._hash_of_data = cache(partial(hash_of_data, self.task))  # of a client, found once
         self.masking = masking
         keep_freed_memory()
         if device.type == "cuda":  # the same bits in two runs, and all those of a float32
@@ -185,6 +187,7 @@ class LoopEngine:
                     networks=self._networks_of_this_thread(),
                     memory=memory,
                     scratch=scratch,
+                    data=self._hash_of_data,
                     secret=self._secret,
                     limits=self._limits,
                     private=self.private,

@@ -119,8 +119,15 @@ class VmappedEngine(LoopEngine):
         call = replace(call, released=self.released.get(call.client, {}))
         noise = noise_of(call, self.seed, secret=self._secret)
         try:
-            limits = self._limits
-            answer = let_out(call, answer, self.client, private, noise=noise, limits=limits)
+            answer = let_out(
+                call,
+                answer,
+                self.client,
+                private,
+                data=self._hash_of_data,
+                noise=noise,
+                limits=self._limits,
+            )
         except Exception as error:  # concerns this client alone
             return error
         self.memories.note(call, answer)

@@ -16,7 +16,7 @@ class PrivacyConfig:
         epsilon: of one query to a client, which makes it private; no noise where not given.
         delta: of one query, and of all together; the default is that of IT-PFL-HN's paper.
         budget: epsilon that all queries to a client may cost; that of one where not given. To ask
-            the same again costs nothing, and gives the same noisy answer.
+            the same of the same data costs nothing, and gives the same noisy answer.
         calibration: of the noise.
     """
 
