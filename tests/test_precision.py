@@ -10,10 +10,12 @@ from torch import nn
 import hyperfed
 from hyperfed import trees
 from hyperfed.errors import UserError
+from hyperfed.methods import METHODS
 from hyperfed.nets import LeNet
 from hyperfed.runs.config import from_keys
 from hyperfed.system.randomness import generator, seeded
 from hyperfed.training import Batch, Sgd, arithmetic, sgd, supervised
+from toys import short
 
 SETTINGS = Sgd(0.05, momentum=0.9, weight_decay=1e-3)
 
@@ -87,6 +89,25 @@ def test_a_run_computes_and_evaluates_in_it_and_keeps_float32(engine: str) -> No
     assert any(not torch.equal(model[name], other[name]) for name in model)
     assert lower.config.precision == "bf16"
     assert usual.evaluations[-1].loss != lower.evaluations[-1].loss
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_every_method_computes_in_it_and_loses_nobody(method: str) -> None:
+    run = hyperfed.train(
+        method,
+        rounds=2,
+        cohort=3,
+        evaluate_every=2,
+        precision="bf16",
+        engine="loop",
+        task={"name": "digits", "clients": 4, "novel": 0.25},
+        method=short(method),
+        progress=False,
+    )
+    assert not [part.missed for part in [*run.evaluations, run.evaluate_novel()] if part.missed]
+    assert run.summary["always_lost"] is None
+    held = trees.leaves(run.server.state(optimizers=False))
+    assert not [name for name, value in held if value.dtype is torch.bfloat16]
 
 
 @pytest.mark.parametrize("own", [{"standardize": False}, {"encoder": "end_to_end"}])

@@ -21,6 +21,9 @@ def apply(module: nn.Module, model: Model, x: Tensor, *more: Tensor, train: bool
     one example of an MLP. Where it keeps statistics, it takes such a batch as in evaluation, and
     they stay.
 
+    Outputs that autocast made bfloat16 are float32: what is computed of them, such as distances or
+    means, need not know in which precision the network was.
+
     Args:
         module: the architecture. Of its own weights only frozen ones are used. It must not be
             shared by threads.
@@ -43,7 +46,11 @@ def apply(module: nn.Module, model: Model, x: Tensor, *more: Tensor, train: bool
     finally:
         for (_, entries, key), tensor in zip(places, own, strict=True):
             entries[key] = tensor
-    return output
+    return _in_full(output)
+
+
+def _in_full(output: Tensor) -> Tensor:
+    return output.float() if output.dtype is torch.bfloat16 else output
 
 
 @contextmanager
@@ -142,7 +149,7 @@ def outputs_and_features(
         output = apply(module, model, x, train=train)
     finally:
         hook.remove()
-    features = inputs[-1]
+    features = _in_full(inputs[-1])
     by_token = isinstance(last, nn.Linear) and features.ndim == 3  # (B, T, F)
     if by_token and y is not None and features.shape[:2] == y.shape:
         features = features.where((y >= 0)[..., None], 0)

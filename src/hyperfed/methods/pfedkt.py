@@ -188,7 +188,8 @@ class Client(federation.Client):
     def generate(self, hyper_net: Model) -> Model:
         """Returns the parameters theta(phi) that the hypernetwork makes."""
         made: Model = functional_call(self.network(self.size), hyper_net, (self.size,))
-        return made
+        kept = self.initial  # in whose precision models are, whatever the network computes in
+        return {name: value.to(kept[name].dtype) for name, value in made.items()}
 
     def absorb(self, hyper_net: Model, trained: Model) -> Model:
         """Returns phi after descending (d theta / d phi)^T delta, delta = theta(phi) - trained.
