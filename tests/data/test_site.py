@@ -15,6 +15,7 @@ import torch
 
 from hyperfed.apps import cli
 from hyperfed.data import arrays, site, tasks
+from hyperfed.data.arrays import PARTS
 from hyperfed.data.roster import Frame, enrol
 from hyperfed.data.tasks import TaskConfig
 from hyperfed.engines.calls import Call
@@ -61,7 +62,7 @@ def test_what_the_data_say_is_for_testing_is(tmp_path: Path) -> None:
     split = np.array(["train", "test", "val", "train", "train"] * 6)
     data = site.read(archive(tmp_path, split=split, classes=7))
     assert data.classes == 7
-    for code, part in enumerate(site.PARTS):
+    for code, part in enumerate(PARTS):
         rows = torch.cat([rows[code] for rows in data.rows.values()])
         assert set(split[rows]) == {part}
 

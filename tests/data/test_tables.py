@@ -1,6 +1,7 @@
 """Your own files and tables: what each column becomes, who holds what, and what is refused."""
 
 import io
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -389,6 +390,28 @@ def test_a_folder_of_people_is_dealt_by_them(tmp_path: Path) -> None:
     apart = build(config(pictures(tmp_path / "apart", ("train", "test"))), 0)
     assert sorted(apart.names) == ["ann", "bob"]
     assert [len(own) for own in apart.test] == [8, 8]
+
+
+@pytest.mark.usefixtures("cached")
+def test_images_for_validation_or_testing_are_not_trained_on(tmp_path: Path) -> None:
+    folder = tmp_path / "three"
+    pictures(folder, ("train", "validation", "test"))
+    of_file = {path.read_bytes(): path.parts[-4] for path in folder.rglob("*.png")}
+
+    def used() -> list[set[str]]:
+        task = build(config(str(folder)), 0)
+        pixels = {
+            tuple(np.asarray(Image.open(io.BytesIO(content))).flatten().tolist()): part
+            for content, part in of_file.items()
+        }
+        splits = (torch.cat(list(split)) for split in (task.train, task.val, task.test))
+        return [{pixels[tuple(task.x[r].flatten().tolist())] for r in rows} for rows in splits]
+
+    assert used() == [{"train"}, {"validation"}, {"test"}]
+    shutil.rmtree(folder / "test" / "bob")
+    assert used() == [{"train"}, {"validation"}, {"test"}]
+    shutil.rmtree(folder / "validation")  # some of the training images are in its place
+    assert used() == [{"train"}, {"train"}, {"test"}]
 
 
 @pytest.mark.parametrize("splits", [True, False])

@@ -1,7 +1,7 @@
 """Your own arrays as examples: every problem found, then all reported together."""
 
 import zlib
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -159,6 +159,16 @@ def words_in_order(y: Any, labels: Sequence[str], problems: list[str]) -> tuple[
         twice = next(label for label in labels if list(labels).count(label) > 1)
         problems.append(f"labels must be named once each, got {twice!r} twice; remove one")
     return targets(label_numbers(y, labels, problems), len(labels), problems)
+
+
+def parts_named(splits: Mapping[str, Any]) -> npt.NDArray[Any]:
+    """Returns which of :data:`PARTS` the name of each row's split begins with, else "train", (N,).
+
+    Args:
+        splits: split name -> its rows.
+    """
+    words = [next((part for part in PARTS if split.startswith(part)), "train") for split in splits]
+    return np.repeat(words, [len(rows) for rows in splits.values()])
 
 
 def parts(split: Any, length: int, problems: list[str]) -> npt.NDArray[np.int64]:

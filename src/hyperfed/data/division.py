@@ -217,8 +217,9 @@ def _alphas(config: TaskConfig) -> npt.NDArray[np.float64]:
 def _divide_naturally(config: TaskConfig, examples: Examples, seed: int) -> Partition:
     """Takes the data set's own clients.
 
-    Its own test split is kept where every client has examples on both sides of it; where not (a
-    writer of MNIST is in one or the other), a client's examples are pooled and split.
+    Its own test split is kept in data of your own, and where every client has examples on both
+    sides of it; where not (a writer of MNIST is in one or the other), a client's examples are
+    pooled and split.
     """
     client, held_out = _clients(examples).numpy(), examples.held_out.numpy()
     natural = int(client.max()) + 1
@@ -228,7 +229,8 @@ def _divide_naturally(config: TaskConfig, examples: Examples, seed: int) -> Part
             f"set clients to at most {natural}"
         )
     on_both_sides = all(len(np.unique(client[side])) == natural for side in (held_out, ~held_out))
-    own_split = held_out if on_both_sides else np.zeros_like(held_out)
+    kept = on_both_sides or examples.names  # which named data sets lack
+    own_split = held_out if kept else np.zeros_like(held_out)
     part = _hold_out(config, examples, client, own_split, seed)
     if examples.names and len(idle := np.setdiff1d(client, client[part == partitions.TRAIN])):
         told = ", ".join(examples.names[number] for number in idle[:3])

@@ -107,10 +107,9 @@ def read_rows(rows: readers.Rows, name: str, columns: Columns | None = None) -> 
         return _images(rows, splits, features, name, columns)
     import pandas
 
-    parts = [next((p for p in arrays.PARTS if split.startswith(p)), "train") for split in splits]
     table = pandas.concat([held.to_pandas() for held in splits.values()], ignore_index=True)
     if len(splits) > 1 and columns.split is None and "split" not in table:
-        table["split"] = np.repeat(parts, [len(held) for held in splits.values()])
+        table["split"] = arrays.parts_named(splits)
     return of_table(table, name, columns, name)
 
 
@@ -139,9 +138,12 @@ def _images(
         ids, number = np.unique(people, return_inverse=True)
         client, names = torch.from_numpy(number), tuple(str(identity) for identity in ids)
     problems: list[str] = []
-    part = None
+    words = part = None
     if (split := columns.split or "split") in features:
         words = readers.column_of(splits, split)
+    elif any(name.startswith("val") for name in splits):  # else some of training's are for that
+        words = arrays.parts_named(splits)
+    if words is not None:
         part = torch.from_numpy(arrays.parts(words, len(examples), problems))
     arrays.raise_all(problems, f"{name} does not hold usable examples")
     kind = features[columns.target or readers.label_column(features, name)]

@@ -31,7 +31,6 @@ import torch
 from torch import Tensor, nn
 
 from hyperfed.data import arrays, hub, partitions, readers, tables
-from hyperfed.data.arrays import PARTS
 from hyperfed.data.examples import channel_statistics, hash_of
 from hyperfed.data.own import Task
 from hyperfed.data.roster import MOST_CLASSES, Frame, Introduction, Member
@@ -50,7 +49,7 @@ class SiteData:
         x: (N, ...) every example: uint8 images (N, C, H, W), floats or int64 tokens.
         y: (N,) int64 labels, or floats for regression.
         classes: the number of labels that this site knows of; 0 for regression.
-        rows: client -> its examples of each part of :data:`PARTS`.
+        rows: client -> its examples of each of :data:`hyperfed.data.arrays.PARTS`.
         models: builds the targets, {size: network}, from the frame of a run.
         site: with which the names of its clients begin.
         size: which target its clients run; empty where the task has one.
@@ -310,8 +309,7 @@ def _columns(splits: Mapping[str, Any], path: Path) -> dict[str, Any]:
     if "split" in names:
         columns["split"] = np.array(_listed(splits, "split"))
     elif len(splits) > 1:
-        of = [next((p for p in PARTS if split.startswith(p)), "train") for split in splits]
-        columns["split"] = np.repeat(of, [len(rows) for rows in splits.values()])
+        columns["split"] = arrays.parts_named(splits)
     return columns
 
 
