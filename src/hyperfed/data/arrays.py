@@ -122,15 +122,15 @@ def label_numbers(
     """Returns (N,) numbers of labels that are told by their names; numbers as they are.
 
     Args:
-        y: words, truth values or integers, each a name. A tensor, which cannot hold words, is of
-            numbers unless all ``labels`` are the names of integers.
+        y: words, truth values or integers, each a name; or a tensor, which holds numbers.
         labels: names of the labels 0, 1, ...
         problems: what must hold and does not is appended here.
         integers: whether integers may be names; where not, they are numbers.
     """
+    if isinstance(y, Tensor):
+        return y
     values = np.asarray(y)
     words_alone = not all(label.lstrip("-").isdecimal() for label in labels)
-    integers = integers and not (isinstance(y, Tensor) and words_alone)
     counted = integers and values.dtype.kind in "iu"
     if not labels or values.ndim != 1 or not (values.dtype == bool or counted or is_text(values)):
         return y
