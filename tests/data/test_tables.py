@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from hyperfed.data import arrays, datasets, model_files, tables
+from hyperfed.data import arrays, datasets, model_files, site, tables
 from hyperfed.data.division import fitted
 from hyperfed.data.own import Task, newcomer, rows_like
 from hyperfed.data.roster import Frame, Member, Roster
@@ -269,6 +269,46 @@ def test_files_that_are_no_tables_are_refused(tmp_path: Path) -> None:
         tables.read(tmp_path / "mine.txt")
     with pytest.raises(UserError, match="digits must come without client, target"):
         datasets.load("digits", columns=Columns(client="writer"))
+
+
+def written(folder: Path, ids: list[str], labels: list[str]) -> str:
+    lines = (
+        f"{who},{label},{row}" for row, (who, label) in enumerate(zip(ids, labels, strict=True))
+    )
+    path = folder / "mine.csv"
+    path.write_text("\n".join(["client,label,age", *lines, ""]))
+    return str(path)
+
+
+def test_ids_of_a_csv_file_are_as_they_are_written(tmp_path: Path) -> None:
+    path = written(tmp_path, ["01", "1", "001", "7"] * 6, ["0", "1"] * 12)
+    assert datasets.load(path).names == ("01", "1", "001", "7")
+    assert list(site.read(path).rows) == ["01", "1", "001", "7"]
+    many = 50_000  # more than pandas reads at once
+    path = written(tmp_path, ["5"] * (many - 1) + ["x"], ["0", "1"] * (many // 2))
+    assert datasets.load(path).names == ("5", "x")
+    text = datasets.load(path, columns=Columns(client="label", target="age", features=("client",)))
+    assert text.text
+
+
+@pytest.mark.parametrize(
+    ("labels", "names", "first"),
+    [
+        (["1e1", "10", "010", "2"], ("010", "10", "1e1", "2"), [2, 1, 0, 3]),
+        (["01", "02", "1"], ("01", "02", "1"), [0, 1, 2]),
+        (["99999999999999999999", "1"], ("1", "99999999999999999999"), [1, 0]),
+        (["3", "1", "-2"], ("-2", "1", "3"), [2, 1, 0]),
+        (["0", "1", " 2"], (), [0, 1, 2]),
+        (["True", "True"], ("False", "True"), [1, 1]),
+        (["1.50", "-2e-1", ".5", "3"], (), [1.5, -0.2, 0.5, 3.0]),
+    ],
+)
+def test_labels_of_a_csv_file_are_numbers_where_these_say_all_of_them(
+    tmp_path: Path, labels: list[str], names: tuple[str, ...], first: list[float]
+) -> None:
+    examples = datasets.load(written(tmp_path, ["a"] * 12, labels * (12 // len(labels))))
+    assert examples.labels == names
+    assert examples.y[: len(first)].tolist() == pytest.approx(first)
 
 
 # Division.

@@ -258,9 +258,8 @@ def personalize(
     as_json: Json = False,
 ) -> None:
     """Make the model of a client that was never seen, from its own data."""
-    table = tables.read(data)
     with closing(Run.open(run_dir)) as run:
-        rows = rows_like(run.task, table, str(data))
+        rows = rows_like(run.task, tables.read(data, run.task.columns), str(data))
         model = run.personalize(rows.x, rows.y, size=size)
         export_model(model, run.task, out)
         if rows.y is None:

@@ -29,7 +29,7 @@ def from_file(path: Path, columns: Columns | None = None) -> Examples:
     Raises:
         UserError: no such file, or one that does not hold examples; lists all that is wrong.
     """
-    return of_table(tables.read(path), path.stem, columns or Columns(), str(path))
+    return of_table(tables.read(path, columns), path.stem, columns or Columns(), str(path))
 
 
 def of_table(table: Any, name: str, columns: Columns, what: str) -> Examples:

@@ -230,7 +230,7 @@ def _columns_of(path: Path, columns: Columns) -> dict[str, Any]:
 
 
 def _from_table(path: Path, columns: Columns) -> dict[str, Any]:
-    rows = tables.rows_of(tables.read(path), columns, str(path))
+    rows = tables.rows_of(tables.read(path, columns), columns, str(path))
     if rows.client is None:
         raise UserError(f"{path} must have a column that says who holds a row; name it by --client")
     if rows.text:

@@ -41,6 +41,10 @@ TARGETS = ("y", "target", "label")
 
 NOTHING = np.zeros(0)
 
+_INTEGER = r"\s*[+-]?(0|[1-9]\d*)\s*"
+_NUMBER = r"\s*[+-]?((0|[1-9]\d*)(\.\d*)?|\.\d+|inf)([eE][+-]?\d+)?\s*"
+"""What is written as one, without zeros before it."""
+
 _NAMELESS = re.compile(r"Unnamed: \d+")
 
 
@@ -89,11 +93,15 @@ def is_frame(data: Any) -> bool:
     return hasattr(data, "columns") and hasattr(data, "iloc")
 
 
-def read(path: Path) -> Any:
+def read(path: Path, columns: Columns | None = None) -> Any:
     """Reads a table: a ``DataFrame``, or {name: array} of an archive.
+
+    Clients and splits of a CSV file are as they are written there, and so are labels where a number
+    would not tell them apart, such as 01 and 1.
 
     Args:
         path: a file whose name ends in one of :data:`SUFFIXES`.
+        columns: which is what.
 
     Raises:
         UserError: another ending, no such file, or one that cannot be read.
@@ -102,14 +110,12 @@ def read(path: Path) -> Any:
         raise UserError(f"a table must be a file, but there is no {path}; name one that is there")
     if path.suffix == ".npz":
         return arrays.read_npz(path, needed=())
-    import pandas
 
     try:
         if path.suffix == ".parquet":
             return read_parquet(path).to_pandas()
         if path.suffix == ".csv":
-            # "NA" or "None" may be a label or a name; only an empty cell has none.
-            return pandas.read_csv(path, keep_default_na=False, na_values=[""])
+            return _read_csv(path, columns or Columns())
     except UNREADABLE as error:
         raise UserError(
             f"{path} must be a readable table, but is not: {one_line(str(error))}"
@@ -124,6 +130,33 @@ UNREADABLE = (
     RecursionError,
 )  # fmt: skip
 """What pyarrow and pandas raise of damaged or forged files."""
+
+
+def _read_csv(path: Path, columns: Columns) -> Any:
+    """Reads a CSV file, of which pandas is not to guess what ids and labels are."""
+    import pandas
+
+    # "NA" or "None" may be a label or a name; only an empty cell has none.
+    empty: dict[str, Any] = {"keep_default_na": False, "na_values": [""]}
+    header = list(pandas.read_csv(path, nrows=0, **empty))
+    target = columns.target or next((name for name in TARGETS if name in header), "")
+    said = {columns.client or "client", columns.split or "split", target}
+    table = pandas.read_csv(path, dtype=dict.fromkeys(said, str), low_memory=False, **empty)
+    if target in header:
+        table[target] = _typed(table[target])
+    return table
+
+
+def _typed(words: Any) -> Any:
+    """Returns a column of words as the numbers or truth values that all of them are, if so."""
+    if words.isin(("True", "False")).all():
+        return words == "True"
+    if words.str.fullmatch(_INTEGER, na=False).all():
+        try:
+            return words.astype(np.int64)
+        except (OverflowError, ValueError):  # more than 64 bits
+            return words
+    return words.astype(np.float64) if words.str.fullmatch(_NUMBER, na=False).all() else words
 
 
 def read_parquet(path: Path) -> Any:
