@@ -194,6 +194,7 @@ EDITS: dict[str, Any] = {
     "seconds in words": meta(seconds="1.0"),
     "failures in words": meta(failures="1"),
     "a best round in words": meta(best_round="1"),
+    "another task": meta(task=1),
     "other data": meta(data_fingerprint="0"),
     "a server without a weight": in_body(lambda body: body.pop("body.bias")),
     "a server of truth values": in_body(lambda body: body.update({"body.bias": TRUTHS})),

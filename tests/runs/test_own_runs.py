@@ -1,5 +1,6 @@
 """Runs on data of one's own: what their records say, and clients by their names."""
 
+import dataclasses
 import json
 import tomllib
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import nn
 
 import hyperfed
 from hyperfed.apps.cli import main
+from hyperfed.data.examples import Normalize
 from hyperfed.data.tasks import TaskConfig, build
 from hyperfed.errors import UserError
 from hyperfed.methods import METHODS, fedavg
@@ -22,6 +24,7 @@ from hyperfed.runs import config
 from hyperfed.runs.folder import read_run
 from hyperfed.runs.private import cohort_of
 from hyperfed.runs.run import Run
+from hyperfed.trees.checkpoints import load_latest, save_latest
 from sensors import ACTIVITIES, NETS, PEOPLE, SensorNet, windows
 
 SHORT: dict[str, Any] = {"rounds": 1, "cohort": 2, "evaluate_every": 1}
@@ -104,6 +107,36 @@ def test_another_model_than_the_runs_is_refused(method: str, tmp_path: Path) -> 
         with pytest.raises(UserError, match="the task's model must be the one that the run was st"):
             use(run.folder.path, other)
     assert hyperfed.resume(run.folder.path, make_task()).done
+
+
+@pytest.mark.parametrize(
+    ("what", "changes"),
+    [
+        ("names of clients", {"names": ("ann", "zoe", "bob")}),
+        ("names of labels", {"labels": ("walk", "sit")}),
+        ("sizes of clients", {"sizes": ("other", "one", "one")}),
+        ("number of novel clients", {"novel": 0}),
+        ("normalisation", {"transform": Normalize((0.5,), (0.5,))}),
+    ],
+)
+def test_another_task_on_the_runs_data_is_refused(
+    what: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    sizes = {"client": [NAMES[row % 3] for row in range(60)], "size": ["one", "other", "one"]}
+    ours = make_task(model={"one": nn.Linear(4, 2), "other": nn.Linear(4, 2)}, **sizes)
+    run = Run.start(config.from_keys("fedavg", QUICK | {"rounds": 2}), tmp_path, ours)
+    for _ in run.train():
+        run.stop()
+    assert run.folder is not None
+    other = dataclasses.replace(ours, **changes)
+    assert other.fingerprint == ours.fingerprint
+    for use in (hyperfed.open_run, hyperfed.resume):
+        with pytest.raises(UserError, match=f"the task's {what} must be those that the run was st"):
+            use(run.folder.path, other)
+    tree, said = load_latest(run.folder.state)
+    del said["task"]  # which checkpoints of earlier versions lack
+    save_latest(run.folder.state, tree, said)
+    hyperfed.open_run(run.folder.path, other)
 
 
 @pytest.mark.parametrize("command", ["evaluate", "resume", "personalize"])

@@ -19,7 +19,7 @@ import torch
 
 from hyperfed import trees
 from hyperfed.data import tasks
-from hyperfed.data.examples import hash_of
+from hyperfed.data.examples import Normalize, hash_of
 from hyperfed.data.own import Task
 from hyperfed.data.roster import RemoteTask, Roster
 from hyperfed.engines import EngineCohort
@@ -546,6 +546,7 @@ class Run(Served):
             "method": self.config.method,
             "data_fingerprint": self.task.fingerprint,
             "targets": self._targets,
+            "task": self._told,
             "round": self.round,
             "bytes": self._bytes,
             "seconds": self.seconds,
@@ -567,6 +568,20 @@ class Run(Served):
         """A hash of the names and shapes of all that a client of each size trains or keeps."""
         task = self.task
         return hash_of(*(f"{size} {trees.structure(task.initial(size))}" for size in task.models))
+
+    @property
+    def _told(self) -> dict[str, str]:
+        """Hashes of what the fingerprint of the data does not tell, by what an error calls it."""
+        task, clients = self.task, range(self.task.clients)
+        normalize = getattr(task.transform, "normalize", task.transform)
+        told = {
+            "names of clients": [task.name_of(client) for client in clients],
+            "names of labels": [*task.labels],
+            "sizes of clients": [task.size_of(client) for client in clients],
+            "number of novel clients": task.novel,
+            "normalisation": normalize if isinstance(normalize, Normalize) else None,
+        }
+        return {what: hash_of(repr(value)) for what, value in told.items()}
 
     def _state(self, *, optimizers: bool = True) -> Tree:
         """Returns the server's tensors; replies that it has to read for that are aggregated."""
@@ -593,6 +608,14 @@ class Run(Served):
                 "the task's model must be the one that the run was started with, but has "
                 "parameters of other names or shapes; make the task with that one, or start a new "
                 "run"
+            )
+        alike = self._told
+        said = meta.get("task", alike)  # of which older checkpoints say nothing
+        told = said if isinstance(said, dict) else {}
+        if other := [what for what, value in alike.items() if told.get(what) != value]:
+            raise UserError(
+                f"the task's {', '.join(other)} must be those that the run was started with, but "
+                "are others; make the task as it was made then, or start a new run"
             )
         try:
             self._load(tree, meta)
