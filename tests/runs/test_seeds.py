@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from io import StringIO
+from itertools import permutations
 
 import pytest
 from rich.console import Console
@@ -106,12 +107,38 @@ def test_runs_belong_together_that_differ_by_their_seeds_alone():
     assert (local.group, local.seeds) == ("local", (3,))
 
 
+@pytest.mark.parametrize("order", list(permutations(range(3))))
+def test_what_a_run_lacks_belongs_to_none_whose_value_is_another(order: tuple[int, ...]):
+    runs = [finished("mine", seed) for seed in range(3)]
+    for run, rate in zip(runs[1:], (0.1, 9.0), strict=True):
+        run.config["method"]["rate"] = rate  # of a version that the first did not know
+    of_seeds = {one.seeds for one in over_seeds(compare([runs[number] for number in order]))}
+    assert of_seeds == {(0,), (1,), (2,)}
+
+
+def test_what_an_older_run_lacks_is_its_default():
+    runs = [finished("fedavg", seed) for seed in range(4)]
+    for run, steps in zip(runs[1:], (0, 20, 20), strict=True):
+        run.config["serve"] = {"finetune_steps": steps}
+    plain, tuned = over_seeds(compare(runs))
+    assert (plain.group, plain.seeds) == ("fedavg serve.finetune_steps=0", (0, 1))
+    assert (tuned.group, tuned.seeds) == ("fedavg serve.finetune_steps=20", (2, 3))
+    runs = [finished("local", seed) for seed in range(2)]
+    for kept in (True, False):  # it did before there was a key that says so
+        runs[1].config["method"]["keep_momentum"] = kept
+        assert len(over_seeds(compare(runs))) == (1 if kept else 2)
+
+
 def test_a_seed_that_ran_twice_counts_as_one_and_each_metric_has_a_table():
     rows = [row("a", 0, 0.5), row("a", 1, 0.5), row("a", 0, 0.7)]
     (twice,) = over_seeds(rows)
-    assert twice.test.mean == pytest.approx(1.7 / 3)
+    assert twice.seeds == (0, 1)
+    assert twice.test.mean == pytest.approx((0.6 + 0.5) / 2)
+    assert twice.test.std == pytest.approx(0.005**0.5)  # of two seeds, and not of three
+    (alone,) = over_seeds(rows[::2])
+    assert (alone.test.mean, alone.test.std) == (pytest.approx(0.6), None)
     printed = StringIO()
     of_both = over_seeds([*rows, replace(row("a", 0, 0.25), metric=RMSE)])
     Console(width=80, file=printed).print(*tables(of_both))
     lines = [line.split() for line in printed.getvalue().splitlines() if line.startswith("a ")]
-    assert [line[:3] for line in lines] == [["a", "2", "46.7"], ["a", "1", "0.1500"]]
+    assert [line[:3] for line in lines] == [["a", "2", "45.0"], ["a", "1", "0.1500"]]

@@ -16,7 +16,7 @@ from hyperfed.methods import METHODS
 from hyperfed.papers import agreement, origin
 from hyperfed.papers.origin import Origin
 from hyperfed.runs import config, statistics
-from hyperfed.runs.comparison import CHANGE_NO_NUMBER
+from hyperfed.runs.comparison import CHANGE_NO_NUMBER, KEPT_MOMENTUM
 from hyperfed.runs.experiments import Experiment, Published
 from hyperfed.runs.folder import RunRecord, find_runs
 from hyperfed.runs.measures import Number
@@ -34,9 +34,6 @@ MEBIBYTE = 2**20
 
 NOT_SAID = "not said"
 """In the place of the value of a setting that a record lacks."""
-
-KEPT_MOMENTUM = ("local", "fml", "pfedhn_pc")
-"""Methods whose records of before ``keep_momentum`` have kept it."""
 
 OF_SIZE = "test_accuracy_"
 """How the mean over the clients of a target size, S, M or L, is called."""

@@ -3,12 +3,14 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cache
 from typing import Any, Protocol
 
 from pydantic import TypeAdapter, ValidationError
 from rich.table import Table
 
 from hyperfed.errors import UserError
+from hyperfed.methods import METHODS
 from hyperfed.metrics import ACCURACY, METRICS, Metric, named
 from hyperfed.runs.config import flat, to_dict
 from hyperfed.runs.measures import Number
@@ -27,6 +29,9 @@ CHANGE_NO_NUMBER = (
     "examine",
 )
 """How the keys begin that a run is not told from others by."""
+
+KEPT_MOMENTUM = ("local", "fml", "pfedhn_pc")
+"""Methods whose records of before ``keep_momentum`` have kept it."""
 
 PERSONAL = 0.01
 """By which part of the metric a client's own model must be better than another client's."""
@@ -134,9 +139,14 @@ def compare(runs: Sequence[FinishedRun]) -> list[Row]:
         UserError: a run is not done, or its summary lacks a number.
     """
     numbers = [_numbers(run) for run in runs]
-    settings = [settings_of(run) for run in runs]
+    settings = [_filled(settings_of(run)) for run in runs]
     named = zip(_labels(settings), _groups(settings), numbers, strict=True)
     return [Row(label=label, group=group, **row) for label, group, row in named]
+
+
+def groups(runs: Sequence[FinishedRun]) -> list[str]:
+    """Returns a name for each run, the same for those that differ by their seeds alone."""
+    return _groups([_filled(settings_of(run)) for run in runs])
 
 
 def grouped(rows: Sequence[Row]) -> list[tuple[str, list[int]]]:
@@ -307,16 +317,42 @@ def _telling(keys: Sequence[str], settings: Sequence[Mapping[str, Any]]) -> list
 
 
 def _groups(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Names runs alike that differ by their seeds alone."""
-    but_seed = [{key: own[key] for key in own if key != "seed"} for own in settings]
-    firsts: list[Mapping[str, Any]] = []
-    which = []
-    for own in but_seed:
-        alike = (n for n, it in enumerate(firsts) if not any(_differ(own, it, key) for key in own))
-        which.append(next(alike, len(firsts)))
-        firsts += [own] * (which[-1] == len(firsts))
-    labels = _labels(firsts)
-    return [labels[number] for number in which]
+    """Names runs alike that differ by their seeds alone.
+
+    A key that only some runs of a method have, and that this version does not know, says nothing as
+    long as all of them have one value. Where they do not, a run without it is like none of them.
+    """
+    first: dict[tuple[str, str], Any] = {}
+    telling = set()
+    for own in settings:
+        for key in own.keys() - {"seed"}:
+            which = own["method.name"], key
+            if first.setdefault(which, own[key]) != own[key]:
+                telling.add(which)
+    told = [
+        {"method.name": own["method.name"]}
+        | {key: own[key] for key in own if (own["method.name"], key) in telling}
+        for own in settings
+    ]
+    firsts = [number for number, own in enumerate(told) if told.index(own) == number]
+    labels = _labels([{k: v for k, v in settings[n].items() if k != "seed"} for n in firsts])
+    names = dict(zip(firsts, labels, strict=True))
+    return [names[told.index(own)] for own in told]
+
+
+def _filled(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns settings with the defaults of those that a record of an earlier version lacks."""
+    usual = _defaults(settings["method.name"])
+    return {**settings, **{key: usual[key] for key in usual if key not in settings}}
+
+
+@cache
+def _defaults(method: str) -> Mapping[str, Any]:
+    """Returns the settings of a run without any preset; none of a method that is not here."""
+    if method not in METHODS:
+        return {}
+    usual = _of_numbers(to_dict(RunConfig(method=method, settings=METHODS[method].Config())))
+    return usual | ({"method.keep_momentum": True} if method in KEPT_MOMENTUM else {})
 
 
 def _differ(one: Mapping[str, Any], other: Mapping[str, Any], key: str) -> bool:
@@ -326,7 +362,10 @@ def _differ(one: Mapping[str, Any], other: Mapping[str, Any], key: str) -> bool:
 
 def settings_of(run: FinishedRun) -> dict[str, Any]:
     """Returns {dotted key: value} of a run's settings, but for those that change no number."""
-    nested = run.config if isinstance(run.config, Mapping) else to_dict(run.config)
+    return _of_numbers(run.config if isinstance(run.config, Mapping) else to_dict(run.config))
+
+
+def _of_numbers(nested: Mapping[str, Any]) -> dict[str, Any]:
     settings = flat(nested)
     return {key: settings[key] for key in settings if not key.startswith(CHANGE_NO_NUMBER)}
 

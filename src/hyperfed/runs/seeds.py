@@ -1,6 +1,7 @@
 """Several seeds of the same settings: which they are, and what they came to on average."""
 
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -24,7 +25,7 @@ class OverSeeds:
     Attributes:
         group: the method, with settings where that is needed to tell it from others.
         method: its name.
-        seeds: of its runs.
+        seeds: of its runs, each once.
         metric: by which they are judged.
         val: of the runs' values over validation data, by which settings are to be chosen; None
             where a run has none, as of the next three.
@@ -87,24 +88,35 @@ def over_seeds(rows: Sequence[Row]) -> list[OverSeeds]:
 
 
 def _over_seeds(group: str, rows: Sequence[Row]) -> OverSeeds:
+    seeds = [row.seed for row in rows]
     return OverSeeds(
         group,
         rows[0].method,
-        tuple(row.seed for row in rows),
+        tuple(dict.fromkeys(seeds)),
         rows[0].metric,
-        val=_spread([row.val for row in rows]),
-        test=_spread([row.test for row in rows]),
-        worst_decile=_spread([row.worst_decile for row in rows]),
-        novel=_spread([row.novel for row in rows]),
+        val=spread_of(seeds, [row.val for row in rows]),
+        test=spread_of(seeds, [row.test for row in rows]),
+        worst_decile=spread_of(seeds, [row.worst_decile for row in rows]),
+        novel=spread_of(seeds, [row.novel for row in rows]),
         bytes_down=fmean(row.bytes_down for row in rows),
         bytes_up=fmean(row.bytes_up for row in rows),
         seconds=fmean(row.seconds for row in rows),
     )
 
 
-def _spread(values: Sequence[Number]) -> Spread | None:
-    there = [value for value in values if value is not None]
-    return spread(there) if len(there) == len(values) else None
+def spread_of(seeds: Sequence[int], values: Sequence[Number]) -> Spread | None:
+    """Returns mean and deviation over seeds, a seed's value being the mean of its runs.
+
+    Args:
+        seeds: of runs, at least one.
+        values: of each; where a run has none, neither have all.
+    """
+    of_seed: dict[int, list[float]] = defaultdict(list)
+    for seed, value in zip(seeds, values, strict=True):
+        if value is None:
+            return None
+        of_seed[seed].append(value)
+    return spread([fmean(several) for several in of_seed.values()])
 
 
 def tables(groups: Sequence[OverSeeds]) -> list[Table]:
@@ -132,7 +144,7 @@ def _table(groups: Sequence[OverSeeds], metric: Metric) -> Table:
     for one in groups:
         shown.add_row(
             one.group,
-            str(len(set(one.seeds))),
+            str(len(one.seeds)),
             *(
                 "–" if found is None else metric.spread(found.mean, found.std)
                 for found in (one.val, one.test, one.worst_decile, one.novel)
