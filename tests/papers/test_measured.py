@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -349,6 +350,34 @@ def test_records_of_one_name_in_two_folders_of_a_folder_are_compared_apart(folde
     assert row(text[a:b], "fedavg")[2:7] == ["90.0", "90.0", "90.0", "–", "+60.0 [60.0, 60.0]"]
     assert row(text[b:], "fedavg")[2:7] == ["60.0", "60.0", "60.0", "–", "+10.0 [10.0, 10.0]"]
     assert row(text[:a], "aside")[6] == "+10.0 [10.0, 10.0]"  # of those that stand in `kinds`
+
+
+def test_records_of_one_folder_are_seeds_where_nothing_else_differs(folder: Path) -> None:
+    for seed, correct, rate in ((0, 6, 0.1), (1, 7, 0.1), (2, 1, 0.9)):
+        own = {"method.local_lr": rate}
+        record(folder, "fedavg", seed, [correct] * 4, place="tried/fedavg", **own)
+    text = written(folder, "report.md")
+    shown = [row(text, f"fedavg: fedavg local_lr={rate}")[1:3] for rate in (0.1, 0.9)]
+    assert shown == [["2", "65.0 ± 7.1"], ["1", "10.0"]]
+
+
+def test_two_records_of_a_seed_are_one_seed(folder: Path) -> None:
+    for place, seed, correct in (("a", 0, 5), ("b", 0, 7), ("c", 1, 8)):
+        path = record(folder, "fedavg", seed, [correct] * 4, place=place)
+        shutil.move(path, folder / "results" / "twice" / "fedavg" / place)
+    assert row(written(folder, "report.md"), "fedavg")[1:3] == ["2", "70.0 ± 14.1"]
+
+
+@pytest.mark.parametrize("records", ["alone", "alone/fedavg", "alone/fedavg/seed0"])
+def test_the_records_may_be_any_folder_or_one_of_them(folder: Path, records: str) -> None:
+    path = record(folder, "fedavg", 0, [6, 6, 6, 6], place="alone/fedavg")
+    (path.parent.parent / "about.md").write_text("Said by hand.\n")
+    made = report.of_papers(
+        folder / "results" / records, experiments.find_all(folder / "experiments")
+    )
+    assert row(made.text, "fedavg")[1:3] == ["1", "60.0"]
+    assert f"## `{Path(records).name.replace('alone', 'fedavg')}`" in made.text
+    assert made.text.count("Said by hand.") == (records == "alone")
 
 
 def test_the_page_needs_nothing_but_itself(folder: Path, capsys: Any) -> None:

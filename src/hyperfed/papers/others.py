@@ -5,7 +5,7 @@ from statistics import fmean
 
 from hyperfed.metrics import Metric
 from hyperfed.papers.markdown import minutes, table
-from hyperfed.runs import statistics
+from hyperfed.runs import seeds, statistics
 from hyperfed.runs.comparison import difference
 from hyperfed.runs.folder import RunRecord
 
@@ -35,22 +35,22 @@ def compared(metric: Metric, labelled: Mapping[str, Sequence[RunRecord]]) -> str
 
 
 def _mean(runs: Sequence[RunRecord], metric: Metric) -> float | None:
-    """Returns the mean over runs of the metric on test data; None where one has none."""
-    values = [(run.summary or {}).get(f"test_{metric.name}") for run in runs]
-    there = [value for value in values if value is not None]
-    return fmean(there) if len(there) == len(runs) else None
+    """Returns the mean over seeds of the metric on test data; None where a run has none."""
+    summaries = [run.summary or {} for run in runs]
+    values = [s.get(f"test_{metric.name}") for s in summaries]
+    found = seeds.spread_of([s.get("seed", 0) for s in summaries], values)
+    return None if found is None else found.mean
 
 
 def _other(label: str, metric: Metric, runs: Sequence[RunRecord]) -> list[str]:
     summaries = [run.summary or {} for run in runs]
-    last = [[e for e in run.evaluations if e.split == "test"][-1:] for run in runs]
+    last = [[e for e in run.evaluations if e.split == "test"][-1] for run in runs]
+
+    of = [s.get("seed", 0) for s in summaries]
 
     def over_seeds(values: Sequence[float | None]) -> str:
-        there = [value for value in values if value is not None]
-        if not there:
-            return "–"
-        found = statistics.spread(there)
-        return metric.spread(found.mean, found.std)
+        found = seeds.spread_of(of, values)
+        return "–" if found is None else metric.spread(found.mean, found.std)
 
     def summed_up(key: str) -> str:
         return over_seeds([s.get(key) for s in summaries])
@@ -58,9 +58,9 @@ def _other(label: str, metric: Metric, runs: Sequence[RunRecord]) -> list[str]:
     megabytes = fmean((s["bytes_down"] + s["bytes_up"]) / 1e6 for s in summaries)
     return [
         label,
-        str(len(summaries)),
+        str(len(set(of))),
         summed_up(f"test_{metric.name}"),
-        over_seeds([e.main.value for of in last for e in of]),
+        over_seeds([e.main.value for e in last]),
         summed_up(f"worst_decile_{metric.name}"),
         summed_up(f"novel_{metric.name}"),
         f"{megabytes:,.1f}",

@@ -10,6 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hyperfed.errors import one_line
 from hyperfed.metrics import ACCURACY, Metric, named
 from hyperfed.papers import bound, grids, markdown, measured, owed
 from hyperfed.papers.computed import Computed, read_record
@@ -23,7 +24,7 @@ from hyperfed.papers.svg import (
     draw_series,
     to_svg,
 )
-from hyperfed.runs import learned
+from hyperfed.runs import comparison, learned
 from hyperfed.runs.experiments import Experiment
 from hyperfed.runs.folder import RunRecord
 
@@ -403,26 +404,37 @@ class _Writer:
         """Adds records that are of no table, by folder."""
 
         def group_of(record: RunRecord) -> str:
-            return record.path.relative_to(self._folder).parts[0]
+            first, *more = (*record.path.relative_to(self._folder).parts, "")
+            return first if any(more) else ""  # of the folder itself
 
         def folder_of(record: RunRecord) -> Path:
-            return record.path.parent.parent
+            above = record.path.parent.parent
+            return above if above.is_relative_to(self._folder) else self._folder
 
         for name, several in groupby(sorted(others, key=group_of), key=group_of):
-            self.say(f"## `{name}`", _read(self._folder / name / ABOUT))
+            about = _read(self._folder / name / ABOUT) if name else ""  # which is said above
+            self.say(f"## `{name or self._folder.resolve().name}`", about)
             for folder, group in groupby(sorted(several, key=folder_of), key=folder_of):
                 self._side_by_side(folder, list(group))
 
     def _side_by_side(self, folder: Path, records: Sequence[RunRecord]) -> None:
-        """Adds the records ``FOLDER/WHAT/seedN``, those of one metric in one table."""
+        """Adds the records ``FOLDER/WHAT/seedN``, those of one metric in one table.
+
+        Where those of one folder differ in more than seeds, each kind has a row.
+        """
         place = folder.relative_to(self._folder)
         if len(place.parts) > 1:  # a folder of a folder, which has other clients than those beside
             self.say(f"### `{place.as_posix()}`")
         judged: dict[Metric, dict[str, list[RunRecord]]] = {}
-        for label, group in groupby(records, key=lambda record: record.path.parent.name):
-            runs = list(group)
-            metric = named((runs[0].summary or {}).get("metric", ACCURACY.name))
-            judged.setdefault(metric, {})[label] = runs
+        for label, group in groupby(records, key=lambda record: record.path.resolve().parent.name):
+            runs: dict[str, list[RunRecord]] = {}
+            several = list(group)
+            for name, run in zip(comparison.groups(several), several, strict=True):
+                runs.setdefault(name, []).append(run)
+            for name, own in runs.items():
+                metric = named((own[0].summary or {}).get("metric", ACCURACY.name))
+                called = label if len(runs) == 1 else f"{label}: {one_line(name)}"
+                judged.setdefault(metric, {})[called] = own
         for metric, labelled in judged.items():
             self.say(compared(metric, labelled))
 
