@@ -454,6 +454,23 @@ def test_images_for_validation_or_testing_are_not_trained_on(tmp_path: Path) -> 
     assert used() == [{"train"}, {"train"}, {"test"}]
 
 
+@pytest.mark.usefixtures("cached")
+@pytest.mark.parametrize("parts", [None, ("test",), ("train", "validation", "test")])
+def test_own_images_are_normalised_by_those_that_known_clients_train_on(
+    tmp_path: Path, parts: tuple[str, ...] | None
+) -> None:
+    if parts is None:
+        x = np.random.default_rng(0).integers(0, 256, (N, 1, 4, 4), dtype=np.uint8)
+        np.savez(tmp_path / "mine.npz", x=x, y=np.arange(N) % 2, client=np.arange(N) % 4)
+        name = str(tmp_path / "mine.npz")
+    else:
+        name = pictures(tmp_path / "mine", parts)
+    task = build(config(name, novel=1, test=0.3 if parts == ("test",) else None), 0)
+    known = task.transform(task.x[torch.cat(list(task.train[:-1]))])
+    assert known.mean().item() == pytest.approx(0, abs=1e-3)
+    assert known.std(correction=0).item() == pytest.approx(1, abs=1e-3)
+
+
 @pytest.mark.parametrize("splits", [True, False])
 def test_a_folder_of_save_to_disk_is_told_apart(tmp_path: Path, splits: bool) -> None:
     import datasets as library

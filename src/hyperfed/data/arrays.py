@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hyperfed.data.examples import Examples, channel_statistics, fingerprint_of
+from hyperfed.data.examples import Examples, fingerprint_of
 from hyperfed.errors import UserError
 from hyperfed.system.allocation import total_memory
 from hyperfed.system.files import check_file
@@ -279,9 +279,8 @@ def examples_of(
     name: str, x: Tensor, y: Tensor, classes: int, client: Tensor | None, **others: Any
 ) -> Examples:
     """Puts checked tensors together; no example is held out, unless ``part`` says so."""
-    mean, std = channel_statistics(x)
     held_out = torch.zeros(len(y), dtype=torch.bool)
-    examples = Examples(name, x, y, held_out, classes, client, mean=mean, std=std, **others)
+    examples = Examples(name, x, y, held_out, classes, client, **others)
     return replace(examples, fingerprint=fingerprint_of(examples.tensors()))
 
 

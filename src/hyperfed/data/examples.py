@@ -84,7 +84,8 @@ class Examples:
         coarse: (N,) int64 coarser label (CIFAR-100's 20 superclasses); None where there is none.
         shared_labels: a label means the same at every client. False for Omniglot, where each
             alphabet numbers its own characters.
-        mean: per channel, of the training images on the scale of x / 255; empty if not images.
+        mean: per channel, of the training images on the scale of x / 255; empty if not images, or
+            of a table. Of your own data a task takes those that its known clients train on.
         std: the same.
         part: (N,) int64 what each example is for, a number of :data:`hyperfed.data.arrays.PARTS`,
             where the data say it; None where not.
@@ -156,7 +157,8 @@ def channel_statistics(x: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]
 
     Returns:
         Means and standard deviations on the scale of x / 255, rounded to 4 decimals as the field
-        quotes them. A constant channel gets standard deviation 1, which leaves it finite.
+        quotes them. A constant channel gets standard deviation 1, which leaves it finite, and so
+        does one of no image, with mean 0.
     """
     if not is_image(x):
         return (), ()
@@ -167,7 +169,7 @@ def channel_statistics(x: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]
         for begin in range(0, len(x), 8192):
             pixels = x[begin : begin + 8192, channel].flatten()
             counts += torch.bincount(pixels, minlength=256).numpy()
-        frequency = counts / counts.sum()
+        frequency = counts / max(counts.sum(), 1)
         mean = float(frequency @ values)
         deviation = float(np.sqrt(frequency @ (values - mean) ** 2))
         means.append(round(mean, 4))

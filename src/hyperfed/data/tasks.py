@@ -15,6 +15,7 @@ from hyperfed.data.division import divide, fitted, names_of, novel_dealt_anew
 from hyperfed.data.examples import (
     Examples,
     Normalize,
+    channel_statistics,
     fingerprint_of,
     fingerprint_of_frozen,
     hash_of,
@@ -82,6 +83,10 @@ def build(config: TaskConfig, seed: int, *, served: TaskConfig | None = None) ->
     partition = divide(config, examples, seed)
     if served.novel_alpha != config.novel_alpha:
         partition = novel_dealt_anew(partition, served, examples, seed)
+    if config.name not in datasets.NAMES:
+        known = torch.cat(partition.train[: config.client_count - config.novel_clients])
+        mean, std = channel_statistics(examples.x[known])
+        examples = replace(examples, mean=mean, std=std)
     if config.label_codes > 1:
         examples = recoded(examples, partition, config.label_codes)
     if served.novel_corruption is not None:
