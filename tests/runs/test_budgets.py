@@ -1,6 +1,7 @@
 """Runs as of when they had spent a budget, against what stands in their evaluations."""
 
 from dataclasses import replace
+from statistics import fmean
 
 import pytest
 
@@ -9,7 +10,7 @@ from hyperfed.errors import UserError
 from hyperfed.runs.budgets import Budget, budget_of, within
 from hyperfed.runs.comparison import compare
 from hyperfed.runs.config import from_keys
-from hyperfed.runs.records import REHEARSAL
+from hyperfed.runs.records import REHEARSAL, Evaluation, Lost
 
 VAL = {5: [7, 8], 10: [8, 9], 15: [9, 8], 20: [9, 9]}
 TEST = {5: [9, 9], 10: [5, 10], 15: [6, 7], 20: [4, 8]}
@@ -58,9 +59,16 @@ def test_a_run_ends_with_its_last_evaluation_within_the_budget(
     assert row.novel is None  # who joined was served at the end of the run
 
 
+def later_is_better(done: Finished) -> tuple[Evaluation, ...]:
+    return tuple(
+        replace(e, client_masked_accuracy=(e.round / 100,) * len(e.clients))
+        for e in done.evaluations
+    )
+
+
 def test_the_best_round_is_by_the_number_that_the_settings_name() -> None:
     done = run(best="masked_accuracy")
-    other = [replace(e, masked_accuracy=e.round / 100) for e in done.evaluations]
+    other = later_is_better(done)
     (row,) = compare([within(replace(done, evaluations=tuple(other)), Budget("rounds", 15))])
     assert row.best_round == 15
 
@@ -68,7 +76,7 @@ def test_the_best_round_is_by_the_number_that_the_settings_name() -> None:
 def test_a_rehearsal_counts_instead_of_validation() -> None:
     done = run()
     rehearsed = [
-        replace(e, split=REHEARSAL, accuracy=1 / e.round)
+        replace(e, split=REHEARSAL, client_accuracy=(1 / e.round, 0.5, None))
         for e in done.evaluations
         if e.split == "val"
     ]
@@ -80,17 +88,58 @@ def test_a_rehearsal_counts_instead_of_validation() -> None:
 def test_a_run_in_python_is_held_to_its_own_settings() -> None:
     config = from_keys("pefll", {"cohort": 1, "best": "masked_accuracy"})
     done = run()
-    masked = [replace(e, masked_accuracy=e.round / 100) for e in done.evaluations]
-    other = replace(done, config=config, evaluations=tuple(masked))
+    other = replace(done, config=config, evaluations=later_is_better(done))
     (row,) = compare([within(other, Budget("client-visits", 15))])
     assert (row.rounds, row.best_round) == (15, 15)
 
 
 def test_without_validation_data_the_last_round_is_the_best() -> None:
     done = run()
-    other = [replace(e, accuracy=None) if e.split == "val" else e for e in done.evaluations]
+    other = [replace(e, count=(0, 0, 0)) if e.split == "val" else e for e in done.evaluations]
     (row,) = compare([within(replace(done, evaluations=tuple(other)), Budget("rounds", 15))])
     assert row.best_round == 15
+
+
+def scored(done: Finished, scores: dict[int, list[float]]) -> Finished:
+    """Validates three clients, whose scores are given by round."""
+    told = [
+        replace(
+            e,
+            accuracy=fmean(scores[e.round]),
+            client_accuracy=tuple(scores[e.round]),
+            count=(10,) * 3,
+        )
+        if e.split == "val"
+        else e
+        for e in done.evaluations
+    ]
+    return replace(done, evaluations=tuple(told))
+
+
+def test_where_scores_may_be_lies_the_least_and_the_greatest_do_not_choose() -> None:
+    scores = {5: [0.5, 0.5, 0.5], 10: [0.4, 0.4, 1.0], 15: [0.3, 0.6, 0.6], 20: [0, 0, 0]}
+    for robust, best in [({"aggregation": "median", "hostile": 0.25}, 15), ({}, 10)]:
+        (row,) = compare([within(scored(run(robust=robust), scores), Budget("rounds", 15))])
+        assert row.best_round == best, robust
+
+
+def test_rounds_are_compared_on_the_clients_that_both_have() -> None:
+    scores = {5: [0.9, 0.5, 0.5], 10: [0.9, 0.6, 0.6], 15: [0, 0, 0], 20: [0, 0, 0]}
+    done = scored(run(), scores)
+    away = [
+        replace(
+            e,
+            missed=(Lost(0, "gone"),),
+            accuracy=0.6,
+            client_accuracy=(None, 0.6, 0.6),
+            count=(0, 10, 10),
+        )
+        if (e.round, e.split) == (10, "val")
+        else e
+        for e in done.evaluations
+    ]
+    (row,) = compare([within(replace(done, evaluations=tuple(away)), Budget("rounds", 10))])
+    assert row.best_round == 10  # of those that were there each is better
 
 
 def test_a_run_that_spent_no_more_is_as_it_was() -> None:
@@ -121,6 +170,11 @@ def test_what_cannot_be_compared_so_is_told() -> None:
         within(run(), Budget("mb", 9))
     with pytest.raises(UserError, match="has no summary; resume it first"):
         within(replace(run(), summary=None), Budget("mb", 9))
+    odd = run(mb=2.000002)
+    with pytest.raises(UserError, match=r"take mb=10\.00000") as refused:
+        within(odd, Budget("mb", 9))
+    said = str(refused.value).partition("; take ")[2].split()[0]
+    assert within(odd, budget_of(said, [odd])).summary["rounds"] == 5
     done = run()
     late = tuple(e for e in done.evaluations if e.split == "val" or e.round > 5)
     with pytest.raises(UserError, match=r"but one of pefll was first at 20; take mb=20 or more"):

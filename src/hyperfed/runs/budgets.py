@@ -4,16 +4,23 @@ A round of one method sends several times what one of another does. So which is 
 whether both had as many rounds or sent as much.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from hyperfed.errors import UserError
+from hyperfed.metrics import ACCURACY, RMSE
 from hyperfed.runs.comparison import FinishedRun
+from hyperfed.runs.config import to_dict
+from hyperfed.runs.evaluation import is_better
 from hyperfed.runs.numbers import numbers
 from hyperfed.runs.records import Evaluation, deciding
-from hyperfed.runs.settings import RunConfig, cohort_size
+from hyperfed.runs.settings import RobustConfig, RunConfig, cohort_size
+from hyperfed.trees import Tree
 
 Along = Callable[[FinishedRun, Evaluation], float]
 """Where on an axis an evaluation is."""
@@ -118,9 +125,10 @@ def within(run: FinishedRun, budget: Budget) -> FinishedRun:
     tested = {e.round: e for e in kept if e.split == "test"}
     if not tested:
         first = min(along(run, e) for e in _tests(run))
+        exact = str(first).removesuffix(".0")  # rounded, it might be too little
         raise UserError(
             f"every run must have been evaluated within {budget}, but one of "
-            f"{run.summary.get('method')} was first at {first:g}; take {budget.axis}={first:g} or "
+            f"{run.summary.get('method')} was first at {first:g}; take {budget.axis}={exact} or "
             "more, or leave it out"
         )
     last = tested[max(tested)]
@@ -140,17 +148,41 @@ def within(run: FinishedRun, budget: Budget) -> FinishedRun:
 def _best_round(
     run: FinishedRun, kept: Sequence[Evaluation], tested: Mapping[int, Evaluation]
 ) -> int:
-    """Returns the first of the best rounds by validation data; without any, the last round."""
-    config = run.config
-    best = config.best if isinstance(config, RunConfig) else config.get("best", "accuracy")
-    chosen_by = deciding(kept)
-    found = [
-        (e.judged_by.order(e.value(best.replace("accuracy", e.metric))), -e.round)
-        for e in kept
-        if e.split == chosen_by and e.round in tested
-    ]
-    told = [place for place in found if place[0][0]]
-    return -max(told)[1] if told else max(tested)
+    """Returns the best round as the run would have chosen it; without validation data the last."""
+    config = run.config if isinstance(run.config, Mapping) else to_dict(run.config)
+    best, robust = config.get("best", "accuracy"), config.get("robust", {})
+    mean = robust.get("aggregation", "mean") == "mean"
+    hostile = None if mean else robust.get("hostile", RobustConfig().hostile)
+    found, chosen = deciding(kept), None
+    for e in sorted(kept, key=lambda e: e.round):
+        if e.split == found and e.round in tested:
+            now = _told(e, best)
+            if chosen is None or is_better(now, chosen[1], hostile):
+                chosen = e.round, now
+    return max(tested) if chosen is None else chosen[0]
+
+
+def _told(of: Evaluation, best: str) -> Tree:
+    """Returns what a round is compared by (:func:`hyperfed.runs.evaluation.chosen_by`)."""
+    count, scores, missed = of.count, of.main.client, {lost.client for lost in of.missed}
+    there = [client not in missed for client in of.clients]
+    accuracies = of.metric == ACCURACY.name
+    if accuracies and best == "masked_accuracy":
+        scores = of.client_masked_accuracy
+    elif accuracies and best == "zeroed_accuracy":  # which is not recorded by client
+        count, scores, there = (sum(count),), (of.zeroed_accuracy,), [True]
+    correct = []
+    for n, score in zip(count, scores, strict=True):
+        value = math.nan if score is None else score
+        if of.metric == RMSE.name:
+            value = -(value**2)
+        # A share of n is a whole number again, so that what is alike stays so.
+        correct.append(round(n * value, 6) if accuracies else n * value)
+    return {
+        "there": torch.tensor(there),
+        "count": torch.tensor(count, dtype=torch.float64),
+        "correct": torch.tensor(correct, dtype=torch.float64),
+    }
 
 
 def _tests(run: FinishedRun) -> list[Evaluation]:
