@@ -103,9 +103,12 @@ def test_what_is_no_grid_is_told(tmp_path: Path, text: str, message: str) -> Non
         table(tmp_path, text)
 
 
-def record(cell: str, val: float, test: float, seed: int = 0, scale: float = 1.0) -> Measurement:
+def record(
+    cell: str, val: float, test: float, seed: int = 0, *, scale: float = 1.0, **differing: Any
+) -> Measurement:
     summary = {"val_accuracy": val, "test_accuracy": test, "seed": seed}
-    return Measurement(cast(Any, SimpleNamespace(summary=summary)), Origin("", cell, scale), {})
+    run = cast(Any, SimpleNamespace(summary=summary))
+    return Measurement(run, Origin("", cell, scale), differing)
 
 
 def test_points_stand_side_by_side_and_the_best_is_chosen_by_the_first_measure(
@@ -117,14 +120,15 @@ def test_points_stand_side_by_side_and_the_best_is_chosen_by_the_first_measure(
         for cell, records in {
             ADAPTED.format(0.1, 0.05): [record("", 0.5, 0.1), record("", 0.7, 0.3, seed=1)],
             ADAPTED.format(0.1, 0.5): [record("", 0.9, 0.2, scale=0.1), record("", 0.55, 0.9)],
+            ADAPTED.format(0.02, 0.05): [record("", 0.95, 0.95, cohort=("3", "2"))],
             ADAPTED.format(0.02, 0.5): [record("", 0.99, 0.99, scale=0.1)],
         }.items()
     }
     header, rows = grids.matrix(found, made, "digits", "val", "adapted")
     assert header == ["local_lr", "adapt_lr=0.05", "adapt_lr=0.5"]
-    assert rows == [["0.1", "**60.0 ± 14.1**", "55.0"], ["0.02", "–", "99.0*"]]
+    assert rows == [["0.1", "**60.0 ± 14.1**", "55.0"], ["0.02", "95.0*", "99.0*"]]
     _, rows = grids.matrix(found, made, "digits", "test", "adapted")
-    assert rows == [["0.1", "**20.0 ± 14.1**", "90.0"], ["0.02", "–", "99.0*"]]
+    assert rows == [["0.1", "**20.0 ± 14.1**", "90.0"], ["0.02", "95.0*", "99.0*"]]
     assert grids.matrix(found, made, "half", "val", "fedavg") == ([], [])
     chosen = set(made.grids["adapted"].points.values()) - grids.worse(found, made, "digits")
     assert chosen == {"adapted-local_lr0.1-adapt_lr0.05"}

@@ -26,13 +26,13 @@ def worse(found: Found, experiment: Experiment, column: str) -> set[str]:
 
 
 def best(found: Found, experiment: Experiment, column: str, name: str) -> str | None:
-    """Returns the row of a grid's best point, of those with all rounds if any; None for none."""
+    """Returns the row of a grid's best point, of those that count if any; None for none."""
     measure = next(iter(experiment.measures))
     reached = {
-        row: (whole, mean.mean)
+        row: (counts, mean.mean)
         for row in experiment.grids[name].points.values()
         if (point := _point(found, experiment, column, measure, row)) is not None
-        for mean, whole in [point]
+        for mean, counts in [point]
     }
     return max(reached, key=lambda row: reached[row], default=None)
 
@@ -65,15 +65,15 @@ def matrix(
 def _point(
     found: Found, experiment: Experiment, column: str, measure: str, row: str
 ) -> tuple[Spread, bool] | None:
-    """Returns what a point came to, and whether with all its rounds; None without a record."""
+    """Returns what a point came to, and whether a verdict can rest on it; None without a record."""
     records = found.get((experiment.id, f"{column}-{row}"))
     if not records:
         return None
     group = measured.alike(records)[0]
     mean = measured.over_seeds(group, experiment.measures[measure].metric)
-    return None if mean is None else (mean, group[0].origin.scale == 1)
+    return None if mean is None else (mean, group[0].counts)
 
 
-def _shown(mean: Spread, whole: bool) -> str:
+def _shown(mean: Spread, counts: bool) -> str:
     spread = "" if mean.std is None else f" ± {mean.std:.1f}"
-    return f"{mean.mean:.1f}{spread}{'' if whole else '*'}"
+    return f"{mean.mean:.1f}{spread}{'' if counts else '*'}"
