@@ -74,6 +74,26 @@ def test_many_runs_have_axes_of_their_own_the_best_first(tmp_path, monkeypatch):
     assert medians == [90.0, *[75.0] * TOGETHER]
 
 
+def test_a_best_round_without_a_test_value_has_no_mark(tmp_path, monkeypatch):
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    run = moved(finished("local", test_accuracy=None))
+    first = replace(run.evaluations[0], accuracy=None, client_accuracy=(None,) * 3)
+    run = replace(run, evaluations=(first, *run.evaluations[1:]))
+    for runs in ([run], [run, *(moved(finished(f"m{i}")) for i in range(TOGETHER))]):
+        draw_accuracy(runs, tmp_path / "a.png")
+        path = tmp_path / "page.html"
+        write_page(runs, path)
+        assert content(runs)["runs"][0]["best_point"] is None
+    assert list(drawn[0].axes[0].lines[0].get_markevery()) == []
+
+
+def test_the_page_says_whose_numbers_lack_clients():
+    runs = [finished("local", evaluated="2 of 3"), finished("pfedhn", evaluated="3 of 3")]
+    (told,) = content([moved(run) for run in runs])["missing"]
+    assert told.startswith("local: evaluated 2 of 3 clients: the test numbers are without")
+
+
 def test_the_page_has_everything_in_it_and_loads_nothing(tmp_path):
     runs = [moved(finished("local", test_accuracy=0.8525)), moved(finished("pfedhn"), 1)]
     runs[0].config["method"]["note"] = runs[1].config["method"]["note"] = "</script>"

@@ -343,6 +343,9 @@ def compare(
     rows = comparison.compare(runs)
     if not comparison.saw_the_same(rows):
         say("warning: these runs saw different data, so their numbers do not compare")
+    for run, row in zip(runs, rows, strict=True):
+        if (missing := comparison.without(run.summary or {})) is not None:
+            say(f"warning: {row.label}: {missing}")
     pairs = paired.pair(runs, rows)
     if figure is not None:
         figures.draw_accuracy(runs, figure, x)
@@ -354,10 +357,14 @@ def compare(
                 {
                     "folder": str(record.path),
                     **row.by_name,
+                    **{
+                        key: (run.summary or {}).get(key)
+                        for key in ("evaluated", "novel_evaluated")
+                    },
                     "settings": comparison.settings_of(record),
                     "paired": pair.by_name,
                 }
-                for record, row, pair in zip(done, rows, pairs, strict=True)
+                for record, run, row, pair in zip(done, runs, rows, pairs, strict=True)
             ]
         )
         return

@@ -1,12 +1,12 @@
 """Records that are of no paper's table, side by side."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 
 from hyperfed.metrics import Metric
 from hyperfed.papers.markdown import minutes, table
 from hyperfed.runs import seeds, statistics
-from hyperfed.runs.comparison import difference
+from hyperfed.runs.comparison import difference, without
 from hyperfed.runs.folder import RunRecord
 
 
@@ -14,6 +14,7 @@ def compared(metric: Metric, labelled: Mapping[str, Sequence[RunRecord]]) -> str
     """Returns a table of records by what they are called, each of several seeds.
 
     They are compared client by client where one of them trains alone: others need not be meant to.
+    Below it stands whose numbers lack clients, or are none.
     """
     tested = [f"{what} {metric.short}" for what in ("test", "last round", "worst tenth", "novel")]
     header = ["record", "seeds", *tested, "MB", "min"]
@@ -31,7 +32,18 @@ def compared(metric: Metric, labelled: Mapping[str, Sequence[RunRecord]]) -> str
                 "–" if method[label] == "local" else difference(over, metric),
                 "best" if label == best else difference(to_best, metric),
             ]
-    return table(header, rows)
+    notes = [note for label, runs in labelled.items() for note in _notes(label, metric, runs)]
+    return "\n\n".join([table(header, rows), *(["\n".join(notes)] if notes else [])])
+
+
+def _notes(label: str, metric: Metric, runs: Sequence[RunRecord]) -> Iterator[str]:
+    for run in runs:
+        summary = run.summary or {}
+        told = without(summary)
+        if summary.get(f"test_{metric.name}") is None:
+            told = f"no test {metric.label}"
+        if told is not None:
+            yield f"- {label}, seed {summary.get('seed', 0)}: {told}"
 
 
 def _mean(runs: Sequence[RunRecord], metric: Metric) -> float | None:

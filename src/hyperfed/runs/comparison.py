@@ -402,7 +402,7 @@ def remark(summary: Mapping[str, Any]) -> str | None:
     They are not where the model that is made for another client does as well on a client's data
     (``others_accuracy``, None where a method makes no such models).
     """
-    if (missing := _without(summary)) is not None:
+    if (missing := without(summary)) is not None:
         return missing
     metric = named(summary.get("metric", ACCURACY.name))
     if summary.get(f"test_{metric.name}", 0) is None:
@@ -424,16 +424,24 @@ def remark(summary: Mapping[str, Any]) -> str | None:
     )
 
 
-def _without(summary: Mapping[str, Any]) -> str | None:
-    """Returns a sentence where clients are missing in the numbers."""
-    for split, key in (("test", "evaluated"), ("novel", "novel_evaluated")):
-        evaluated, _, clients = (summary.get(key) or "").partition(" of ")
-        if evaluated != clients:
-            return (
-                f"evaluated {evaluated} of {clients} clients: the {split} numbers are without the "
-                "others, which metrics.jsonl names"
-            )
+def without(summary: Mapping[str, Any]) -> str | None:
+    """Returns a sentence where clients are missing in a run's numbers, or None."""
+    for split in ("test", "novel"):
+        if told := lacking(summary, split):
+            return f"{told}: the {split} numbers are without the others, which metrics.jsonl names"
     return None
+
+
+def lacking(summary: Mapping[str, Any], split: str) -> str:
+    """Returns how many clients were evaluated where that is not all; "" where it is.
+
+    Args:
+        summary: of a run.
+        split: "novel" for clients that joined afterwards; of known ones any other.
+    """
+    told = summary.get("novel_evaluated" if split == "novel" else "evaluated") or ""
+    evaluated, _, clients = told.partition(" of ")
+    return "" if evaluated == clients else f"evaluated {told} clients"
 
 
 def percent(fraction: Number) -> str:

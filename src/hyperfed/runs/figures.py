@@ -153,14 +153,14 @@ def _line(
     row: Row,
     points: Sequence[tuple[float, float]],
 ) -> None:
-    """Draws a curve, with a marker at the best validation round."""
+    """Draws a curve, with a marker at the best validation round, if it was tested."""
     rounds = [e.round for e in run.evaluations if e.split == "test" and e.main.value is not None]
     places, values = zip(*points, strict=True)
     axes.plot(
         places,
         values,
         **look(index, "linestyle", "marker"),
-        markevery=[rounds.index(row.best_round)],
+        markevery=[place for place, number in enumerate(rounds) if number == row.best_round],
         label=row.label,
         zorder=2,
     )

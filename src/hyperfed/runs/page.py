@@ -8,7 +8,14 @@ from typing import Any
 
 from hyperfed.metrics import Metric, named
 from hyperfed.runs.budgets import AXES
-from hyperfed.runs.comparison import TESTED, FinishedRun, compare, metric_of, saw_the_same
+from hyperfed.runs.comparison import (
+    TESTED,
+    FinishedRun,
+    compare,
+    metric_of,
+    saw_the_same,
+    without,
+)
 from hyperfed.runs.differences import differences
 from hyperfed.runs.figures import curve, of_clients
 from hyperfed.runs.measures import Number
@@ -36,6 +43,8 @@ def write_page(runs: Sequence[FinishedRun], path: Path, axis: str = "rounds") ->
 def content(runs: Sequence[FinishedRun], axis: str = "rounds") -> dict[str, Any]:
     """Returns what the page shows, as plain data."""
     rows = compare(runs)
+    summaries = [run.summary or {} for run in runs]
+    missing = [(row.label, without(of)) for row, of in zip(rows, summaries, strict=True)]
     metric, shown = metric_of(rows), []
     others = [named(name) for name in dict.fromkeys(name for row in rows for name in row.more)]
     for run, row in zip(runs, rows, strict=True):
@@ -50,7 +59,7 @@ def content(runs: Sequence[FinishedRun], axis: str = "rounds") -> dict[str, Any]
                 texts[f"{split}_{other.name}"] = other.shown(value)
         about = {
             "curves": curves,
-            "best_point": rounds.index(row.best_round),
+            "best_point": rounds.index(row.best_round) if row.best_round in rounds else None,
             "clients": of_clients(run, row),
             "shown": texts,
         }
@@ -63,6 +72,7 @@ def content(runs: Sequence[FinishedRun], axis: str = "rounds") -> dict[str, Any]
         "axis": axis,
         "axes": {name: label for name, (label, _) in AXES.items()},
         "same_data": saw_the_same(rows),
+        "missing": [f"{label}: {told}" for label, told in missing if told is not None],
         "differences": differences(runs, rows),
     }
 

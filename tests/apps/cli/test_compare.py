@@ -84,6 +84,26 @@ class TestCompare:
         assert len(heads) == 2
         assert last == [["pfedhn", "local_steps=2"], ["pfedhn", "local_steps=3"]]
 
+    def test_says_whose_numbers_lack_clients(self, cli, trained, copy):
+        assert "evaluated" not in cli("compare", trained).err
+        lines = [json.loads(line) for line in (copy / "metrics.jsonl").read_text().splitlines()]
+        for line in lines:
+            line["missed"] = [{"client": line["clients"][0], "reason": "gone"}]
+        (copy / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        summary = json.loads((copy / "summary.json").read_text())
+        test, novel = (
+            next(len(line["clients"]) for line in lines if line["split"] == split)
+            for split in ("test", "novel")
+        )
+        summary["evaluated"] = f"{test - 1} of {test}"
+        summary["novel_evaluated"] = f"{novel - 1} of {novel}"
+        (copy / "summary.json").write_text(json.dumps(summary))
+        told = f"warning: pfedhn: evaluated {test - 1} of {test} clients: the test numbers are"
+        assert told in cli("compare", copy).err
+        (row,) = json.loads(cli("compare", copy, "--json").out)
+        assert row["evaluated"] == summary["evaluated"]
+        assert row["novel_evaluated"] == summary["novel_evaluated"]
+
     def test_compares_as_of_a_budget(self, cli, trained, other):
         outcome = cli("compare", trained, other, "--at", "rounds=2", "--json")
         assert "as of rounds=2 at most" in outcome.err
