@@ -192,8 +192,11 @@ def test_clients_that_a_metric_is_about_are_those_of_its_split_and_size(folder: 
     told = json.loads((path / "summary.json").read_text())
     novel = summarise(
         round=4, split="novel", clients=[4], count=[10], correct=[9], loss=[1.0],
-        masked_correct=[9], zeroed_correct=[9], bytes_down=0, bytes_up=0, seconds=0.0,
+        masked_correct=[10], zeroed_correct=[9], bytes_down=0, bytes_up=0, seconds=0.0,
     )  # fmt: skip
+    (line,) = (path / "metrics.jsonl").read_text().splitlines()
+    masked = json.loads(line) | {"client_masked_accuracy": [0.5, 0.6, 0.7, 0.8]}
+    (path / "metrics.jsonl").write_text(f"{json.dumps(masked)}\n")
     RunFolder(path).append(novel)
     told |= {"sizes": ["S", "M", "S", "M"], "novel_accuracy": 0.9}
     (path / "summary.json").write_text(json.dumps(told))
@@ -203,7 +206,10 @@ def test_clients_that_a_metric_is_about_are_those_of_its_split_and_size(folder: 
         ("test_accuracy_S", {0: 0.1, 2: 0.3}),
         ("test_accuracy_M", {1: 0.2, 3: 0.4}),
         ("novel_accuracy", {4: 0.9}),
-        ("novel_zeroed_accuracy", {4: 0.9}),
+        ("test_masked_accuracy", {0: 0.5, 1: 0.6, 2: 0.7, 3: 0.8}),
+        ("novel_masked_accuracy", {4: 1.0}),
+        ("test_zeroed_accuracy", {}),
+        ("novel_zeroed_accuracy", {}),
     ]:
         assert one.scores(metric).clients == clients, metric
     assert measured.plain("novel_zeroed_accuracy") == "novel_accuracy"
@@ -223,6 +229,46 @@ def written(folder: Path, name: str, *options: str) -> str:
 def row(text: str, beginning: str) -> list[str]:
     (line,) = [line for line in text.splitlines() if line.startswith(f"| {beginning} |")]
     return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def edited(path: Path, missed: int = 0, **summary: Any) -> None:
+    """Changes a record's summary, and lacks some clients in its evaluations."""
+    (line,) = (path / "metrics.jsonl").read_text().splitlines()
+    gone = [{"client": client, "reason": "gone"} for client in range(missed)]
+    (path / "metrics.jsonl").write_text(f"{json.dumps(json.loads(line) | {'missed': gone})}\n")
+    told = json.loads((path / "summary.json").read_text()) | {"evaluated": f"{4 - missed} of 4"}
+    (path / "summary.json").write_text(json.dumps(told | summary))
+
+
+def test_where_clients_are_missing_there_is_no_verdict_and_it_is_said(folder: Path) -> None:
+    edited(record(folder, "fedavg", 0, [6, 6, 6, 6]))
+    exact = Published(60.0)
+    assert verdict(folder, "fedavg", exact).reproduced is True
+    edited(record(folder, "fedavg", 1, [6, 6, 6, 6]), missed=3)
+    assert verdict(folder, "fedavg", exact) == measured.Verdict(
+        None, "seed 1: evaluated 1 of 4 clients; within 60 ± 1.5"
+    )
+    assert verdict(folder, "fedavg", None).why.endswith("of 4 clients; nothing published")
+    edited(record(folder, "fedavg", 3, [2, 2, 2, 2], place="all/local"), missed=1)
+    text = written(folder, "report.md")
+    assert row(text, "FedAvg")[4] == "none (1)"
+    assert "- (1) seed 1: evaluated 1 of 4 clients; within 60 ± 4" in text
+    assert "- local, seed 3: evaluated 3 of 4 clients: the test numbers are without" in text
+
+
+def test_where_a_seed_has_no_number_there_is_no_verdict_and_it_is_said(folder: Path) -> None:
+    record(folder, "fedavg", 0, [6, 6, 6, 6])
+    lacking = record(folder, "fedavg", 1, [6, 6, 6, 6])
+    told = json.loads((lacking / "summary.json").read_text())
+    del told["test_masked_accuracy"]
+    (lacking / "summary.json").write_text(json.dumps(told))
+    (group,) = measured.alike(collected(folder)[0]["made/table1", "digits-fedavg"])
+    said = measured.verdict(group, "test_masked_accuracy", Published(60.0), judged=True)
+    assert said == measured.Verdict(None, "seed 1: no number; within 60 ± 1.5")
+    for which in (group[:1], group[1:]):
+        said = measured.verdict(which, "test_masked_accuracy", Published(60.0), judged=True)
+        assert said.reproduced is (True if which == group[:1] else None)
+    assert said.why == "not measured by these records"
 
 
 def test_the_report_says_what_was_measured_and_by_which_budget(folder: Path) -> None:
@@ -421,6 +467,7 @@ def test_columns_and_rows_with_a_number_are_drawn_along_it(
         record(folder, f"10-{row}", 0, [correct] * 4)
     record(folder, "2-depth3", 0, [1, 1, 1, 1])
     record(folder, "10-depth3", 1, [8, 8, 8, 8])
+    record(folder, "2-depth20", 0, [9, 9, 9, 9], rounds=3)  # which does not count
     drawn = {}
 
     def draw(lines: Any, across: str, up: str) -> str:
@@ -437,6 +484,7 @@ def test_columns_and_rows_with_a_number_are_drawn_along_it(
     assert set(drawn) == {("steps", "test_accuracy (%)"), ("layers", "test_accuracy (%)")}
     assert told["ten steps"] == [(0.5, 50, 50), (3, 70, 60), (20, 90, 60)]
     assert told["FedAvg"] == [(10, 70, 60), (2, 10, None)]
+    assert told["FedAvg, trained on"] == [(10, 90, 60)]
     assert {"made/table1-digits-test-along", "made/table1-depth-test-along"} <= set(made.figures)
     path.write_text(text.replace("depth = ", "width = "))
     with pytest.raises(
@@ -516,7 +564,13 @@ def test_noise_and_examples_of_novel_clients_are_a_table(folder: Path) -> None:
     made = report.of_papers(folder / "results", experiments.find_all(folder / "experiments"))
     assert row(made.text, "no noise") == ["no noise", "50.0", "75.0"]
     assert row(made.text, "epsilon 0.1") == ["epsilon 0.1", "25.0", "–"]
-    assert "made/table1-digits-fedavg" in made.figures
+    assert "made/table1-digits-fedavg/seed0-served" in made.figures
+    assert "#### digits, 5 clients: FedAvg: accuracy of novel clients (%), by noise" in made.text
+    other = record(folder, "fedavg", 1, [6, 6, 7, 5])
+    (other / "novel-n10.json").write_text(json.dumps({"novel": {"accuracy": 0.125}}))
+    both = report.of_papers(folder / "results", experiments.find_all(folder / "experiments"))
+    first, second = (both.figures[f"made/table1-digits-fedavg/seed{s}-served"] for s in (0, 1))
+    assert first == made.figures["made/table1-digits-fedavg/seed0-served"] != second
     for wrong in ("{}", '{"novel": {"accuracy": 50}}', '{"novel": {"accuracy": NaN}}'):
         (path / "novel-n10.json").write_text(wrong)
         with pytest.raises(UserError, match="must be what evaluate --novel --json prints"):

@@ -15,7 +15,7 @@ from hyperfed.errors import UserError, one_line
 from hyperfed.methods import METHODS
 from hyperfed.papers import agreement, origin
 from hyperfed.papers.origin import Origin
-from hyperfed.runs import config, statistics
+from hyperfed.runs import comparison, config, statistics
 from hyperfed.runs.comparison import CHANGE_NO_NUMBER, KEPT_MOMENTUM
 from hyperfed.runs.experiments import Experiment, Published
 from hyperfed.runs.folder import RunRecord, find_runs
@@ -95,7 +95,10 @@ class Measurement:
 
     @property
     def counts(self) -> bool:
-        """Whether a verdict can rest on it: all rounds, the cell's settings, code that stands."""
+        """Whether a verdict can rest on it: all rounds, the cell's settings, code that stands.
+
+        None does where a number lacks clients or a seed (:func:`verdict`).
+        """
         return self.origin.scale == 1 and not self.differing and not self.origin.superseded
 
     def value(self, metric: str) -> Number:
@@ -103,10 +106,18 @@ class Measurement:
         return UNITS[metric][1](self.summary)
 
     def scores(self, metric: str) -> Scores:
-        """Returns the accuracy of each client that the metric is about."""
+        """Returns the accuracy of each client that the metric is about.
+
+        With the logits of other classes at zero no record has it by client: there is none.
+        """
         split = metric.partition("_")[0]
         split = split if split in ("val", "novel") else "test"
-        found = statistics.scores(self.record, split)
+        every = self.record.evaluations
+        if metric.endswith("_masked_accuracy"):
+            every = tuple(replace(e, client_accuracy=e.client_masked_accuracy) for e in every)
+        found = statistics.scores(replace(self.record, evaluations=every), split)
+        if metric.endswith("_zeroed_accuracy"):
+            return replace(found, clients={})
         size, of_client = metric.removeprefix(OF_SIZE), self.summary.get("sizes", ())
         if size not in of_client:
             return found
@@ -270,6 +281,11 @@ def alike(measurements: Iterable[Measurement]) -> list[list[Measurement]]:
     return sorted(found, key=lambda group: not group[0].counts)
 
 
+def that_count(measurements: Iterable[Measurement]) -> list[Measurement]:
+    """Returns those of a cell's records that a verdict can rest on, one for each seed."""
+    return next((group for group in alike(measurements) if group[0].counts), [])
+
+
 def repeated(measurements: Sequence[Measurement]) -> list[Measurement]:
     """Returns the records of a cell that do not count, since a latter one has seed and settings."""
     kept = {id(one) for group in alike(measurements) for one in group}
@@ -310,7 +326,10 @@ def novel_accuracy(path: Path) -> float:
 
 
 def over_seeds(group: Sequence[Measurement], metric: str) -> Spread | None:
-    """Returns the mean of a group's numbers, in their unit, and their spread; None without any."""
+    """Returns the mean of a group's numbers, in their unit, and their spread; None without any.
+
+    Of a seed without one it knows nothing; :func:`verdict` gives none there.
+    """
     values = [value for one in group if (value := one.value(metric)) is not None]
     return statistics.spread(values) if values else None
 
@@ -320,7 +339,8 @@ def verdict(
 ) -> Verdict:
     """Judges a group of records: reproduced where the mean over seeds lies within the band.
 
-    The band is the published mean ± the larger of two of its spreads and 1.5 points.
+    The band is the published mean ± the larger of two of its spreads and 1.5 points. There is no
+    verdict where a number lacks clients, or some seeds have none.
 
     Args:
         group: records of one cell that differ in seeds alone, at least one.
@@ -328,8 +348,27 @@ def verdict(
         published: what the paper says.
         judged: whether the cell's settings are as near to the paper's as can be.
     """
-    first, unit = group[0], UNITS[metric][0]
     mean = over_seeds(group, metric)
+    found = _verdict(group[0], metric, mean, published, judged=judged)
+    lacking = []
+    for one in group:
+        why = comparison.lacking(one.summary, metric.partition("_")[0])
+        if mean is not None and one.value(metric) is None:
+            why = "no number"
+        if why:
+            lacking.append(f"seed {one.summary.get('seed', 0)}: {why}")
+    return Verdict(None, "; ".join([*lacking, found.why])) if lacking else found
+
+
+def _verdict(
+    first: Measurement,
+    metric: str,
+    mean: Spread | None,
+    published: Published | None,
+    *,
+    judged: bool,
+) -> Verdict:
+    """Judges a mean of records of which this is the first."""
     if first.origin.scale != 1:
         return Verdict(None, f"scaled: {first.origin.scale:g} of the rounds")
     if first.origin.superseded:
@@ -343,7 +382,7 @@ def verdict(
         return Verdict(None, "not the paper's settings, on purpose")
     if mean is None:
         return Verdict(None, "not measured by these records")
-    if unit != "%":
+    if UNITS[metric][0] != "%":
         return Verdict(None, "no accuracy")
     band = max(SPREADS * (published.spread or 0), POINTS)
     within = abs(mean.mean - published.value) <= band + 1e-9  # as decimal numbers have it

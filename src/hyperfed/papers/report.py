@@ -42,12 +42,13 @@ LEGEND = """\
 the table's unit. **Reproduced** means that our mean lies within the published one ± the larger of
 two of its spreads and 1.5 points; *missed* says by how much it does not lie on the published mean.
 There is no verdict where rounds were scaled, settings differ from the cell's, code has changed
-since, or nothing was published; notes below each table say which.
+since, clients or seeds have no number, or nothing was published; notes below each table say which.
 
 *Over Local* and *to the best* compare two methods on the same clients, in points of each client's
 accuracy, with the 95 % interval of Student's t over clients; *noise* marks those whose interval has
 zero in it or whose seeds disagree. Of how much another seed may change, the interval knows nothing.
-*Worst tenth* is the accuracy of the clients that are served worst. Models are those of the best
+*Worst tenth* is the accuracy of the clients that are served worst. Accuracy with other classes'
+logits at zero is not recorded by client: the three are dashes there. Models are those of the best
 round by validation data; *last round* has those of the last. *MB* is all that travelled in
 training, both ways, and *points/GB* accuracy by that; minutes are on the clock of a shared machine.
 """
@@ -283,7 +284,7 @@ class _Writer:
         chosen = next(iter(experiment.measures.values()))
         return [
             f"{experiment.grids[name].about}, point by point; the best by "
-            f"{chosen.about or chosen.metric} is bold, * marks a part of the rounds:",
+            f"{chosen.about or chosen.metric} is bold, * marks what no verdict can rest on:",
             markdown.table(header, rows, left=0),
         ]
 
@@ -294,6 +295,8 @@ class _Writer:
     def _served(self, experiment: Experiment) -> None:
         """Adds evaluations of novel clients with few examples and with noise."""
         for cell in experiment.cells:
+            column, row = experiment.cells[cell]
+            of = f"{experiment.columns[column].about}: {experiment.rows[row].about}"
             for one in self._found.get((experiment.id, cell), []):
                 curves: dict[str, list[tuple[float, float]]] = {}
                 for path in sorted(one.record.path.glob("novel-n*.json")):
@@ -303,13 +306,13 @@ class _Writer:
                     noise = "no noise" if match[2] is None else f"epsilon {match[2]}"
                     curves.setdefault(noise, []).append((float(match[1]), accuracy))
                 if curves:
-                    self._noise(f"{experiment.id}-{cell}", one, curves)
+                    self._noise(of, one, curves)
 
     def _bounds(self, experiment: Experiment) -> None:
         """Adds both sides of PeFLL's bound, of the runs that it was measured of."""
         for cell, (column, row) in experiment.cells.items():
-            group = measured.alike(self._found.get((experiment.id, cell), []))[:1]
-            read = [bound.read(one.record.path / bound.FILE) for of in group for one in of]
+            group = measured.that_count(self._found.get((experiment.id, cell), []))
+            read = [bound.read(one.record.path / bound.FILE) for one in group]
             if runs := [sides for sides in read if sides is not None]:
                 rows, told = bound.in_words(runs)
                 of = f"{experiment.columns[column].about}: {experiment.rows[row].about}"
@@ -324,10 +327,10 @@ class _Writer:
     def _learned(self, experiment: Experiment) -> None:
         """Adds the figures that a table names, of records of the cells that have what they show.
 
-        Of a cell with records of several settings they are of the first, as the tables have them.
+        They are of records that a verdict can rest on.
         """
         records = {
-            cell: [one.record for one in measured.alike(self._found[experiment.id, cell])[0]]
+            cell: [one.record for one in measured.that_count(self._found[experiment.id, cell])]
             for cell in experiment.cells
             if (experiment.id, cell) in self._found
         }
@@ -368,9 +371,7 @@ class _Writer:
             for name, measure in experiment.measures.items():
                 lines: dict[str, list[Place]] = {}
                 for cell, (of, at) in experiment.along(prefix).items():
-                    if (experiment.id, cell) not in self._found:
-                        continue
-                    group = measured.alike(self._found[experiment.id, cell])[0]
+                    group = measured.that_count(self._found.get((experiment.id, cell), []))
                     if (mean := measured.over_seeds(group, measure.metric)) is None:
                         continue
                     published = experiment.published(name, cell)
@@ -383,22 +384,23 @@ class _Writer:
                     )
 
     def _noise(
-        self, name: str, one: Measurement, curves: Mapping[str, list[tuple[float, float]]]
+        self, of: str, one: Measurement, curves: Mapping[str, list[tuple[float, float]]]
     ) -> None:
         counts = sorted({count for curve in curves.values() for count, _ in curve})
         rows = [
             [noise, *(_number(dict(curves[noise]).get(count)) for count in counts)]
             for noise in sorted(curves)
         ]
-        seed = one.summary["seed"]
+        told = f"by noise and number of examples, seed {one.summary['seed']}"
         self.say(
-            f"#### Accuracy of novel clients (%), by noise and number of examples, seed {seed}",
+            f"#### {of}: accuracy of novel clients (%), {told}",
             markdown.table(["", *(f"{count:g}" for count in counts)], rows),
         )
         if self._draw:
             series = [Series(noise, sorted(curves[noise])) for noise in sorted(curves)]
-            label = "examples of a novel client"
-            self._figure(name, draw_series(series, label, "accuracy of novel clients (%)"))
+            across, up = "examples of a novel client", "accuracy of novel clients (%)"
+            record = one.record.path.relative_to(self._folder)  # there may be several of a cell
+            self._figure(f"{record.as_posix()}-served", draw_series(series, across, up))
 
     def others(self, others: Sequence[RunRecord]) -> None:
         """Adds records that are of no table, by folder."""
