@@ -372,7 +372,23 @@ def _gradients(
     with torch.enable_grad():
         value, buffers = loss(leaves, batch)
     found = torch.autograd.grad(value, leaves, allow_unused=True, materialize_grads=True)
-    return list(found), {name: buffer.detach() for name, buffer in buffers.items()}
+    return _apart(found), {name: buffer.detach() for name, buffer in buffers.items()}
+
+
+def _apart(gradients: Iterable[Tensor]) -> list[Tensor]:
+    """Returns gradients of which each can be overwritten, whatever becomes of the others.
+
+    Autograd gives parameters that a network sums one tensor, or views of one, and the entries of
+    what is summed up one place.
+    """
+    taken: set[int] = set()
+    apart = []
+    for gradient in gradients:
+        place = gradient.untyped_storage().data_ptr()
+        alone = place not in taken and gradient.is_contiguous()
+        apart.append(gradient if alone else gradient.clone())
+        taken.add(place)
+    return apart
 
 
 def _scaled(tensors: list[Tensor], factor: float | Tensor) -> list[Tensor]:
