@@ -4,7 +4,11 @@ Code: https://github.com/TsingZ0/PFLlib, ``dataset/utils/dataset_utils.py``; tab
 http://www.pfllib.com/benchmark.html. The official training and test splits are joined, dealt to the
 clients, and each client's examples are cut into 75 % for training and 25 % for testing, whatever
 their labels. Every draw comes from NumPy's first generator with seed 1, in the order in which that
-code draws, so that clients hold here what they hold there: of each run the same, whatever its seed.
+code draws: of each run the same, whatever its seed. Clients hold here what they hold there where a
+copy of the data has the official splits in their own order. A copy whose split was drawn anew, as
+that of Fashion-MNIST in the records of ``experiments/pfllib``, is dealt in the same way, but not
+the same examples. Newer PFLlib lets a client have a single example (``least_samples = 1``) and so
+deals otherwise where clients are many, such as 100.
 """
 
 import math
