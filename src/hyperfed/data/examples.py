@@ -150,6 +150,16 @@ def is_image(x: Tensor) -> bool:
 
 
 def channel_statistics(x: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Computes mean and standard deviation per channel, by which images are normalised.
+
+    They are those of :func:`channel_moments`, but that a constant channel gets standard deviation
+    1, which leaves it finite.
+    """
+    mean, std = channel_moments(x)
+    return mean, tuple(deviation or 1.0 for deviation in std)
+
+
+def channel_moments(x: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Computes mean and standard deviation per channel, exactly, from a histogram of the pixels.
 
     Args:
@@ -157,8 +167,7 @@ def channel_statistics(x: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]
 
     Returns:
         Means and standard deviations on the scale of x / 255, rounded to 4 decimals as the field
-        quotes them. A constant channel gets standard deviation 1, which leaves it finite, and so
-        does one of no image, with mean 0.
+        quotes them; zeros of no image.
     """
     if not is_image(x):
         return (), ()
@@ -173,7 +182,7 @@ def channel_statistics(x: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]
         mean = float(frequency @ values)
         deviation = float(np.sqrt(frequency @ (values - mean) ** 2))
         means.append(round(mean, 4))
-        deviations.append(round(deviation, 4) or 1.0)
+        deviations.append(round(deviation, 4))
     return tuple(means), tuple(deviations)
 
 

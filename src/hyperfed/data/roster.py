@@ -131,7 +131,8 @@ class Frame:
         dtype: of the examples.
         classes: the number of labels; 0 for regression.
         sizes: for each client which target it runs; empty where the task has one.
-        mean: of each channel of all training images, on the scale of x / 255; empty if not images.
+        mean: of each channel of the training images of all sites with a client that trains, on the
+            scale of x / 255; empty if not images.
         std: the same.
     """
 
@@ -282,7 +283,8 @@ def enrol(
         raise UserError("the sites do not make a federation:\n- " + "\n- ".join(problems))
     members = sorted(everyone, key=lambda member: (member.novel, member.name))
     ((shape, dtype),) = kinds
-    mean, std = (_middle if robust else _pooled)(introductions)
+    trains = [site for site in introductions if any(not member.novel for member in site.members)]
+    mean, std = (_middle if robust else _pooled)(trains)
     frame = Frame(
         known=sum(not member.novel for member in members),
         novel=sum(member.novel for member in members),

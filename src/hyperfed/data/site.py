@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from hyperfed.data import arrays, hub, partitions, readers, tables
-from hyperfed.data.examples import channel_statistics, hash_of
+from hyperfed.data.examples import channel_moments, hash_of
 from hyperfed.data.own import Task
 from hyperfed.data.roster import MOST_CLASSES, Frame, Introduction, Member
 from hyperfed.data.tables import Columns
@@ -76,7 +76,7 @@ class SiteData:
     def introduce(self) -> Introduction:
         """Returns what the server may know: how many examples each client has, never one."""
         everyone = torch.cat([train for train, _, _ in self.rows.values()])
-        mean, std = channel_statistics(self.x[everyone])
+        mean, std = channel_moments(self.x[everyone])
         members = tuple(
             Member(self._name(client), len(train), len(val), len(test), self.size, self.novel)
             for client, (train, val, test) in self.rows.items()

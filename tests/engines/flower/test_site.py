@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +13,7 @@ from hyperfed import federation
 from hyperfed.apps import cli
 from hyperfed.apps.flower import commands
 from hyperfed.data.roster import Frame, Introduction, Member, Roster, enrol
+from hyperfed.data.site import SiteData
 from hyperfed.engines.calls import Call
 from hyperfed.engines.flower.releases import KeptReleases
 from hyperfed.engines.flower.site import Shard, Site
@@ -304,6 +306,27 @@ def test_channel_statistics_of_sites_are_those_of_all_their_images() -> None:
     everything = torch.cat(parts)
     assert frame.mean == pytest.approx(everything.mean(0).tolist(), abs=1e-4)
     assert frame.std == pytest.approx(everything.std(0, correction=0).tolist(), abs=1e-4)
+
+
+def test_a_constant_channel_and_novel_clients_leave_the_statistics_alone() -> None:
+    images = np.random.default_rng(0).integers(40, 60, (40, 1, 4, 4), dtype=np.uint8)
+    images[:10] = 70
+    parts = {"constant": images[:10], "other": images[10:], "novel": 255 - images}
+    for pooled in (True, False):
+        said = []
+        for name, x in parts.items():
+            y, rows = torch.zeros(len(x)), (torch.arange(len(x)), torch.zeros(0), torch.zeros(0))
+            data = SiteData(torch.from_numpy(x), y, 0, {name: rows}, novel=name == "novel")
+            said.append(data.introduce())
+        frame = enrol(said, run=1, robust=not pooled).frame
+        halves = [images[:10] / 255, images[10:] / 255]
+        mean, std = (
+            (images.mean() / 255, images.std() / 255)
+            if pooled
+            else (np.mean([x.mean() for x in halves]), np.mean([x.std() for x in halves]))
+        )
+        assert frame.mean == pytest.approx((mean,), abs=2e-4)
+        assert frame.std == pytest.approx((std,), abs=2e-4)
 
 
 def test_one_site_of_three_does_not_decide_on_the_channel_statistics() -> None:
