@@ -437,6 +437,23 @@ def test_normalize_is_the_textbook_formula_in_channels_last(mean, std):
     assert Normalize(mean, std) == Normalize(mean, std)
 
 
+def test_images_of_nobody_are_refused(cached, tmp_path):
+    import datasets as huggingface
+
+    image = [png(np.zeros((4, 4), dtype=np.uint8))] * 3
+    features = huggingface.Features(
+        image=huggingface.Image(),
+        label=huggingface.Value("int64"),
+        client=huggingface.Value("int64"),
+    )
+    columns = {"image": image, "label": [0, 1, 0], "client": [1, None, 2]}
+    write_split(tmp_path / "mine", "train", features, **columns)
+    with pytest.raises(
+        UserError, match=r"'client' of .* must hold a number or a word in every row"
+    ):
+        load(str(tmp_path / "mine"))
+
+
 def test_from_npz(tmp_path):
     x, y = np.arange(12, dtype=np.float32).reshape(4, 3), np.array([0, 1, 1, 0])
     np.savez(tmp_path / "mine.npz", x=x, y=y, client=np.array(["b", "a", "b", "a"]))

@@ -237,6 +237,7 @@ def test_a_newcomers_arrays_are_the_features_of_a_table_in_their_order() -> None
         ({"label": None}, {}, "are age, height, client:\n- one of y, target, label must be among"),
         ({}, {"target": "labl"}, "target must be one of them, got 'labl'; did you mean 'label'?"),
         ({}, {"client": "person"}, "client must be one of them, got 'person'$"),
+        ({"age": np.arange(N) * 1j}, {}, "column 'age' must hold real numbers, got complex128"),
         ({}, {"split": "part"}, "split must be one of them, got 'part'$"),
         ({}, {"features": ["age", "width"]}, "features must be some of them, got 'width'"),
         ({"age": None, "height": None}, {}, "there must be features beside client, target and spl"),

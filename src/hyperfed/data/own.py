@@ -101,7 +101,7 @@ def from_arrays(
         y = arrays.label_numbers(y, labels, problems, integers=False)
         classes = len(labels)
     else:
-        y, labels = _numbered(y)
+        y, labels = _numbered(y, problems)
     counted = classes is None
     targets, classes = arrays.targets(y, classes, problems)
     numbered = not counted or arrays.check_numbering(targets, problems)
@@ -360,14 +360,21 @@ def minus_squared_error(output: Tensor, y: Tensor) -> Tensor:
     return -(output.reshape(y.shape) - y).square()
 
 
-def _numbered(y: Any) -> tuple[Any, tuple[str, ...]]:
+def _numbered(y: Any, problems: list[str]) -> tuple[Any, tuple[str, ...]]:
     """Numbers labels that are words, and returns their names; anything else as it is."""
     if isinstance(y, Tensor):
         return y, ()
     try:
-        return tables.numbered(np.asarray(y), numbers=True)
+        values = np.asarray(y)
     except ValueError:  # of rows of several lengths, which are told with all else
         return y, ()
+    words = y if values.dtype.kind == "U" and values.ndim == 1 else ()  # NumPy's of NaN is "nan"
+    if missing := [row for row, label in enumerate(words) if arrays.is_missing(label)]:
+        problems.append(
+            f"y must have a label in every row, got none in {len(missing)} rows, the first at "
+            f"index {missing[0]}; fill or drop them"
+        )
+    return tables.numbered(values, numbers=True)
 
 
 def _split(

@@ -359,9 +359,14 @@ def _labels(splits: Mapping[str, Any], column: str, feature: Any, name: str) -> 
 
 
 def ids_of(splits: Mapping[str, Any], column: str, name: str) -> tuple[Array, Array]:
-    """Returns the different ids of a column, sorted, and the number in them of each row's."""
+    """Returns the different ids of a column, sorted, and the number in them of each row's.
+
+    Raises:
+        UserError: a row without an id, or one that is neither a number nor a word.
+    """
     written = column_of(splits, column)
-    if written.dtype == object and not all(isinstance(each, str) for each in written):
+    missing = written.dtype.kind == "f" and bool(np.isnan(written).any())
+    if missing or (written.dtype == object and not all(isinstance(each, str) for each in written)):
         raise UserError(
             f"column {column!r} of {name} must hold a number or a word in every row, but does not; "
             "fill or drop the others"

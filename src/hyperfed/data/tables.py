@@ -292,6 +292,11 @@ def _values(column: Any, name: str, problems: list[str]) -> Array:
     if values.dtype.kind in "mM":
         problems.append(f"column {name!r} must not hold times, got {values.dtype}; make numbers")
         return NOTHING
+    if values.dtype.kind == "c":
+        problems.append(
+            f"column {name!r} must hold real numbers, got {values.dtype}; make two columns of it"
+        )
+        return NOTHING
     if values.dtype != object:
         return values
     if missing := [row for row, cell in enumerate(values) if arrays.is_missing(cell)]:
