@@ -231,6 +231,10 @@ def test_a_loss_of_ones_own_is_kept():
         ({"y": np.stack([X, X], 1)}, r"y must have shape \(N,\), .* got \(100, 2, 4\)"),
         ({"y": np.stack([Y, Y], 1)}, r"must give 2 x 3 outputs per example, got shape \(2, 3\)"),
         ({"y": np.stack([Y, Y - 1], 1)}, r"labels must lie in 0..2, got -1 at index 0 .34 such."),
+        (
+            {"y": ["a", np.nan, "b", np.nan] * 25},
+            "y must have a label in every row, got none in 50 rows, the first at index 1",
+        ),
         ({"client": np.stack([Y, Y], 1)}, "client must be one hashable id per example"),
         (
             {"client": [0] * 98 + [1] * 2, "val": 0.5, "test": 0.3},
@@ -324,6 +328,14 @@ def test_clients_are_called_by_their_ids():
     for number in (3, -1):
         with pytest.raises(UserError, match=f"number must be below 3, came {number}"):
             task.number_of(number)
+
+
+@pytest.mark.parametrize("number", [float, np.float32, np.float64])
+def test_a_fraction_is_one_whatever_library_it_is_of(number):
+    task = from_arrays(X, Y, client=CLIENT, model=linear(), val=number(0.25), test=number(0.25))
+    for own in zip(task.train, task.val, task.test, strict=True):
+        count = sum(map(len, own))
+        assert [len(rows) for rows in own[1:]] == [round(count / 4)] * 2
 
 
 def test_what_a_split_says_an_example_is_for_it_is():

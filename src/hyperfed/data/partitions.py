@@ -131,7 +131,7 @@ def too_few_to_test(groups: Integers, test: float) -> str:
 
 def _amounts(val: float | int, size: Integers) -> Shares:
     """Returns how many of each group a fraction, or a number of all groups together, comes to."""
-    if isinstance(val, float):
+    if isinstance(val, float | np.floating):
         return np.asarray(np.rint(val * size))
     if val >= size.sum():
         raise UserError(
