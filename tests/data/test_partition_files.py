@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import hyperfed
+from hyperfed.apps.cli import main
 from hyperfed.data import partition_files
 from hyperfed.data.arrays import examples_of
 from hyperfed.data.datasets import load
@@ -160,6 +161,19 @@ def test_a_text_has_a_line_for_each_example_also_for_those_that_nobody_holds(tmp
     partition_files.write(tmp_path / "dealt.csv", partition, np.array([7, 8, 9, 8, 5]))
     written = (tmp_path / "dealt.csv").read_text()
     assert written == "client,split,y\n0,1,7\n0,0,8\n0,2,9\n0,0,8\n-1,-1,5\n"
+
+
+@pytest.mark.parametrize("name", ["dealt.npz", "dealt.csv"])
+def test_the_division_of_a_regression_is_read_back(tmp_path, name):
+    columns = {"x": np.ones((60, 2)), "score": np.linspace(-3, 3, 60), "who": np.arange(60) % 4}
+    np.savez(tmp_path / "mine.npz", **columns)
+    own = [f"task={tmp_path / 'mine.npz'}", "task.client=who", "task.target=score", "task.novel=0"]
+    path = tmp_path / name
+    with pytest.raises(SystemExit, match="0"):
+        main(["export-partition", "fedavg", *own, "--out", str(path)])
+    options = {"name": str(tmp_path / "mine.npz"), "client": "who", "target": "score", "novel": 0}
+    read = build(TaskConfig(**options, clients=4, partition="file", partition_file=path), seed=0)
+    assert read.fingerprint == build(TaskConfig(**options), seed=0).fingerprint
 
 
 def test_a_run_on_the_file_gives_the_same_numbers(tmp_path):

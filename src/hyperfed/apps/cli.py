@@ -295,7 +295,7 @@ def export_partition(
             "a partition to export must be of data that are here, got engine=flower, whose sites "
             "keep theirs; leave the engine out"
         )
-    examples = datasets.load(loaded.task.name, loaded.task.data_dir)
+    examples = datasets.load(loaded.task.name, loaded.task.data_dir, loaded.task.columns)
     partition = tasks.divide(loaded.task, examples, loaded.seed)
     partition_files.write(out, partition, examples.y.numpy())
     sides = {"train": partition.train, "val": partition.val, "test": partition.test}

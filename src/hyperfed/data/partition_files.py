@@ -64,13 +64,13 @@ def read(path: Path, labels: Integers, clients: int) -> tuple[Integers, Integers
     return client, split
 
 
-def write(path: Path, partition: Partition, labels: Integers) -> None:
-    """Writes a division, labels included, so that :func:`read` gives it back.
+def write(path: Path, partition: Partition, labels: npt.NDArray[Any]) -> None:
+    """Writes a division, with labels where there are any, so that :func:`read` gives it back.
 
     Args:
         path: the file, whose name ends in one of ``SUFFIXES``.
         partition: who holds what.
-        labels: (N,) of all examples.
+        labels: (N,) of all examples; floats, the targets of a regression, are left out.
 
     Raises:
         UserError: another ending, or the file cannot be written.
@@ -81,12 +81,14 @@ def write(path: Path, partition: Partition, labels: Integers) -> None:
     for purpose, held in sides:
         for number, rows in enumerate(held):
             client[rows.numpy()], split[rows.numpy()] = number, purpose
-    y = labels.astype(np.int32)
+    columns: dict[str, Any] = {"client": client, "split": split}
+    if labels.dtype.kind in "iu":
+        columns["y"] = labels.astype(np.int32)
     if path.suffix == ".npz":
-        atomic_write(path, lambda file: np.savez_compressed(file, client=client, split=split, y=y))
+        atomic_write(path, lambda file: np.savez_compressed(file, **columns))
         return
-    table = zip(client.tolist(), split.tolist(), y.tolist(), strict=True)
-    lines = ["client,split,y", *(",".join(map(str, row)) for row in table)]
+    table = zip(*(column.tolist() for column in columns.values()), strict=True)
+    lines = [",".join(columns), *(",".join(map(str, row)) for row in table)]
     atomic_write(path, "\n".join([*lines, ""]).encode())
 
 
