@@ -220,6 +220,17 @@ def test_a_task_of_few_examples_whose_clients_code_labels_differently(digits):
         build(replace(FEW, label_codes=11), seed=0)
 
 
+def test_novel_clients_dealt_to_anew_are_dealt_all_before_they_keep_few():
+    config = TaskConfig(partition="dirichlet", alpha=0.5, clients=10, novel=4)
+    few, anew = replace(config, examples_per_client=20), {"novel_alpha": 0.3}
+    every = build(config, seed=0, served=replace(config, **anew))
+    kept = build(few, seed=0, served=replace(few, **anew))
+    for client in range(10):
+        assert len(kept.train[client]) == min(20, len(every.train[client]))
+        assert set(kept.train[client].tolist()) <= set(every.train[client].tolist())
+    assert torch.equal(torch.cat(kept.train[:6]), torch.cat(build(few, seed=0).train[:6]))
+
+
 def test_novel_clients_dealt_to_anew_keep_few_examples_and_their_codes():
     config = TaskConfig(partition="dirichlet", alpha=1.0, examples_per_client=5, label_codes=2)
     trained = build(config, seed=0)
@@ -458,6 +469,36 @@ def test_sizes_reach_the_task(tmp_path):
 def test_the_default_target_suits_the_data(name, x, target):
     examples = replace(made(4, 2), name=name, x=x)
     assert type(targets(TaskConfig(), examples, seed=0)["base"]).__name__ == target
+
+
+def test_a_default_target_has_an_embedding_of_each_token(tmp_path):
+    x, y = np.arange(60).reshape(12, 5), np.arange(12) % 2
+    np.savez(tmp_path / "mine.npz", x=x, y=y, client=np.arange(12) % 3)
+    net = build(TaskConfig(name=str(tmp_path / "mine.npz"), novel=0), seed=0).models["base"]
+    assert (net.embedding.num_embeddings, net.fc.out_features) == (60, 2)
+    assert net(torch.from_numpy(x)).shape == (12, 2)
+    np.savez(tmp_path / "mine.npz", x=x - 1, y=y, client=np.arange(12) % 3)
+    with pytest.raises(UserError, match="tokens must be 0 or more, got -1 in mine"):
+        build(TaskConfig(name=str(tmp_path / "mine.npz"), novel=0), seed=0)
+
+
+def test_a_split_of_the_data_stands_against_other_dealings(tmp_path):
+    said = np.array(["train", "train", "val", "test"] * 15)
+    path, dealt = tmp_path / "mine.npz", tmp_path / "dealt.npz"
+    np.savez(path, x=np.ones((60, 2)), y=np.arange(60) % 2, client=np.arange(60) // 15, split=said)
+    config = TaskConfig(name=str(path), clients=4, novel=0)
+    with pytest.raises(UserError, match=r"pfllib must be of data without a split .* mine has one"):
+        build(replace(config, partition="pfllib"), seed=0)
+    from_file = replace(config, partition="file", partition_file=dealt)
+    part = np.array([0, 0, 1, 2] * 15)
+    for row, purpose, refused in ((0, 0, False), (0, 1, False), (0, 2, True), (3, 0, True)):
+        split = np.where(np.arange(60) == row, purpose, part)
+        np.savez(dealt, client=np.arange(60) // 15, split=split)
+        if refused:
+            with pytest.raises(UserError, match=f"got another for row {row} .1 such.; correct it"):
+                build(from_file, seed=0)
+        else:
+            assert sum(map(len, build(from_file, seed=0).val)) == 15 + (purpose == 1)
 
 
 def test_an_npz_file_is_a_task(tmp_path):

@@ -119,7 +119,17 @@ def _deal(config: TaskConfig, examples: Examples, seed: int) -> Partition:
 def novel_dealt_anew(
     partition: Partition, config: TaskConfig, examples: Examples, seed: int
 ) -> Partition:
-    """Deals what novel clients hold out to them by ``novel_alpha``, as if there were no others."""
+    """Deals what novel clients hold out to them by ``novel_alpha``, as if there were no others.
+
+    Args:
+        partition: of all that was dealt, before clients keep ``examples_per_client``.
+        config: the settings, with the ``novel_alpha`` to deal by.
+        examples: the data set.
+        seed: of the division.
+
+    Returns:
+        who holds what, of which clients keep few.
+    """
     known = config.client_count - config.novel_clients
     part = np.full(len(examples), partitions.UNUSED)
     splits = (partition.train, partition.val, partition.test)
@@ -139,12 +149,15 @@ def novel_dealt_anew(
     rng = random_source(seed, "novel shares")
     drawn = _draw_shares(alone, examples, labels[part == partitions.TRAIN], rng)
     novel = partitions.by_shares(drawn, labels, part, random_source(seed, "novel allocate"))
-    return Partition(
+    dealt = Partition(
         train=partition.train[:known] + novel.train,
         val=partition.val[:known] + novel.val,
         test=partition.test[:known] + novel.test,
         class_proportions=torch.cat([partition.class_proportions[:known], novel.class_proportions]),
     )
+    if config.examples_per_client is None:
+        return dealt
+    return partitions.keep_few(dealt, config.examples_per_client, examples.y, seed)
 
 
 def _draw_shares(
@@ -253,6 +266,15 @@ def _divide_naturally(config: TaskConfig, examples: Examples, seed: int) -> Part
 def _divide_by_file(config: TaskConfig, path: Path, examples: Examples, seed: int) -> Partition:
     """Takes what a file says."""
     owner, part = partition_files.read(path, examples.y.numpy(), config.client_count)
+    if examples.part is not None:
+        said = examples.part.numpy()
+        drawn = (said == partitions.TRAIN) & (part == partitions.VAL)  # by val, say
+        if (other := (owner >= 0) & (part != said) & ~drawn).any():
+            raise UserError(
+                f"{path} must leave examples what the data's own split says that they are for, "
+                f"got another for row {int(other.argmax())} ({int(other.sum())} such); correct it, "
+                "or leave that split out of the data"
+            )
     if not examples.shared_labels and examples.client is not None:
         _check_labels_agree(owner, examples.client.numpy(), path)
     return _by_owner(config, examples, owner, part, seed)
@@ -274,6 +296,11 @@ def _check_labels_agree(owner: shares.Integers, natural: shares.Integers, path: 
 
 def _divide_as_pfllib(config: TaskConfig, examples: Examples, seed: int) -> Partition:
     """Deals as PFLlib does; takes from each client's training examples those for validation."""
+    if examples.part is not None:
+        raise UserError(
+            "partition=pfllib must be of data without a split of their own, since it cuts what a "
+            f"client holds itself, but {examples.name} has one; choose another partition"
+        )
     owner, part = pfllib.deal(
         examples.y.numpy(),
         config.client_count,

@@ -82,7 +82,8 @@ def build(config: TaskConfig, seed: int, *, served: TaskConfig | None = None) ->
     config, served = (fitted(settings, examples) for settings in (config, served or config))
     partition = divide(config, examples, seed)
     if served.novel_alpha != config.novel_alpha:
-        partition = novel_dealt_anew(partition, served, examples, seed)
+        everything = divide(replace(config, examples_per_client=None), examples, seed)
+        partition = novel_dealt_anew(everything, served, examples, seed)
     if config.name not in datasets.NAMES:
         known = torch.cat(partition.train[: config.client_count - config.novel_clients])
         mean, std = channel_statistics(examples.x[known])
@@ -202,9 +203,17 @@ def targets(config: TaskConfig, examples: Examples, seed: int) -> dict[str, nn.M
     if config.widths is not None:
         widths = dict(zip(_size_names(config.widths), config.widths, strict=True))
     shape, outputs = tuple(examples.x.shape[1:]), examples.classes or 1
+    vocabulary = None
+    if name == "char_lstm" and examples.x.numel():
+        if int(examples.x.min()) < 0:
+            raise UserError(
+                f"tokens must be 0 or more, got {int(examples.x.min())} in {examples.name}; number "
+                "them from 0"
+            )
+        vocabulary = max(outputs, int(examples.x.max()) + 1)
     models = {}
     for size, width in widths.items():
-        given = {"width": width, "hidden": config.hidden}
+        given = {"width": width, "hidden": config.hidden, "vocabulary": vocabulary}
         options = {option: value for option, value in given.items() if value is not None}
         with seeded(seed, "target", size):
             models[size] = (

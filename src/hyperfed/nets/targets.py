@@ -312,17 +312,22 @@ class CharLSTM(nn.Module):
 def _char_lstm(
     input_shape: Sequence[int],
     classes: int,
+    *,
     embedding: int = 8,
     hidden: int = 256,
     layers: int = 2,
+    vocabulary: int | None = None,
 ) -> CharLSTM:
-    """Builds a ``CharLSTM`` as the table does the others; it reads texts of any length."""
+    """Builds a ``CharLSTM`` as the table does the others; it reads texts of any length.
+
+    Its ``vocabulary`` is as large as the number of classes where None.
+    """
     if len(input_shape) != 1:
         raise UserError(
             f"char_lstm reads texts of shape (T,), got input_shape {tuple(input_shape)}; "
             "choose a text task or another target"
         )
-    return CharLSTM(classes, embedding, hidden, layers)
+    return CharLSTM(vocabulary or classes, embedding, hidden, layers, classes)
 
 
 def _text_lstm(
