@@ -24,6 +24,29 @@ def test_evaluation_counts_by_hand() -> None:
             torch.testing.assert_close(mine["loss"], loss.detach())
 
 
+def test_outputs_beyond_the_classes_are_absent_at_every_client() -> None:
+    """A model that says what is no class first, and class 1 then."""
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.logit = nn.Parameter(torch.tensor([-3.0, 1.0, -2.0, 2.0, 5.0])[: CLASSES + 2])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.logit.expand(len(x), CLASSES + 2)
+
+    task = make_task(Wide)
+    task.y[task.train[0]] = torch.arange(len(task.train[0])) % 2
+    task.y[task.test[0]] = 1
+    counts = (
+        engine_of(task)
+        .cohort([0], 0, training=False)
+        .ask(Client.evaluate, task.outline().initial())["test"]
+    )
+    found = [counts[name].item() for name in ("correct", "masked_correct", "zeroed_correct")]
+    assert found == [0, 6, 6]
+
+
 def test_masking_takes_absent_classes_out_at_minus_infinity() -> None:
     """A model that always says class 0 is right under the mask where class 0 is absent."""
 

@@ -415,8 +415,11 @@ class Client:
                 correct = score(output, y).sum(dtype=torch.float64)
                 masked = zeroed = correct
                 if absent is not None:
+                    # A network may have more outputs than there are classes: nobody has those.
+                    beyond = output.shape[-1] - len(absent)
+                    mask = nn.functional.pad(absent, (0, beyond), value=True)
                     masked, zeroed = (
-                        score(output.masked_fill(absent, value), y).sum(dtype=torch.float64)
+                        score(output.masked_fill(mask, value), y).sum(dtype=torch.float64)
                         for value in (-torch.inf, 0.0)
                     )
                 loss = self.loss(output, y).double() * len(y)
