@@ -130,6 +130,15 @@ def test_a_record_whose_files_disagree_is_one_error_and_no_verdict(
     assert not page.exists()
 
 
+def test_rounds_that_nobody_could_keep_are_told(tmp_path: Path) -> None:
+    make_table(tmp_path)
+    path = record(tmp_path, "fedavg", 0, [6, 6, 6, 6])
+    summary(rounds=10**18)(path)
+    settings("rounds = 4\n", f"rounds = {10**18}\n")(path)
+    with pytest.raises(UserError, match="lack test data after round 100;"):
+        agreement.read_run(path)
+
+
 def test_rounds_after_the_last_are_told(tmp_path: Path) -> None:
     make_table(tmp_path)
     path = record(tmp_path, "fedavg", 0, [6, 6, 6, 6])

@@ -201,9 +201,13 @@ def test_a_table_has_both_sides_of_each_run_beside_its_record_and_in_the_report(
     assert told(job) == [("done",)]  # it trains no more
     assert json.loads((job.folder / "bound.json").read_text())["points"] == found[0]
     assert (job.folder / "summary.json").read_bytes() == before
-    (job.folder / "bound.json").write_text("{}")
-    with pytest.raises(UserError, match=r"(?s)bound\.json must hold both sides of a bound, but: "):
-        report.of_papers(tmp_path, [job.experiment])
+    whole = json.loads((job.folder / "bound.json").read_text())
+    for damaged in ({}, whole | {"points": []}):
+        (job.folder / "bound.json").write_text(json.dumps(damaged))
+        with pytest.raises(
+            UserError, match=r"(?s)bound\.json must hold both sides of a bound, but"
+        ):
+            report.of_papers(tmp_path, [job.experiment])
 
 
 def test_a_scaled_run_has_one_draw_and_a_run_without_the_theorem_does_not_begin(

@@ -6,6 +6,7 @@ What sets records beside others or beside published numbers reads them here.
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,8 @@ def _check_numbers(
 ) -> None:
     rounds, every = summary["rounds"], int(config["evaluate_every"])
     tested = {e.round: e for e in evaluations if e.split == "test"}
-    for number in {*range(every, rounds + 1, every), rounds, summary["best_round"]}:
+    # One after the other: how many a damaged record has them be is no reason to keep them all.
+    for number in chain(range(every, rounds + 1, every), (rounds, summary["best_round"])):
         if number not in tested:
             raise ValueError(f"the metrics lack test data after round {number}")
     if max(e.round for e in evaluations) > rounds:

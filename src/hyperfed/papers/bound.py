@@ -16,10 +16,10 @@ from itertools import product
 from math import sqrt
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from hyperfed import trees
@@ -108,7 +108,7 @@ class Sides:
     draws: int
     known_error: float
     unseen_error: float
-    points: tuple[Measured, ...]
+    points: Annotated[tuple[Measured, ...], Field(min_length=1)]
     commit: str | None
 
     @property
