@@ -276,7 +276,10 @@ def test_a_job_leaves_the_record_of_its_run_and_of_which_cell_it_is(folder: Path
         "novel_accuracy_client_mean",
         "novel_masked_accuracy",
         "novel_zeroed_accuracy",
+        "data_fingerprint",
     }
+    fingerprints = [of[1]["data_fingerprint"] for of in (ours, theirs)]
+    assert fingerprints[0] != fingerprints[1]  # newcomers hold other data
     run = Run.open(trained.folder)
     again = run.served_otherwise(["task.novel_alpha=10.0"]).evaluate_novel()
     assert theirs[1]["novel_accuracy"] == again.accuracy

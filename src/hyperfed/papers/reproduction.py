@@ -378,13 +378,14 @@ def _serve(job: Job) -> bool:
     assert job.trained is not None
     with closing(Run.open(job.trained)) as run:
         with closing(run.served_otherwise(_serving(job, run.config))) as served:
-            novel = served.evaluate_novel()
+            novel, data = served.evaluate_novel(), served.task.fingerprint
         ours = replace(job.config, device=served.config.device, engine=served.config.engine)
         folder = _new(replace(job, config=ours))
         folder.truncate_after(0)
         for evaluation in (*(e for e in run.evaluations if e.split != "novel"), novel):
             folder.append(evaluation)
-        folder.write_summary({**run.summary, **numbers_of_novel(novel, novel)})
+        ended = {**run.summary, **numbers_of_novel(novel, novel)}
+        folder.write_summary(ended | {"data_fingerprint": data})  # what newcomers have is in it
     return True
 
 
