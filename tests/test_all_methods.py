@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import hyperfed
-from all_methods import FEDERATIONS, method_of, server_rates, train
+from all_methods import FEDERATIONS, Federation, method_of, server_rates, train
 from grids import KEPT, ROOT
 from hyperfed.data.settings import TaskConfig
 
@@ -25,6 +25,11 @@ def test_a_federation_has_newcomers_and_visits_everybody(name: str) -> None:
     assert novel >= 2
     assert federation.cohort <= task.clients - novel
     assert federation.visits >= 5
+
+
+def test_newcomers_may_be_a_number_of_clients() -> None:
+    share = Federation({"clients": 10, "novel": 0.2}, 4, 1)
+    assert replace(share, task={"clients": 10, "novel": 2}).visits == share.visits == 50
 
 
 def test_clients_with_two_classes_are_as_many_as_their_name_says() -> None:

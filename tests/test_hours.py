@@ -55,6 +55,11 @@ def test_one_client_is_timed_in_each_round(monkeypatch: pytest.MonkeyPatch) -> N
     assert trained == [0, 1, 2]
 
 
+def test_newcomers_may_be_a_number_of_clients() -> None:
+    share, number = (loaded("fedavg", "cohort=1.0", f"task.novel={of}") for of in (0.4, 2))
+    assert hours(number, (9.0, 9.0, 5.0)) == hours(share, (9.0, 9.0, 5.0))
+
+
 def test_trainings_are_those_that_are_reproduced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

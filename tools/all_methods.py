@@ -33,6 +33,7 @@ from typing import Any
 
 import hyperfed
 from grids import ROOT, Grid, record
+from hyperfed.data.partitions import novel_number
 from hyperfed.methods import METHODS
 
 sys.path.insert(0, str(ROOT / "examples"))
@@ -69,7 +70,7 @@ class Federation:
     def visits(self) -> int:
         """Rounds in which a client takes part, on average."""
         clients = int(self.task["clients"])
-        known: int = clients - round(self.task["novel"] * clients)
+        known: int = clients - novel_number(self.task["novel"], clients)
         return self.rounds * self.cohort // known
 
 

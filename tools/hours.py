@@ -74,7 +74,7 @@ def hours(settings: RunConfig, seconds: tuple[float, float, float]) -> float:
     task, rounds = settings.task, settings.rounds
     assert task.clients is not None  # tables say so
     early = max(getattr(settings.settings, name, 0) for name in PHASES)
-    visits = cohort_size(settings.cohort, task.clients - round(task.novel * task.clients))
+    visits = cohort_size(settings.cohort, task.clients - task.novel_clients)
     evaluations = -(-rounds // settings.evaluate_every)
     trained = visits * (early * before + (rounds - early) * after)
     return (trained + evaluations * evaluation) / 3600

@@ -322,6 +322,12 @@ def test_a_miss_has_its_sign_and_unlike_budgets_are_said_whatever_they_differ_in
     assert row(text, "FedAvg")[4] == "missed by +30.0"
     assert row(text, "FedAvg, trained on")[8] == "4 × 2 × 50 steps"
     assert "Budgets differ" not in text
+    number = record(folder, "trained", 1, [9] * 4, cohort=0.6, **{"task.novel": 1})
+    (one,) = [
+        m for m in collected(folder)[0]["made/table1", "digits-trained"] if m.record.path == number
+    ]
+    assert lines.Line("", [one], "test_accuracy", "", Spread(0, None, 1), None, None).budget[1] == 2
+    shutil.rmtree(number)
     assert drawn[0].points == [(4.0, 90.0)]  # MB both ways
     record(folder, "local", 0, [5, 5, 5, 5], rounds=9)
     text = report.of_papers(folder / "results", experiments.find_all(folder / "experiments")).text

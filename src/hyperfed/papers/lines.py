@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from hyperfed.data.partitions import novel_number
 from hyperfed.papers import grids, markdown, measured
 from hyperfed.papers.measured import UNITS, Cell, Measurement, Verdict
 from hyperfed.papers.svg import Curve, Dot, draw_cells
@@ -57,7 +58,7 @@ class Line:
         """Rounds, clients of each, and what each of them does."""
         settings = self.group[0].record.config
         task, own = settings["task"], settings["method"]
-        known = task["clients"] - round(task["novel"] * task["clients"])
+        known = task["clients"] - novel_number(task["novel"], task["clients"])
         epochs = own.get("local_epochs", "none")
         local = f"{own.get('local_steps')} steps" if epochs == "none" else f"{epochs} epochs"
         return self.summaries[0]["rounds"], cohort_size(settings["cohort"], known), local
