@@ -9,6 +9,8 @@ from torch import nn
 
 import hyperfed
 from hyperfed import trees
+from hyperfed.engines.calls import Answer, Call
+from hyperfed.engines.local.loop import LoopEngine
 from hyperfed.errors import UserError
 from hyperfed.methods import METHODS
 from hyperfed.nets import LeNet
@@ -92,7 +94,21 @@ def test_a_run_computes_and_evaluates_in_it_and_keeps_float32(engine: str) -> No
 
 
 @pytest.mark.parametrize("method", sorted(METHODS))
-def test_every_method_computes_in_it_and_loses_nobody(method: str) -> None:
+def test_every_method_computes_in_it_and_loses_nobody(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lower: set[tuple[str, str]] = set()  # what a client sent or remembered in bfloat16
+    run_call = LoopEngine._run
+
+    def watched(self: LoopEngine, call: Call) -> Answer | Exception:
+        answer = run_call(self, call)
+        if isinstance(answer, Answer):
+            held = (answer.tree, answer.memory, answer.scratch)
+            found = [each for tree in held for each in trees.leaves(tree)]
+            lower.update((call.step, name) for name, v in found if v.dtype is torch.bfloat16)
+        return answer
+
+    monkeypatch.setattr(LoopEngine, "_run", watched)
     run = hyperfed.train(
         method,
         rounds=2,
@@ -106,6 +122,7 @@ def test_every_method_computes_in_it_and_loses_nobody(method: str) -> None:
     )
     assert not [part.missed for part in [*run.evaluations, run.evaluate_novel()] if part.missed]
     assert run.summary["always_lost"] is None
+    assert not lower
     held = trees.leaves(run.server.state(optimizers=False))
     assert not [name for name, value in held if value.dtype is torch.bfloat16]
 

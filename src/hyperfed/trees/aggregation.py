@@ -124,7 +124,9 @@ def _mean(tree: Tree, weight: Tensor) -> Tree:
 
     def mean(leaf: Tensor) -> Tensor:
         if leaf.is_floating_point():
-            return torch.einsum("c,c...->...", share.to(leaf.dtype), leaf)
+            # A client that computes in bfloat16 takes means of models, too, which are float32.
+            with torch.autocast(leaf.device.type, enabled=False):
+                return torch.einsum("c,c...->...", share.to(leaf.dtype), leaf)
         return torch.einsum("c,c...->...", share, leaf.double()).round().to(leaf.dtype)
 
     return tree_map(mean, tree)
