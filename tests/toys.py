@@ -49,6 +49,35 @@ class Dropping(TwoLayers):
         return self.head(self.dropout(torch.tanh(self.body(x))))
 
 
+class DroppingByFunction(TwoLayers):
+    """Draws without a module that says so."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.dropout(torch.tanh(self.body(x)), 0.5, self.training))
+
+
+class Attending(TwoLayers):
+    """Draws in a module that is not called dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.body(x)[:, None].expand(-1, 3, -1)
+        return self.head(self.attention(hidden, hidden, hidden)[0].mean(dim=1))
+
+
+class RandomSlopes(TwoLayers):
+    """Draws in its activation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.rrelu(self.body(x), training=self.training))
+
+
+DRAWING = (Dropping, DroppingByFunction, Attending, RandomSlopes)
+
+
 class Normed(nn.Module):
     """A body with batch-norm: buffers that must travel or stay on purpose."""
 

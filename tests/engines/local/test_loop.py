@@ -14,7 +14,7 @@ from hyperfed.nets.targets import LeNet
 from hyperfed.system.randomness import seeded
 from hyperfed.task import Outline, Task
 from hyperfed.trees import Tree
-from toys import CLASSES, Dropping, Federation, TwoLayers, logits, make_task
+from toys import CLASSES, DRAWING, Federation, TwoLayers, logits, make_task
 
 
 def test_worker_threads_do_not_share_a_module() -> None:
@@ -24,7 +24,8 @@ def test_worker_threads_do_not_share_a_module() -> None:
     class Slow(TwoLayers):
         def forward(self, x: Tensor) -> Tensor:
             hidden = torch.tanh(self.body(x))
-            rendezvous.wait()  # both clients' weights are swapped in now
+            if not self.training:  # as in the trial whether it draws
+                rendezvous.wait()  # both clients' weights are swapped in now
             return self.head(hidden)
 
     class Predicting(federation.Client):
@@ -101,8 +102,11 @@ class Losing(federation.Client):
         return {"loss": loss}
 
 
-def test_dropout_is_a_function_of_client_and_round_and_leaves_the_global_generator() -> None:
-    task = make_task(Dropping)
+@pytest.mark.parametrize("net", DRAWING)
+def test_what_a_network_draws_is_a_function_of_client_and_round_and_leaves_the_global_generator(
+    net: type[TwoLayers],
+) -> None:
+    task = make_task(net)
     model = task.outline().initial()
 
     def losses(clients: list[int], number: int = 0, **options: Any) -> list[float]:

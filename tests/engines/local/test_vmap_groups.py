@@ -24,8 +24,8 @@ from probe import Config as ProbeConfig
 from together import EVEN, Recorded, both, close, left
 from toys import (
     CLASSES,
+    DRAWING,
     FEATURES,
-    Dropping,
     Normed,
     TwoLayers,
     make_task,
@@ -389,9 +389,12 @@ def test_as_many_clients_go_together_as_fit_into_memory(
     assert caplog.records[0].getMessage() == said
 
 
-def test_networks_that_draw_are_the_loops(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("net", DRAWING)
+def test_networks_that_draw_are_the_loops(
+    net: type[TwoLayers], caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
-    loop, ours = both("fedavg", task={"net": Dropping, "examples": EVEN})
+    loop, ours = both("fedavg", task={"net": net, "examples": EVEN})
     for number in range(2):
         for each in (loop, ours):
             each.round([0, 1, 2], number)

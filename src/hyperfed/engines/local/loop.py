@@ -16,20 +16,22 @@ from itertools import count, groupby
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hyperfed import trees
 from hyperfed.engines.calls import Answer, Call, execute, hash_of_data
 from hyperfed.engines.cohort import CohortState, Engine, EngineCohort, Question
 from hyperfed.engines.faults import Faults
+from hyperfed.engines.made_up import made_up
 from hyperfed.engines.masking import Masking
 from hyperfed.engines.memories import Memories
 from hyperfed.engines.updates import PrivateUpdates
 from hyperfed.federation import Client
+from hyperfed.functional import forward
 from hyperfed.system.allocation import keep_freed_memory
 from hyperfed.system.devices import CPU, describe
 from hyperfed.system.randomness import seeded
-from hyperfed.task import Task
+from hyperfed.task import Split, Task
 from hyperfed.training import Precision, arithmetic
 from hyperfed.trees import Tree
 
@@ -104,7 +106,7 @@ class LoopEngine:
             networks = client.networks(trained.outline(), config)
         self._networks = {name: network.to(device) for name, network in networks.items()}
         everything = [*task.models.values(), *self._networks.values()]
-        self._stochastic = any(_draws(module) for module in everything)
+        self._stochastic = any(map(_has_dropout, everything)) or _draws(self.task)
 
     @property
     def memory(self) -> dict[int, Tree]:
@@ -138,7 +140,7 @@ class LoopEngine:
         places = max(1, self.cores // cores)
         workers = min(self.workers or fair_workers(len(calls), places), len(calls))
         if self._stochastic or self.device != CPU:
-            # Dropout draws from the one global generator; an accelerator does one thing.
+            # A network draws from the one global generator; an accelerator does one thing.
             workers = 1
 
         def run(call: Call) -> Answer | Exception:
@@ -228,7 +230,7 @@ class LoopEngine:
         return copies
 
     def _randomness(self, *keys: str | int) -> AbstractContextManager[None]:
-        """Returns a block in which dropout draws as a function of ``keys``, where there is any."""
+        """Returns a block in which networks draw as a function of ``keys``, where they do."""
         return seeded(self.seed, *keys) if self._stochastic else nullcontext()
 
 
@@ -257,10 +259,34 @@ def on_cores(count: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _draws(module: nn.Module) -> bool:
-    """Returns whether a network in training mode draws random numbers."""
+def _has_dropout(module: nn.Module) -> bool:
     return any(
         isinstance(part, nn.modules.dropout._DropoutNd)
         or (isinstance(part, nn.RNNBase) and part.dropout > 0)
         for part in module.modules()
     )
+
+
+def _draws(task: Task) -> bool:
+    """Returns whether some target in training mode draws random numbers, which a trial tells.
+
+    A network may draw wherever it likes, such as by ``F.dropout``. One that the trial's examples
+    are wrong for is taken to draw, which costs speed at most.
+    """
+    trial = made_up(task).to(task.x.device)
+    x = Split(trial, trial.train[0]).batch().x
+    on_device = [] if x.device == CPU else [torch.get_device_module(x.device)]
+
+    def states() -> list[Tensor]:
+        return [source.get_rng_state() for source in (torch, *on_device)]
+
+    def moves(size: str) -> bool:
+        before = states()
+        try:
+            forward(trees.copied(task.models[size]), task.initial(size), x)
+        except Exception:  # whose fault it is shows in training
+            return True
+        return not all(map(torch.equal, before, states()))
+
+    with seeded(0, "trial"), torch.no_grad():
+        return any(map(moves, task.models))
