@@ -379,7 +379,7 @@ def test_records_of_no_table_are_compared_on_the_same_clients_where_one_trains_a
     assert "last round % | worst tenth % | novel % | over Local | to the best | MB |" in text
     assert row(text, "fedavg")[2:8] == [
         *("62.5 ± 3.5", "62.5 ± 3.5", "60.0 ± 0.0", "–"),
-        *("+12.5 [6.6, 18.4]", "-25.0 [-31.3, -18.7]"),
+        *("+12.5 [6.6, 18.4] here", "-25.0 [-31.3, -18.7] here"),
     ]
     assert row(text, "trained")[2:8] == [
         *("87.5 ± 0.0", "10.0 ± 0.0", "80.0 ± 0.0", "–"),

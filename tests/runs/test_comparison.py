@@ -8,6 +8,7 @@ import matplotlib as mpl
 import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
+from scipy import stats
 
 from finished_runs import Finished, evaluation, finished
 from hyperfed.errors import UserError
@@ -125,6 +126,11 @@ def test_numbers_that_are_not_there_are_dashes():
     assert megabytes(1_250_000_000) == "1250.0"
     assert difference(None) == "–"
     assert difference(Difference(0.0, -0.1, 0.1, 3, 0.5, agree=False)) == "+0.0 [-10.0, 10.0] noise"
+    over_seeds = Difference(
+        0.2, 0.1, 0.3, 6, 1.0, agree=True, seeds=2, seeds_low=-0.1, seeds_high=0.5
+    )
+    assert difference(over_seeds) == "+20.0 [10.0, 30.0] here"
+    assert difference(replace(over_seeds, seeds_low=0.1)) == "+20.0 [10.0, 30.0]"
 
 
 def test_figure_names_its_axes_and_runs(tmp_path):
@@ -326,6 +332,11 @@ def test_seeds_are_compared_together_with_those_that_have_the_same():
     assert good.over_local is not None
     assert good.over_local.mean == pytest.approx((0.3 + 0.2) / 4)
     assert (good.to_best, local.over_local, once.over_local) == (None, None, None)
+    assert bad.by_name["to_best"]["seeds"] == 2
+    assert bad.by_name["to_best"]["seeds_high"] == pytest.approx(
+        stats.t.interval(0.95, 1, -0.125, 0.025)[1]
+    )
+    assert bad.by_name["to_best"]["mark"] == "noise"
     separately = paired.pair(runs, compare(runs))
     assert [one.best for one in separately[:2]] == ["once", "good seed=1"]
     assert separately[0].over_local is not None

@@ -1,6 +1,7 @@
 """Statistics of seeds and clients, against sums by hand and against scipy's own tests."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -96,6 +97,90 @@ def test_an_interval_that_ends_at_zero_is_noise() -> None:
     assert Difference(0.1, 0.0, 0.2, 4, 1.0, agree=True).within_noise
     assert Difference(-0.1, -0.2, 0.0, 4, 0.0, agree=True).within_noise
     assert not Difference(0.1, 1e-9, 0.2, 4, 1.0, agree=True).within_noise
+
+
+BEFORE = dict.fromkeys(range(12), 0.25)
+
+
+def gained(*seeds: list[float], same: bool = False) -> Difference:
+    """A difference of what each client of each seed gains, of data of its own or of the same."""
+    of = ["a" if same else f"of {seed}" for seed in range(len(seeds))]
+    found = difference(
+        [
+            Scores(seed, of[seed], {c: 0.25 + gain for c, gain in enumerate(gains)})
+            for seed, gains in enumerate(seeds)
+        ],
+        [Scores(seed, name, BEFORE) for seed, name in enumerate(of)],
+    )
+    assert found is not None
+    return found
+
+
+UNEQUAL = [0.4, 0.5, 0.3, 0.45], [0.1, 0.2], [0.05, 0.1, 0.15]
+"""Gains of the clients of three seeds: clear over clients, not over seeds."""
+
+
+def test_the_interval_over_seeds_is_that_of_a_t_test_of_their_means() -> None:
+    found = gained(*UNEQUAL)
+    test = stats.ttest_1samp([math.fsum(of) / len(of) for of in UNEQUAL], 0.0)
+    ends = test.confidence_interval(0.95)
+    assert (found.seeds_low, found.seeds_high) == (
+        pytest.approx(ends.low),
+        pytest.approx(ends.high),
+    )
+    assert test.pvalue > 0.05
+    clients = [gain for of in UNEQUAL for gain in of]
+    ends = stats.ttest_1samp(clients, 0.0).confidence_interval(0.95)
+    assert (found.low, found.high) == (pytest.approx(ends.low), pytest.approx(ends.high))
+    assert (found.clients, found.seeds) == (len(clients), 3)
+    # The mean is over clients, of whom a seed may have more than another.
+    assert found.mean == pytest.approx(math.fsum(clients) / len(clients))
+
+
+def test_what_is_clear_over_clients_alone_is_so_here() -> None:
+    assert gained(*UNEQUAL).mark == "here"
+    assert gained(*([-gain for gain in of] for of in UNEQUAL)).mark == "here"
+    assert gained(*UNEQUAL, same=True).mark == "here"  # clients that the seeds have in common
+    alike = [0.3, 0.4], [0.35, 0.45], [0.4, 0.3]
+    assert gained(*alike).mark == ""
+    # Seeds that are clear do not make clear what is noise over clients, nor what they differ in.
+    unclear = gained([0.6, -0.2], [0.65, -0.25])
+    assert (unclear.mark, unclear.agree) == ("noise", True)
+    assert unclear.seeds_low == pytest.approx(0.2)
+    assert gained([0.5] * 10, [-0.01, -0.02]).mark == "noise"
+
+
+def test_of_one_seed_there_is_no_interval_over_seeds() -> None:
+    one = gained([0.4, 0.5, 0.3])
+    assert (one.seeds, one.seeds_low, one.seeds_high, one.mark) == (1, None, None, "")
+    two = gained([0.4, 0.5, 0.3], [0.1, 0.2, 0.1])
+    low, high = stats.t.interval(0.95, 1, 4 / 15, (0.4 - 0.4 / 3) / 2)
+    assert (two.seeds_low, two.seeds_high) == (pytest.approx(low), pytest.approx(high))
+    assert (two.seeds, two.mark) == (2, "here")
+
+
+def test_a_seed_counts_once_in_the_interval_over_seeds() -> None:
+    ours = [Scores(0, "a", {1: 0.5, 2: 0.75}), Scores(1, "b", {1: 0.5, 2: 0.5})]
+    theirs = [Scores(0, "a", {1: 0.25, 2: 0.25}), Scores(1, "b", {1: 0.25, 2: 0.0})]
+    again = Scores(0, "a", {1: 0.25, 2: 0.5})  # of seed 0, whose gain is now 0.25
+    found = difference([*ours, again], theirs)
+    assert found is not None
+    ends = stats.ttest_1samp([0.25, 0.375], 0.0).confidence_interval(0.95)
+    assert (found.seeds_low, found.seeds_high) == (
+        pytest.approx(ends.low),
+        pytest.approx(ends.high),
+    )
+    assert found.seeds == 2
+    none = Scores(2, "c", {7: 1.0}), Scores(2, "c", {8: 1.0})  # without a client of both
+    assert difference([*ours, again, none[0]], [*theirs, none[1]]) == found
+
+
+@pytest.mark.parametrize(
+    ("ends", "mark"), [((0.0, 0.2), "here"), ((-0.2, 0.0), "here"), ((1e-9, 0.2), "")]
+)
+def test_an_interval_over_seeds_that_ends_at_zero_has_it(ends, mark) -> None:
+    found = Difference(0.1, 0.05, 0.15, 4, 1.0, agree=True, seeds=3)
+    assert replace(found, seeds_low=ends[0], seeds_high=ends[1]).mark == mark
 
 
 def test_scores_are_those_of_the_best_round_and_of_novel_clients_the_last() -> None:

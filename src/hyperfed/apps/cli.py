@@ -346,12 +346,13 @@ def compare(
     for run, row in zip(runs, rows, strict=True):
         if (missing := comparison.without(run.summary or {})) is not None:
             say(f"warning: {row.label}: {missing}")
-    pairs = paired.pair(runs, rows)
+    pairs, of_seeds = paired.pair(runs, rows), paired.pair_groups(runs, rows)
     if figure is not None:
         figures.draw_accuracy(runs, figure, x)
     if html is not None:
         page.write_page(runs, html, x)
     if as_json:
+        own = {(pair.label, pair.metric.name): pair.by_name for pair in of_seeds}
         print_json(
             [
                 {
@@ -363,6 +364,7 @@ def compare(
                     },
                     "settings": comparison.settings_of(record),
                     "paired": pair.by_name,
+                    "paired_over_seeds": own[row.group, row.metric.name],
                 }
                 for record, run, row, pair in zip(done, runs, rows, pairs, strict=True)
             ]
@@ -380,7 +382,7 @@ def compare(
     if any(pair.to_best is not None for pair in pairs):
         for shown in paired.tables(pairs):
             print_table(shown)
-        for shown in paired.tables(paired.pair_groups(runs, rows)) if several else ():
+        for shown in paired.tables(of_seeds) if several else ():
             print_table(shown)
         for metric in dict.fromkeys(pair.metric for pair in pairs):
             say(paired.told_of(metric))

@@ -45,8 +45,12 @@ There is no verdict where rounds were scaled, settings differ from the cell's, c
 since, clients or seeds have no number, or nothing was published; notes below each table say which.
 
 *Over Local* and *to the best* compare two methods on the same clients, in points of each client's
-accuracy, with the 95 % interval of Student's t over clients; *noise* marks those whose interval has
-zero in it or whose seeds disagree. Of how much another seed may change, the interval knows nothing.
+accuracy, with the 95 % interval of Student's t over clients. It takes those of one training for
+independent, too, and so answers for these clients alone. *Noise* marks differences whose interval
+has zero in it or whose seeds disagree; *here* those of the others that have zero in the 95 %
+interval of Student's t over the mean differences of seeds: clear on these clients, not shown for
+another division of the data. Of one seed there is no interval over seeds, so that what has no mark
+then is clear on these clients, and how much another seed may change is not known.
 *Worst tenth* is the accuracy of the clients that are served worst. Accuracy with other classes'
 logits at zero is not recorded by client: the three are dashes there. Models are those of the best
 round by validation data; *last round* has those of the last. *MB* is all that travelled in

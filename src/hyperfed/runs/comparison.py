@@ -450,14 +450,14 @@ def percent(fraction: Number) -> str:
 
 
 def difference(found: Difference | None, metric: Metric = ACCURACY) -> str:
-    """Returns a gain, of accuracies in points, with its interval, or a dash."""
+    """Returns a gain, of accuracies in points, with its interval and mark, or a dash."""
     if found is None:
         return "–"
     mean = f"{'+' if found.mean >= 0 else ''}{metric.shown(found.mean)}"
     if found.low is None or found.high is None:
         return f"{mean}, one client"
-    told = f"{mean} [{metric.shown(found.low)}, {metric.shown(found.high)}]"
-    return f"{told} noise" if found.within_noise else told
+    ends = f"[{metric.shown(found.low)}, {metric.shown(found.high)}]"
+    return " ".join(filter(None, (mean, ends, found.mark)))
 
 
 def megabytes(count: float) -> str:

@@ -50,7 +50,10 @@ class Paired:
     def by_name(self) -> dict[str, Any]:
         """The same as plain values."""
         names = "to_best", "novel_to_best", "over_local"
-        told = {name: (found := getattr(self, name)) and asdict(found) for name in names}
+        told = {
+            name: (found := getattr(self, name)) and asdict(found) | {"mark": found.mark}
+            for name in names
+        }
         return {"label": self.label, "best": self.best, **told}
 
 
@@ -136,7 +139,8 @@ def told_of(metric: Metric) -> str:
     if not metric.percents:
         change = "lower" if metric.less_is_better else "higher"
         what = f"by how much a client's test {metric.label} is {change} (+ is better)"
-    return f"{what}; 95 % intervals over clients, noise where 0 is in"
+    told = "95 % intervals over clients, noise where 0 is in, here where it is in that over seeds"
+    return f"{what}; {told}"
 
 
 def _table(pairs: Sequence[Paired]) -> Table:

@@ -65,6 +65,10 @@ class Difference:
         clients: over how many.
         gaining: the share of them that ours serves better.
         agree: whether each pair of runs says the same of which one is better.
+        seeds: of how many seeds there is such a pair.
+        seeds_low: where the interval over seeds begins, by Student's t over the mean difference of
+            each, whose mean its middle is; None for a single seed.
+        seeds_high: where it ends.
     """
 
     mean: float
@@ -73,13 +77,26 @@ class Difference:
     clients: int
     gaining: float
     agree: bool
+    seeds: int = 1
+    seeds_low: Number = None
+    seeds_high: Number = None
 
     @property
     def within_noise(self) -> bool:
         """Whether the interval has zero in it, seeds disagree, or there is no interval."""
-        if self.low is None or self.high is None:
-            return True
-        return self.low <= 0 <= self.high or not self.agree
+        return self.low is None or _has_zero(self.low, self.high) or not self.agree
+
+    @property
+    def mark(self) -> str:
+        """What is said of it in a word.
+
+        ``noise`` where it is within noise; ``here`` where it is not, but the interval over seeds
+        has zero in it: clear on these clients, not shown for another division of the data; else,
+        as where there is one seed, nothing.
+        """
+        if self.within_noise:
+            return "noise"
+        return "here" if _has_zero(self.seeds_low, self.seeds_high) else ""
 
 
 class Measured(Protocol):
@@ -123,8 +140,9 @@ def difference(ours: Iterable[Scores], theirs: Iterable[Scores]) -> Difference |
     """Compares two methods on the clients that both have served, seed by seed.
 
     A client that several seeds have, where data are the same for all of them, counts once, by its
-    mean difference. The interval is over clients: of which there might have been others. Of seeds
-    there are too few for one; whether they agree is told instead.
+    mean difference. One interval is over clients, which it takes for independent, also those of a
+    seed, who share a server and a division of the data: it answers for these clients. How much
+    another seed may change, that over seeds tells, wide as it is for a few of them.
 
     Args:
         ours: of one method. Each run is set against all of the other method that have its seed.
@@ -137,7 +155,7 @@ def difference(ours: Iterable[Scores], theirs: Iterable[Scores]) -> Difference |
     for run in theirs:
         by_run[run.of].append(run.clients)
     gains: dict[tuple[str, int], list[float]] = defaultdict(list)
-    means: list[float] = []
+    means: dict[int, list[float]] = defaultdict(list)
     for run, other in ((own, clients) for own in ours for clients in by_run[own.of]):
         gain = {
             client: run.metric.gain(value, other[client])
@@ -147,17 +165,36 @@ def difference(ours: Iterable[Scores], theirs: Iterable[Scores]) -> Difference |
         for client, value in gain.items():
             gains[run.data, client].append(value)
         if gain:
-            means.append(statistics.fmean(gain.values()))
+            means[run.seed].append(statistics.fmean(gain.values()))
     if not means:
         return None
     values = [statistics.fmean(several) for several in gains.values()]
-    mean, low, high = statistics.fmean(values), None, None
-    if (n := len(values)) > 1:
-        from scipy.special import stdtrit  # takes long to import
+    every = [value for several in means.values() for value in several]
+    seeds_low, seeds_high = _interval([statistics.fmean(several) for several in means.values()])
+    low, high = _interval(values)
+    return Difference(
+        mean=statistics.fmean(values),
+        low=low,
+        high=high,
+        clients=len(values),
+        gaining=sum(value > 0 for value in values) / len(values),
+        agree=all(value > 0 for value in every) or all(value < 0 for value in every),
+        seeds=len(means),
+        seeds_low=seeds_low,
+        seeds_high=seeds_high,
+    )
 
-        reach = float(stdtrit(n - 1, (1 + CONFIDENCE) / 2))
-        reach *= statistics.stdev(values) / math.sqrt(n)
-        low, high = mean - reach, mean + reach
-    agree = all(value > 0 for value in means) or all(value < 0 for value in means)
-    gaining = sum(value > 0 for value in values) / n
-    return Difference(mean, low, high, n, gaining, agree)
+
+def _interval(values: Sequence[float]) -> tuple[Number, Number]:
+    """Returns the ends of Student's interval of a mean; None of a single value."""
+    if (n := len(values)) == 1:
+        return None, None
+    from scipy.special import stdtrit  # takes long to import
+
+    mean = statistics.fmean(values)
+    reach = float(stdtrit(n - 1, (1 + CONFIDENCE) / 2)) * statistics.stdev(values) / math.sqrt(n)
+    return mean - reach, mean + reach
+
+
+def _has_zero(low: Number, high: Number) -> bool:
+    return low is not None and high is not None and low <= 0 <= high

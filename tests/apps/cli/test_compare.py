@@ -33,7 +33,7 @@ class TestCompare:
         assert (row.pop("label"), row.pop("group")) == ("pfedhn", "pfedhn")
         none = dict.fromkeys(("to_best", "novel_to_best", "over_local"))
         paired = {"label": "pfedhn", "best": "pfedhn"} | none
-        assert row.pop("paired") == paired
+        assert row.pop("paired") == row.pop("paired_over_seeds") == paired
         assert row.pop("settings")["method.local_steps"] == 2
         assert row == {name: summary[name] for name in row}
 
@@ -83,6 +83,13 @@ class TestCompare:
         last = [line.split()[:2] for line in lines[heads[-1] + 1 :]]
         assert len(heads) == 2
         assert last == [["pfedhn", "local_steps=2"], ["pfedhn", "local_steps=3"]]
+        rows = json.loads(cli("compare", *folders, "--json").out)
+        together = [row["paired_over_seeds"] for row in rows]
+        assert {of["label"] for of in together} == {row["group"] for row in rows}
+        own = next(of["to_best"] for of in together if of["to_best"] is not None)
+        assert (own["seeds"], own["seeds_low"], own["mark"]) == (2, 0, "noise")
+        alone = next(of["to_best"] for of in (row["paired"] for row in rows) if of["to_best"])
+        assert (alone["seeds"], alone["seeds_low"]) == (1, None)
 
     def test_says_whose_numbers_lack_clients(self, cli, trained, copy):
         assert "evaluated" not in cli("compare", trained).err
