@@ -284,7 +284,7 @@ def test_the_report_says_what_was_measured_and_by_which_budget(folder: Path) -> 
     # 60 % and 62.5 %; over Local one seed, on whose clients it gains 1, 1, 2 and 0 of ten.
     assert row(text, "FedAvg") == [
         *("FedAvg", "60 ± 2", "61.2 ± 1.8", "2", "**reproduced**", "55.0"),
-        *("+10.0 [-3.0, 23.0] noise", "-30.0 [-43.0, -17.0]", "4 × 2 × 50 steps"),
+        *("+10.0 [-3.0, 23.0] noise, 1 seed", "-30.0 [-43.0, -17.0], 1 seed", "4 × 2 × 50 steps"),
         *("4", "1.5", "15312.5"),
     ]
     assert row(text, "Local")[4:7] == ["none (1)", "50.0", "–"]
@@ -308,7 +308,7 @@ def test_gains_over_local_are_over_its_first_row_alone(folder: Path) -> None:
     record(folder, "local", 1, [1, 1, 1, 1], rounds=3)
     record(folder, "fedavg", 1, [6, 6, 7, 5])
     record(folder, "fedavg", 0, [6, 6, 7, 5])
-    assert row(written(folder, "report.md"), "FedAvg")[6] == "+10.0 [-3.0, 23.0] noise"
+    assert row(written(folder, "report.md"), "FedAvg")[6] == "+10.0 [-3.0, 23.0] noise, 1 seed"
 
 
 def test_a_miss_has_its_sign_and_unlike_budgets_are_said_whatever_they_differ_in(
@@ -387,6 +387,15 @@ def test_records_of_no_table_are_compared_on_the_same_clients_where_one_trains_a
     ]
     assert row(text, "local")[6:8] == ["–", "-37.5 [-41.4, -33.6]"]
     assert row(text, "best")[2:] == ["90.0 ± 0.0", "90.0 ± 0.0", "90.0 ± 0.0", "–", "4.0", "1.5"]
+
+
+def test_of_fewer_seeds_than_a_record_of_no_table_has_a_gain_says_so(folder: Path) -> None:
+    record(folder, "local", 0, [5, 5, 5, 5], place="few/local")
+    record(folder, "fedavg", 0, [6, 6, 6, 8], place="few/fedavg")
+    record(folder, "fedavg", 1, [6, 6, 6, 8], place="few/fedavg")
+    text = written(folder, "report.md")
+    assert row(text, "fedavg")[6:8] == ["+15.0 [-0.9, 30.9] noise, 1 seed", "best"]
+    assert row(text, "local")[6:8] == ["–", "-15.0 [-30.9, 0.9] noise"]  # which has one
 
 
 def test_records_of_one_name_in_two_folders_of_a_folder_are_compared_apart(folder: Path) -> None:

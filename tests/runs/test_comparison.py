@@ -130,7 +130,11 @@ def test_numbers_that_are_not_there_are_dashes():
         0.2, 0.1, 0.3, 6, 1.0, agree=True, seeds=2, seeds_low=-0.1, seeds_high=0.5
     )
     assert difference(over_seeds) == "+20.0 [10.0, 30.0] here"
-    assert difference(replace(over_seeds, seeds_low=0.1)) == "+20.0 [10.0, 30.0]"
+    assert difference(replace(over_seeds, seeds_low=0.1), ACCURACY, 2) == "+20.0 [10.0, 30.0]"
+    assert difference(over_seeds, seeds=3) == "+20.0 [10.0, 30.0] here, 2 seeds"
+    alone = Difference(0.2, None, None, 1, 1.0, agree=True)
+    assert difference(alone, seeds=1) == "+20.0, one client"
+    assert difference(alone, seeds=2) == "+20.0, one client, 1 seed"
 
 
 def test_figure_names_its_axes_and_runs(tmp_path):

@@ -151,10 +151,10 @@ def _row(line: Line, lines: Sequence[Line], notes: list[str]) -> list[str]:
     cells = [line.about, line.published, markdown.spread(line.mean), str(line.mean.seeds), verdict]
     if percents:
         best = max(lines, key=lambda other: other.mean.mean)
-        to_best = "best" if line is best else difference(line.against([best]))
+        to_best = "best" if line is best else _gain(line, line.against([best]))
         # The first row that is Local's is the paper's; others have other budgets.
         alone = (line.against([other]) for other in lines if other.method == "local")
-        over = "–" if line.method == "local" else difference(next(filter(None, alone), None))
+        over = "–" if line.method == "local" else _gain(line, next(filter(None, alone), None))
         cells += ["–" if line.worst is None else percent(line.worst), over, to_best]
     rounds, clients, local_work = line.budget
     cells += [f"{rounds:,} × {clients} × {local_work}", f"{line.megabytes:,.0f}"]
@@ -163,6 +163,10 @@ def _row(line: Line, lines: Sequence[Line], notes: list[str]) -> list[str]:
         travelled = line.megabytes / 1e3
         cells.append(f"{line.mean.mean / travelled:.1f}" if travelled else "–")
     return cells
+
+
+def _gain(line: Line, found: Difference | None) -> str:
+    return difference(found, seeds=line.mean.seeds)
 
 
 def budgets(lines: Sequence[Line]) -> str:

@@ -28,9 +28,10 @@ def compared(metric: Metric, labelled: Mapping[str, Sequence[RunRecord]]) -> str
         for label, row in zip(labelled, rows, strict=True):
             over = statistics.difference(scores[label], alone)
             to_best = statistics.difference(scores[label], scores[best])
+            seeds = len({one.seed for one in scores[label]})
             row[6:6] = [
-                "–" if method[label] == "local" else difference(over, metric),
-                "best" if label == best else difference(to_best, metric),
+                "–" if method[label] == "local" else difference(over, metric, seeds),
+                "best" if label == best else difference(to_best, metric, seeds),
             ]
     notes = [note for label, runs in labelled.items() for note in _notes(label, metric, runs)]
     return "\n\n".join([table(header, rows), *(["\n".join(notes)] if notes else [])])

@@ -50,7 +50,8 @@ independent, too, and so answers for these clients alone. *Noise* marks differen
 has zero in it or whose seeds disagree; *here* those of the others that have zero in the 95 %
 interval of Student's t over the mean differences of seeds: clear on these clients, not shown for
 another division of the data. Of one seed there is no interval over seeds, so that what has no mark
-then is clear on these clients, and how much another seed may change is not known.
+then is clear on these clients, and how much another seed may change is not known. *1 seed* stands
+where no more of a line's seeds have both methods.
 *Worst tenth* is the accuracy of the clients that are served worst. Accuracy with other classes'
 logits at zero is not recorded by client: the three are dashes there. Models are those of the best
 round by validation data; *last round* has those of the last. *MB* is all that travelled in

@@ -449,15 +449,27 @@ def percent(fraction: Number) -> str:
     return ACCURACY.shown(fraction)
 
 
-def difference(found: Difference | None, metric: Metric = ACCURACY) -> str:
-    """Returns a gain, of accuracies in points, with its interval and mark, or a dash."""
+def difference(
+    found: Difference | None, metric: Metric = ACCURACY, seeds: int | None = None
+) -> str:
+    """Returns a gain, of accuracies in points, with its interval and mark, or a dash.
+
+    Args:
+        found: the gain.
+        metric: by which it is measured.
+        seeds: how many there are of what gains; where the gain is of fewer, that is said.
+    """
     if found is None:
         return "–"
     mean = f"{'+' if found.mean >= 0 else ''}{metric.shown(found.mean)}"
     if found.low is None or found.high is None:
-        return f"{mean}, one client"
-    ends = f"[{metric.shown(found.low)}, {metric.shown(found.high)}]"
-    return " ".join(filter(None, (mean, ends, found.mark)))
+        told = f"{mean}, one client"
+    else:
+        ends = f"[{metric.shown(found.low)}, {metric.shown(found.high)}]"
+        told = " ".join(filter(None, (mean, ends, found.mark)))
+    if seeds is None or found.seeds == seeds:
+        return told
+    return f"{told}, {found.seeds} seed{'s' * (found.seeds > 1)}"
 
 
 def megabytes(count: float) -> str:
