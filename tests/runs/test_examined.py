@@ -111,6 +111,14 @@ def test_crossed_models_are_a_clients_head_on_the_body_of_another() -> None:
     assert "descriptors" not in run.summary["examined"]
 
 
+def test_crossed_models_are_fine_tuned_as_clients_own_are() -> None:
+    looked_into = {"examine": "crossed", "serve": {"finetune_steps": 5}}
+    task = {"clients": 4, "novel": 0, "classes_per_client": 2}
+    run = hyperfed.train("pfedhn", **SMALL, task=task, method=QUICK, **looked_into)
+    own = next(e for e in run.evaluations if e.split == "test").client_accuracy
+    assert run.examined()["crossed"].diagonal().tolist() == pytest.approx(own)
+
+
 def test_to_look_into_a_run_changes_none_of_its_numbers() -> None:
     def numbers(**examine: Any) -> dict[str, Any]:
         task = DEALT | {"alpha": 5.0}

@@ -1,5 +1,6 @@
 """What is served is what was best, by the run's own settings, and serving leaves no trace."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 
 import hyperfed
 from hyperfed import engines, trees
+from hyperfed.runs import evaluation
 from hyperfed.runs.evaluation import evaluate
 from hyperfed.runs.run import Run
 from hyperfed.task import Task
@@ -108,19 +110,21 @@ def lacking() -> Task:
     return task
 
 
+def accuracy_with(run: Run, of: dict[int, int]) -> float:
+    """Of clients with each other's models, {client: whose}."""
+    right = 0.0
+    for client, other in of.items():
+        rows = run.task.test[client]
+        output = run.model(other)(run.task.x[rows])
+        right += float((output.argmax(dim=1) == run.task.y[rows]).sum())
+    return right / sum(len(run.task.test[client]) for client in of)
+
+
 def test_a_summary_says_how_good_other_clients_models_are() -> None:
     method = short("pfedhn", local_steps=5, lr=0.5, embedding_size=3)
     keys = {"rounds": 20, "cohort": 3, "evaluate_every": 20, "seed": 3, "method": method}
     run = hyperfed.train("pfedhn", make_task(novel=1), **keys)
-
-    def accuracy(of: dict[int, int]) -> float:
-        """Of clients with each other's models, {client: whose}."""
-        right = 0.0
-        for client, other in of.items():
-            rows = run.task.test[client]
-            output = run.model(other)(run.task.x[rows])
-            right += float((output.argmax(dim=1) == run.task.y[rows]).sum())
-        return right / sum(len(run.task.test[client]) for client in of)
+    accuracy = partial(accuracy_with, run)
 
     before, behind, own = ({c: (c + by) % 3 for c in range(3)} for by in (2, 1, 0))
     assert run.summary["others_accuracy"] == accuracy(before)
@@ -134,6 +138,19 @@ def test_a_summary_says_how_good_other_clients_models_are() -> None:
     nearest = min(float((share[3] * (share[3] / q).log()).sum()) for q in share[:3])
     assert novel.client_kl_divergence == pytest.approx([nearest], rel=1e-5)
     assert not any(e.client_total_variation for e in run.evaluations if e.split != "novel")
+
+
+@pytest.mark.parametrize(("at_once", "of"), [(2, {0: 1, 1: 0}), (1, {})])
+def test_who_is_alone_has_no_other_clients_model(
+    at_once: int, of: dict[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluation, "CHUNK", at_once)
+    method = short("pfedhn", local_steps=5, lr=0.5, embedding_size=3)
+    keys = {"rounds": 20, "cohort": 3, "evaluate_every": 20, "seed": 0, "method": method}
+    run = hyperfed.train("pfedhn", make_task(novel=1), **keys)
+    expected = accuracy_with(run, of) if of else None
+    assert run.summary["others_accuracy"] == expected
+    assert expected != accuracy_with(run, of | {2: 2}), "choose another seed"
 
 
 @pytest.mark.parametrize(

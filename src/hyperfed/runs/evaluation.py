@@ -215,10 +215,13 @@ def exchanged(serve: Serve, places: int = 1) -> Serve:
         serve: what makes the models.
         places: how far before it.
 
-    It raises ``NotOfOneClientError`` where what clients are sent is not a model of each.
+    It raises ``NotOfOneClientError`` where what clients are sent is not a model of each, and
+    ``AllLostError`` where the one before a client would be itself, so that it counts nothing.
     """
 
     def others(clients: Cohort) -> Each:
+        if places and len(clients.ids) == 1:
+            raise AllLostError
         sent = serve(clients)
         if not isinstance(sent, Each) or sent.entries is not None:
             raise NotOfOneClientError

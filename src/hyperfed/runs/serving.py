@@ -213,8 +213,9 @@ class Served:
             With ``descriptors`` these, (clients, l), known clients first, and the clients'
             ``proportions`` of classes in their training examples, (clients, classes); with
             ``crossed`` the metric of each known client on its test examples, (n, n), with what it
-            keeps itself and what the server makes for the client of the column, nan where it has
-            no examples; without where what clients are sent is not a model of each.
+            keeps itself and what the server makes for the client of the column, fine-tuned where
+            the settings say so, nan where it has no examples; without where what clients are sent
+            is not a model of each.
 
         Raises:
             UserError: the run has not come to its first evaluation.
@@ -243,7 +244,7 @@ class Served:
         ids = list(self.task.known)
         found = torch.full((len(ids), len(ids)), torch.nan, dtype=torch.float64)
         for places in range(len(ids)):
-            serve = exchanged(server.personalize, places)
+            serve = self._finetuning(exchanged(server.personalize, places))
             counts = evaluate(server, self.engine, ids, self.best.round, serve=serve)["test"]
             values = measure(self.task.metric, counts.by_name).client
             for row, value in enumerate(values):
@@ -437,14 +438,15 @@ class Served:
     def _with_others(self) -> float | None:
         """Returns the metric of known clients on their own test data with each other's models.
 
-        Each is sent the model of the client before it. None where that says nothing: clients keep
-        part of their models or fine-tune them, there is one model for all, or one client; and where
-        clients are at sites, whose models are nobody else's business.
+        Each is sent the model of the client before it, of those whose models are made together; who
+        is alone there, such as the only client of its size, does not count. None where that says
+        nothing: clients keep part of their models or fine-tune them, there is one model for all, or
+        nobody counts; and where clients are at sites, whose models are nobody else's business.
         """
         best, ids = self.best, list(self.task.known)
         kept = any(leaf.numel() for tree in best.memory.values() for _, leaf in trees.leaves(tree))
         at_sites = isinstance(self.task, RemoteTask)
-        if kept or at_sites or self.config.serve.finetune_steps or len(ids) == 1:
+        if kept or at_sites or self.config.serve.finetune_steps:
             return None
         with self._at_best() as server:
             try:
