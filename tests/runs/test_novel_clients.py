@@ -1,6 +1,7 @@
 """A newcomer's model depends on its training data and on nothing that it is judged by."""
 
 import dataclasses
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +203,29 @@ def test_novel_clients_are_served_several_times_with_noise_of_their_own() -> Non
         run.evaluate_novel(draws=0)
 
 
+@pytest.mark.parametrize("kept", ["in a pickle", "in a checkpoint"])
+def test_what_a_newcomer_spent_is_kept(kept: str, tmp_path: Path) -> None:
+    task = make_task()
+    method = {"epsilon": 0.3, "delta": 0.01, "phase_one_rounds": 1, **SETTINGS}
+    keys: dict[str, Any] = {"cohort": 2, "evaluate_every": 1, "rounds": 3, "checkpoint_every": 2}
+    run = Run.start(from_keys("itpfl", keys | {"method": method}), tmp_path, task)
+    training = run.train()
+    next(training)
+    newcomer = task.x[:6].numpy(), task.y[:6].numpy()
+    run.personalize(*newcomer)
+    next(training)
+    spent = run.privacy()
+    assert spent is not None
+    assert spent["answered"] == 1
+    if kept == "in a pickle":
+        again = pickle.loads(pickle.dumps(run))
+    else:
+        again = Run.open(killed(run, training), task)
+    assert again.privacy() == spent
+    with pytest.raises(UserError, match="after 1 of them"):
+        again.served_otherwise(["method.epsilon=0.2"]).personalize(*newcomer)
+
+
 def test_every_answer_to_a_private_run_is_the_same_one_or_spends(tmp_path: Path) -> None:
     task = make_task(novel=1, unlabelled=True)
     keys: dict[str, Any] = {"cohort": 2, "evaluate_every": 1, "rounds": 2}
@@ -220,7 +244,9 @@ def test_every_answer_to_a_private_run_is_the_same_one_or_spends(tmp_path: Path)
         "noise": "drawn from the run's seed: a simulation, which protects nobody who knows it",
     }
     opened = Run.open(run.folder.path, task)
-    for served in (run, opened, run.served_otherwise(["serve.finetune_steps=0"])):
+    copied = pickle.loads(pickle.dumps(run))
+    assert copied.privacy() == run.privacy()
+    for served in (run, opened, copied, run.served_otherwise(["serve.finetune_steps=0"])):
         models = [served.model(NOVEL).state_dict() for _ in range(2)]
         torch.testing.assert_close(models[0], run.model(NOVEL).state_dict(), rtol=0, atol=0)
         torch.testing.assert_close(models[1], models[0], rtol=0, atol=0)
@@ -331,6 +357,9 @@ def test_one_trained_run_serves_novel_clients_of_several_distributions(tmp_path:
         assert sum(after["novel"].count) == sum(before["novel"].count)
     same = run.served_otherwise(["task.novel_alpha=none"])
     assert same.evaluate_novel().client_loss == before["novel"].client_loss
+    again = pickle.loads(pickle.dumps(other)).served_otherwise(["task.novel_alpha=none"])
+    for split, found in again.evaluate_best().items():
+        assert found.client_loss == before[split].client_loss
     given = hyperfed.train("fedavg", dataclasses.replace(run.task, source=None), **keys)
     with pytest.raises(UserError, match=r"novel_alpha can change only where settings made"):
         given.served_otherwise(["task.novel_alpha=1"])

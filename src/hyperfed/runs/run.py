@@ -88,6 +88,7 @@ class Run(Served):
     ) -> None:
         super().__init__(config, task)
         self.config = replace(config, task=tasks.settings_of(self.task, config.seed))
+        self._trained = self.config.task
         if folder is None:  # an old run stays open to be looked at
             check_cohort(config, len(self.task.known))
         self._rule = Rule(config.robust.aggregation, config.robust.hostile)
@@ -541,6 +542,8 @@ class Run(Served):
         tree: Tree = {"server": self._state(), "memory": _keyed(self.engine.memory)}
         if self.engine.released:
             tree["released"] = _keyed(self.engine.released)
+        if newcomers := {who: _keyed(held) for who, held in self._newcomers.items() if held}:
+            tree["newcomers"] = newcomers
         self._tally.count(self._bytes)  # what was posted: a server's state waits for it
         meta: dict[str, Any] = {
             "method": self.config.method,
@@ -633,6 +636,8 @@ class Run(Served):
         self.server.load(trees.to(tree["server"], self.engine.device))
         self.engine.memory = _numbered(tree["memory"])
         self.engine.released = _numbered(tree.get("released", {}))
+        newcomers = tree.get("newcomers", {})
+        self._newcomers = {who: _numbered(held) for who, held in newcomers.items()}
         if self.folder is not None and lexists(self.folder.released):
             # Whichever checkpoint it is that the run goes on from, what was told stays told.
             self.engine.released = _numbered(load_state(self.folder.released)[0])

@@ -119,13 +119,19 @@ class Served:
         self._bytes = {"down": 0, "up": 0}
         self._earlier, self._start = 0.0, monotonic()
         self._newcomers: dict[str, dict[int, Tree]] = {}
+        self._trained = config.task  # by which known clients have their data, however it is served
         self._unproven = False  # is of a checkpoint of which not all has been used yet
         if self.task.unlabelled and self.task.novel:
             self._check_unlabelled()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles what serves clients: settings, data and the best round; it trains no more."""
-        return _from_pickle, (self.config, self.task, self._best, self.round, self._bytes)
+        """Pickles what serves clients: settings, data and the best round; it trains no more.
+
+        What clients have let out goes with it, so that a copy knows what of the budget is spent.
+        """
+        held = ("_best", "round", "_bytes", "_newcomers", "_trained")
+        state = {name: getattr(self, name) for name in held}
+        return _from_pickle, (self.config, self.task, state, self.engine.released)
 
     @property
     def bytes(self) -> Mapping[str, int]:
@@ -362,7 +368,7 @@ class Served:
         config = configuration.override(self.config, overrides, allowed=SERVING)
         task = self.task
         if any(getattr(config.task, key) != getattr(self.config.task, key) for key in NOVEL):
-            task = tasks.build(self.config.task, config.seed, served=config.task)
+            task = tasks.build(self._trained, config.seed, served=config.task)
         elif config.task.unlabelled != self.config.task.unlabelled:
             task = replace(task, unlabelled=config.task.unlabelled)
         if samples is not None:
@@ -377,7 +383,7 @@ class Served:
         other.round, other._best, other._bytes = self.round, self.best, dict(self._bytes)
         # They are the same clients, whatever they are served by.
         other.engine.released, other._newcomers = self.engine.released, self._newcomers
-        other._unproven = self._unproven
+        other._unproven, other._trained = self._unproven, self._trained
         return other
 
     def evaluate_novel(self, draws: int = 1) -> Evaluation:
@@ -579,10 +585,11 @@ def _measured(config: RunConfig, task: Task) -> tuple[str, ...]:
 
 
 def _from_pickle(
-    config: RunConfig, task: Task, best: Best | None, round: int, moved: dict[str, int]
+    config: RunConfig, task: Task, state: dict[str, Any], released: dict[int, Tree]
 ) -> Served:
     served = Served(here(config), task)
-    served.round, served._best, served._bytes = round, best, moved
+    vars(served).update(state)
+    served.engine.released = released
     return served
 
 
