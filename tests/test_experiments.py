@@ -183,4 +183,4 @@ def test_every_table_is_reproduced_end_to_end_with_a_round_of_made_data(tmp_path
     assert sum(bool(found) for found in examined) == 3  # of pFedHN's figures 3 and 4, PeFLL's 3
     (records,) = (tmp_path / "out" / "pfedhn").glob("fig2-*")
     figures = report.of_papers(records, [experiments.find("pfedhn/fig2", ROOT)]).figures
-    assert set(figures) == {"pfedhn/fig2-gap", "pfedhn/fig2-variation"}
+    assert not figures  # of a scaled record nothing is drawn beside what was published

@@ -384,7 +384,7 @@ def _apart(gradients: Iterable[Tensor]) -> list[Tensor]:
     taken: set[int] = set()
     apart = []
     for gradient in gradients:
-        place = gradient.untyped_storage().data_ptr()
+        place = gradient.untyped_storage()._cdata  # not every device tells an address
         alone = place not in taken and gradient.is_contiguous()
         apart.append(gradient if alone else gradient.clone())
         taken.add(place)

@@ -110,6 +110,7 @@ def run(call: Call, config: Config | None = None, **remembered: Tree) -> Any:
         seed=0,
         module=task.models["base"],
         networks={},
+        data=str,
         **({"memory": {}, "scratch": {}} | remembered),
     )
 

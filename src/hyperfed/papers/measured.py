@@ -112,10 +112,12 @@ class Measurement:
         """
         split = metric.partition("_")[0]
         split = split if split in ("val", "novel") else "test"
-        every = self.record.evaluations
+        record = self.record
         if metric.endswith("_masked_accuracy"):
+            every = record.evaluations
             every = tuple(replace(e, client_accuracy=e.client_masked_accuracy) for e in every)
-        found = statistics.scores(replace(self.record, evaluations=every), split)
+            record = replace(record, evaluations=every)
+        found = statistics.scores(record, split)
         if metric.endswith("_zeroed_accuracy"):
             return replace(found, clients={})
         size, of_client = metric.removeprefix(OF_SIZE), self.summary.get("sizes", ())

@@ -574,8 +574,13 @@ class Run(Served):
 
     @property
     def _told(self) -> dict[str, str]:
-        """Hashes of what the fingerprint of the data does not tell, by what an error calls it."""
+        """Hashes of what the fingerprint of the data does not tell, by what an error calls it.
+
+        None where data are at sites: clients may come back at another one.
+        """
         task, clients = self.task, range(self.task.clients)
+        if isinstance(task, RemoteTask):
+            return {}
         normalize = getattr(task.transform, "normalize", task.transform)
         told = {
             "names of clients": [task.name_of(client) for client in clients],

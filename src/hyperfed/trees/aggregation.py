@@ -21,7 +21,7 @@ client says of itself. All four commute with a shift, so that the rule of models
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -125,7 +125,9 @@ def _mean(tree: Tree, weight: Tensor) -> Tree:
     def mean(leaf: Tensor) -> Tensor:
         if leaf.is_floating_point():
             # A client that computes in bfloat16 takes means of models, too, which are float32.
-            with torch.autocast(leaf.device.type, enabled=False):
+            kind = leaf.device.type
+            lower = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+            with torch.autocast(kind, enabled=False) if lower else nullcontext():
                 return torch.einsum("c,c...->...", share.to(leaf.dtype), leaf)
         return torch.einsum("c,c...->...", share, leaf.double()).round().to(leaf.dtype)
 

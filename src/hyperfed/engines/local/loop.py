@@ -275,10 +275,11 @@ def _draws(task: Task) -> bool:
     """
     trial = made_up(task).to(task.x.device)
     x = Split(trial, trial.train[0]).batch().x
-    on_device = [] if x.device == CPU else [torch.get_device_module(x.device)]
+    places = torch, torch.get_device_module(x.device)
+    sources = [place for place in places if hasattr(place, "get_rng_state")]
 
     def states() -> list[Tensor]:
-        return [source.get_rng_state() for source in (torch, *on_device)]
+        return [source.get_rng_state() for source in sources]
 
     def moves(size: str) -> bool:
         before = states()
