@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import partial
+from functools import cached_property, partial
 from operator import index
 from os.path import lexists
 from pathlib import Path
@@ -19,7 +19,6 @@ import torch
 
 from hyperfed import trees
 from hyperfed.data import tasks
-from hyperfed.data.examples import Normalize, hash_of
 from hyperfed.data.own import Task
 from hyperfed.data.roster import RemoteTask, Roster
 from hyperfed.engines import EngineCohort
@@ -31,6 +30,7 @@ from hyperfed.runs import clients, examined, learned, private, records, trackers
 from hyperfed.runs import config as configuration
 from hyperfed.runs.evaluation import Counts, chosen_by, evaluate, is_better
 from hyperfed.runs.folder import RunFolder, read_run
+from hyperfed.runs.identity import check_identity, identity
 from hyperfed.runs.numbers import numbers, numbers_of_sizes
 from hyperfed.runs.records import REHEARSAL, Evaluation, Lost
 from hyperfed.runs.rollback import Snapshot, is_finite
@@ -546,10 +546,7 @@ class Run(Served):
             tree["newcomers"] = newcomers
         self._tally.count(self._bytes)  # what was posted: a server's state waits for it
         meta: dict[str, Any] = {
-            "method": self.config.method,
-            "data_fingerprint": self.task.fingerprint,
-            "targets": self._targets,
-            "task": self._told,
+            **self._identity,
             "round": self.round,
             "bytes": self._bytes,
             "seconds": self.seconds,
@@ -566,30 +563,9 @@ class Run(Served):
         save_latest(self.folder.state, tree, meta)
         self._tell_of_checkpoint()
 
-    @property
-    def _targets(self) -> str:
-        """A hash of the names and shapes of all that a client of each size trains or keeps."""
-        task = self.task
-        return hash_of(*(f"{size} {trees.structure(task.initial(size))}" for size in task.models))
-
-    @property
-    def _told(self) -> dict[str, str]:
-        """Hashes of what the fingerprint of the data does not tell, by what an error calls it.
-
-        None where data are at sites: clients may come back at another one.
-        """
-        task, clients = self.task, range(self.task.clients)
-        if isinstance(task, RemoteTask):
-            return {}
-        normalize = getattr(task.transform, "normalize", task.transform)
-        told = {
-            "names of clients": [task.name_of(client) for client in clients],
-            "names of labels": [*task.labels],
-            "sizes of clients": [task.size_of(client) for client in clients],
-            "number of novel clients": task.novel,
-            "normalisation": normalize if isinstance(normalize, Normalize) else None,
-        }
-        return {what: hash_of(repr(value)) for what, value in told.items()}
+    @cached_property
+    def _identity(self) -> Mapping[str, Any]:
+        return identity(self.config.method, self.task)
 
     def _state(self, *, optimizers: bool = True) -> Tree:
         """Returns the server's tensors; replies that it has to read for that are aggregated."""
@@ -601,30 +577,7 @@ class Run(Served):
         self.engine.saved(self.engine.memory, best)
 
     def _restore(self, tree: Tree, meta: Mapping[str, Any]) -> None:
-        for key, ours in (
-            ("method", self.config.method),
-            ("data_fingerprint", self.task.fingerprint),
-        ):
-            if meta.get(key) != ours:
-                raise UserError(
-                    f"the checkpoint's {key} must be this run's, {ours}, came "
-                    f"{one_line(str(meta.get(key)), 100)}; use the data and the settings that the "
-                    "run was started with"
-                )
-        if meta.get("targets", self._targets) != self._targets:
-            raise UserError(
-                "the task's model must be the one that the run was started with, but has "
-                "parameters of other names or shapes; make the task with that one, or start a new "
-                "run"
-            )
-        alike = self._told
-        said = meta.get("task", alike)  # of which older checkpoints say nothing
-        told = said if isinstance(said, dict) else {}
-        if other := [what for what, value in alike.items() if told.get(what) != value]:
-            raise UserError(
-                f"the task's {', '.join(other)} must be those that the run was started with, but "
-                "are others; make the task as it was made then, or start a new run"
-            )
+        check_identity(meta, self._identity)
         try:
             self._load(tree, meta)
         except UNUSABLE as error:

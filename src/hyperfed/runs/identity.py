@@ -1,0 +1,81 @@
+"""What a checkpoint must be of for a run to go on from it: a method, its data and networks."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from hyperfed import trees
+from hyperfed.data.examples import Normalize, hash_of
+from hyperfed.data.own import Task
+from hyperfed.data.roster import RemoteTask
+from hyperfed.errors import UserError, one_line
+
+
+def identity(method: str, task: Task) -> dict[str, Any]:
+    """Returns what a checkpoint says of the run that it is of.
+
+    Args:
+        method: its name.
+        task: whose data it trains on.
+    """
+    return {
+        "method": method,
+        "data_fingerprint": task.fingerprint,
+        "targets": _targets(task),
+        "task": _beside_the_data(task),
+    }
+
+
+def check_identity(meta: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Refuses a checkpoint of another run.
+
+    Args:
+        meta: the checkpoint's. An older one says nothing of targets, or of what is beside the data.
+        ours: :func:`identity` of the run that is to go on.
+
+    Raises:
+        UserError: it is of another method, of other data or networks, or of a task that calls or
+            counts its clients or labels otherwise.
+    """
+    for key in ("method", "data_fingerprint"):
+        if meta.get(key) != ours[key]:
+            raise UserError(
+                f"the checkpoint's {key} must be this run's, {ours[key]}, came "
+                f"{one_line(str(meta.get(key)), 100)}; use the data and the settings that the run "
+                "was started with"
+            )
+    if meta.get("targets", ours["targets"]) != ours["targets"]:
+        raise UserError(
+            "the task's model must be the one that the run was started with, but has parameters of "
+            "other names or shapes; make the task with that one, or start a new run"
+        )
+    said = meta.get("task", ours["task"])
+    told = said if isinstance(said, dict) else {}
+    if other := [what for what, value in ours["task"].items() if told.get(what) != value]:
+        raise UserError(
+            f"the task's {', '.join(other)} must be those that the run was started with, but are "
+            "others; make the task as it was made then, or start a new run"
+        )
+
+
+def _targets(task: Task) -> str:
+    """Hashes the names and shapes of all that a client of each size trains or keeps."""
+    return hash_of(*(f"{size} {trees.structure(task.initial(size))}" for size in task.models))
+
+
+def _beside_the_data(task: Task) -> dict[str, str]:
+    """Hashes what the fingerprint of the data does not tell, by what an error calls it.
+
+    Nothing where data are at sites: clients may come back at another one.
+    """
+    if isinstance(task, RemoteTask):
+        return {}
+    clients = range(task.clients)
+    normalize = getattr(task.transform, "normalize", task.transform)
+    told = {
+        "names of clients": [task.name_of(client) for client in clients],
+        "names of labels": [*task.labels],
+        "sizes of clients": [task.size_of(client) for client in clients],
+        "number of novel clients": task.novel,
+        "normalisation": normalize if isinstance(normalize, Normalize) else None,
+    }
+    return {what: hash_of(repr(value)) for what, value in told.items()}
