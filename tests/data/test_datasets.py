@@ -228,6 +228,7 @@ def test_shakespeare_windows_follow_each_other_in_a_roles_lines():
     assert examples.y[5] == 0
     assert examples.client is not None
     assert examples.client.tolist() == [0] * 6  # the ghost has no window to train on
+    assert examples.overlaps.tolist() == [4, 3, 2, 1, 0, 0]
 
 
 def test_shakespeare_as_ready_windows():
@@ -241,6 +242,16 @@ def test_shakespeare_as_ready_windows():
     assert examples.y.tolist() == [2, 1, 1, 2]  # "x" is 1 and "y" is 2; B has one window only
     assert (examples.x == 1).sum(dim=1).tolist() == [0, 10 % 7, 30 % 7, 40 % 7]
     assert not examples.held_out.any()
+
+
+def test_windows_of_shakespeare_tell_with_which_of_those_after_them_they_share_letters():
+    text = "".join(chr(97 + number % 26) for number in range(400))
+    lines = {"text": [text, text[::-1]], "speaker": ["A", "B"]}
+    examples = readers.shakespeare(opened(train=lines, test=lines), "shakespeare", least=(2, 1))
+    count, begin = 32, 10 * np.arange(32)
+    shared = ((begin[:, None] < begin) & (begin < begin[:, None] + 81)).sum(axis=1)
+    assert examples.overlaps.tolist() == shared.tolist() * 4
+    assert examples.client.tolist() == ([0] * count + [1] * count) * 2
 
 
 def test_stack_overflow_is_words_by_author():
@@ -275,6 +286,14 @@ def test_stack_overflow_is_words_by_author():
     assert examples.client.tolist() == [who for _, _, who in expected]
     assert examples.held_out.tolist() == [False] * (len(expected) - 1) + [True]
     assert examples.classes == 29
+
+
+def test_contexts_of_a_post_overlap_where_words_are_in_both():
+    posts = [" ".join("abcdefg"[word % 7] for word in range(length)) for length in (41, 12, 41)]
+    columns = {"client_id": ["5", "7", "5"], "tokens": posts}
+    overlaps = readers.stackoverflow(opened(train=columns), "so").overlaps.tolist()
+    reach = [4, 4, 4, 4, 3, 2, 1, 0]  # a context has 20 words, and every fifth is told from one
+    assert overlaps == [*reach, 1, 0, *reach]
 
 
 def test_stack_overflow_without_its_columns_or_long_posts_is_said():

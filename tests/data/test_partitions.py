@@ -91,6 +91,42 @@ def test_hold_out_leaves_the_own_test_split_alone():
     assert (part == partitions.VAL).sum() == 8  # a fifth of the other 40
 
 
+def test_of_overlapping_texts_the_last_are_held_out_apart_from_the_others():
+    groups = np.array([1] * 20 + [0] * 12 + [1] * 10)
+    overlaps = np.full(42, 2)
+    overlaps[[25, 26]] = 1, 0  # a post of client 0 ends here, where those to validate on begin
+    part = partitions.hold_out(groups, rng(), val=0.2, test=0.1, overlaps=overlaps)
+    told = {partitions.TRAIN: "t", partitions.VAL: "v", partitions.TEST: "T"}
+    word = ["".join(told.get(int(p), "-") for p in part[groups == g]) for g in (0, 1)]
+    # Of 30: 3 to test on, 6 to validate on, 2 left out before each; of 12: 1 and 2 (2.4).
+    assert word == ["tttttttvv--T", "t" * 17 + "--vvvvvv--TTT"]
+
+
+def test_of_overlapping_texts_none_are_left_out_before_none():
+    groups, overlaps = np.zeros(20, dtype=np.int64), np.full(20, 3)
+    own = np.arange(20) >= 15
+    overlaps[12:15] = 2, 1, 0  # none across the data's own split
+    for val, expected in ((0.0, "t" * 15), (0.2, "t" * 9 + "---vvv")):
+        part = partitions.hold_out(
+            groups, rng(), val=val, test=None, held_out=own, overlaps=overlaps
+        )
+        assert "".join("tv"[purpose] if purpose >= 0 else "-" for purpose in part[:15]) == expected
+        assert (part[15:] == partitions.TEST).all()
+    part = partitions.hold_out(groups, rng(), val=0.0, test=0.1, overlaps=np.full(20, 3))
+    assert (
+        part.tolist() == [partitions.TRAIN] * 15 + [partitions.UNUSED] * 3 + [partitions.TEST] * 2
+    )
+
+
+def test_thin_leaves_alone_what_is_not_used():
+    groups = np.repeat([0, 1], 10)
+    part = np.where(np.arange(20) % 2, partitions.UNUSED, partitions.TRAIN)
+    thinned = partitions.thin(part, groups, 0.4, rng())
+    used = thinned != partitions.UNUSED
+    assert (part[used] == partitions.TRAIN).all()
+    assert np.bincount(groups[used]).tolist() == [2, 2]  # of 5 each
+
+
 def test_thin_keeps_the_fraction_of_each_group_and_side():
     groups = np.repeat([0, 1, 2], [20, 10, 4])
     part = partitions.hold_out(groups, rng(), val=0.15, test=0.25)

@@ -330,6 +330,30 @@ def test_natural_clients_keep_an_official_split_only_if_all_are_on_both_sides():
     assert [len(own) for own in partition.train] == [70] * 20
 
 
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+@pytest.mark.parametrize("name", ["natural", "class_shares", "shuffled", "iid"])
+def test_no_text_is_shared_between_training_and_what_is_held_out(name, fraction):
+    examples = replace(made(2000, clients=20), overlaps=torch.full((2000,), 4))
+    config = TaskConfig(clients=20, partition=name, fraction=fraction)
+    partition = divide(config, examples, seed=0)
+    place = torch.arange(2000) // 20  # of an example in its client's text
+    dealt = {split: all_indices(getattr(partition, split)) for split in ("train", "val", "test")}
+    for own, later in (("train", "val"), ("train", "test"), ("val", "test")):
+        for client in range(20):
+            before, after = (
+                place[dealt[split][dealt[split] % 20 == client]] for split in (own, later)
+            )
+            assert len(before)
+            assert len(after)
+            assert before.max() + 4 < after.min()
+
+
+def test_texts_that_overlap_are_not_drawn_from_as_pfllib_does():
+    examples = replace(made(2000, clients=20), overlaps=torch.full((2000,), 4))
+    with pytest.raises(UserError, match=r"share nothing, .* those of made overlap; choose another"):
+        divide(TaskConfig(clients=20, partition="pfllib"), examples, seed=0)
+
+
 @pytest.mark.parametrize("name", ["dirichlet", "dirichlet_equal"])
 def test_novel_clients_may_have_another_alpha(name):
     examples = made(50_000)

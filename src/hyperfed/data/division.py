@@ -301,6 +301,11 @@ def _divide_as_pfllib(config: TaskConfig, examples: Examples, seed: int) -> Part
             "partition=pfllib must be of data without a split of their own, since it cuts what a "
             f"client holds itself, but {examples.name} has one; choose another partition"
         )
+    if examples.overlaps is not None:
+        raise UserError(
+            "partition=pfllib must be of examples that share nothing, since it draws those to test "
+            f"on, but those of {examples.name} overlap; choose another partition"
+        )
     owner, part = pfllib.deal(
         examples.y.numpy(),
         config.client_count,
@@ -340,16 +345,21 @@ def _hold_out(
 ) -> shares.Integers:
     """Decides what each example is for, with the fractions that ``TaskConfig`` documents."""
     rng = random_source(seed, "hold out")
+    overlaps = None
+    if examples.overlaps is not None:
+        overlaps, groups = examples.overlaps.numpy(), _clients(examples).numpy()
     if examples.part is not None:
         part = _as_the_data_say(config, examples.part.numpy(), groups, rng)
     elif config.test is None and own_split.any():
         usual = datasets.VALIDATION.get(examples.name, 0.2)
         val = usual if config.val is None else config.val
-        part = partitions.hold_out(groups, rng, val=val, test=None, held_out=own_split)
+        part = partitions.hold_out(
+            groups, rng, val=val, test=None, held_out=own_split, overlaps=overlaps
+        )
     else:
         val = 0.15 if config.val is None else config.val
         test = 0.15 if config.test is None else config.test
-        part = partitions.hold_out(groups, rng, val=val, test=test)
+        part = partitions.hold_out(groups, rng, val=val, test=test, overlaps=overlaps)
         if not (part == partitions.TEST).any():
             raise UserError(partitions.too_few_to_test(groups, test))
     if config.fraction == 1:

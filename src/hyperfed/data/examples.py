@@ -87,6 +87,8 @@ class Examples:
         mean: per channel, of the training images on the scale of x / 255; empty if not images, or
             of a table. Of your own data a task takes those that its known clients train on.
         std: the same.
+        overlaps: (N,) int64 with how many of those after it, of its client and on its side of
+            ``held_out``, an example shares text; None where examples share nothing.
         part: (N,) int64 what each example is for, a number of :data:`hyperfed.data.arrays.PARTS`,
             where the data say it; None where not.
         names: of the natural clients; () where they have none.
@@ -106,6 +108,7 @@ class Examples:
     shared_labels: bool = True
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
+    overlaps: Tensor | None = None
     part: Tensor | None = None
     names: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()
@@ -129,6 +132,7 @@ class Examples:
             "held_out": self.held_out,
             "client": self.client,
             "coarse": self.coarse,
+            "overlaps": self.overlaps,
             "part": self.part,
         }
         return {name: value.contiguous() for name, value in every.items() if value is not None}

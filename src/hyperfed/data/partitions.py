@@ -5,7 +5,7 @@ the training, validation and test examples alike, so a client is tested on the c
 on, in the same proportions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -77,19 +77,26 @@ def hold_out(
     val: float | int,
     test: float | None,
     held_out: npt.NDArray[np.bool_] | None = None,
+    overlaps: Integers | None = None,
 ) -> Integers:
     """Decides what each example is for, in the same fractions within each group.
 
+    Texts are cut into examples that share most of what they say with their neighbours. Of such the
+    last ones of each group are tested on, those before validated on, and the few before either that
+    share text with it are not used, as LEAF divides them (Caldas et al. 2018).
+
     Args:
         groups: (N,) what to keep the fractions within: labels, or clients.
-        rng: decides which examples.
+        rng: decides which examples, where they share nothing.
         val: fraction for validation: of all examples, or of those not in ``held_out``. A whole
             number is that many of them, shared out to the groups in proportion.
         test: fraction for testing; None to test on ``held_out``.
         held_out: (N,) the data set's own test split.
+        overlaps: (N,) how many of those after it in its group an example shares text with, none
+            across ``held_out``; None where examples share nothing.
 
     Returns:
-        (N,) of TRAIN, VAL and TEST. Counts are rounded within each group.
+        (N,) of TRAIN, VAL, TEST and UNUSED. Counts are rounded within each group.
 
     Raises:
         UserError: none are held out to test on, or a number for validation leaves none to train on.
@@ -102,10 +109,29 @@ def hold_out(
         part[held_out] = TEST
         free = free[~held_out]
     within = groups[free]
-    rank, size = _ranked(within, rng)
-    first_val = np.rint((test or 0.0) * size)[within]
-    first_train = first_val + _amounts(val, size)[within]
+    size = np.bincount(within)
+    amounts = {TEST: np.rint((test or 0.0) * size), VAL: _amounts(val, size)}
+    if overlaps is not None:
+        part[free] = _from_the_end(within, amounts, overlaps[free])
+        return part
+    rank = _ranked(within, rng)[0]
+    first_val = amounts[TEST][within]
+    first_train = first_val + amounts[VAL][within]
     part[free] = np.select([rank < first_val, rank < first_train], [TEST, VAL], TRAIN)
+    return part
+
+
+def _from_the_end(groups: Integers, amounts: Mapping[int, Shares], overlaps: Integers) -> Integers:
+    """Takes from the end of each group so many for each purpose, and what overlaps with them."""
+    place, size = places(groups)
+    end: Shares = size.astype(np.float64)
+    part = np.full(len(groups), TRAIN)
+    for purpose, amount in amounts.items():
+        first = (end - amount)[groups]
+        part[(part == TRAIN) & (place >= first)] = purpose
+        spoilt = (part == TRAIN) & (place + overlaps >= first) & (amount > 0)[groups]
+        part[spoilt] = UNUSED
+        end = end - amount - np.bincount(groups[spoilt], minlength=len(end))
     return part
 
 
@@ -155,16 +181,29 @@ def thin(part: Integers, groups: Integers, fraction: float, rng: np.random.Gener
     Returns:
         ``part`` with UNUSED for the others. Counts are rounded within each group.
     """
-    sides = groups * 3 + part
+    used = np.flatnonzero(part != UNUSED)
+    sides = (groups * 3 + part)[used]
     rank, size = _ranked(sides, rng)
-    kept = np.rint(fraction * size).clip(min=1)
-    return np.where(rank < kept[sides], part, UNUSED)
+    kept = used[rank < np.rint(fraction * size).clip(min=1)[sides]]
+    thinned = np.full(len(part), UNUSED)
+    thinned[kept] = part[kept]
+    return thinned
 
 
 def _ranked(groups: Integers, rng: np.random.Generator) -> tuple[Integers, Integers]:
     """Shuffles each group: the place of each example in its own, (N,), and the groups' sizes."""
-    shuffled = rng.permutation(len(groups))
-    order = shuffled[np.argsort(groups[shuffled], kind="stable")]
+    return places(groups, rng.permutation(len(groups)))
+
+
+def places(groups: Integers, order: Integers | None = None) -> tuple[Integers, Integers]:
+    """Counts within each group: the place of each example in its own, (N,), and the groups' sizes.
+
+    Args:
+        groups: (N,) from 0.
+        order: (N,) of the examples; None as they come.
+    """
+    order = np.arange(len(groups)) if order is None else order
+    order = order[np.argsort(groups[order], kind="stable")]
     size = np.bincount(groups)
     rank = np.empty(len(groups), dtype=np.int64)
     rank[order] = np.arange(len(groups)) - np.repeat(np.cumsum(size) - size, size)

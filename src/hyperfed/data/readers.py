@@ -6,6 +6,7 @@ Splits whose name starts with "test" are held out.
 """
 
 import io
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch.nn.functional import pad
 
 from hyperfed.data.examples import Examples, channel_statistics, channels_moved_first
 from hyperfed.data.hub import bar
+from hyperfed.data.partitions import places
 from hyperfed.errors import UserError, one_line
 from hyperfed.system.allocation import total_memory
 
@@ -194,14 +196,17 @@ def shakespeare(rows: Rows, name: str, *, least: tuple[int, int] = LEAST_WINDOWS
         kept &= np.bincount(role[held_out], minlength=len(roles)) >= least[1]
     rows_kept = kept[role]
     owner = (np.cumsum(kept) - 1)[role[rows_kept]]
-    tokens = tokens[rows_kept]
+    tokens, held_out = tokens[rows_kept], held_out[rows_kept]
+    passage = owner * 2 + held_out  # of a role and a split
+    place, count = places(passage)
     return Examples(
         name=name,
         x=torch.from_numpy(tokens[:, :-1].copy()),
         y=torch.from_numpy(tokens[:, -1].copy()),
-        held_out=torch.from_numpy(held_out[rows_kept]),
+        held_out=torch.from_numpy(held_out),
         classes=len(vocabulary) + 1,
         client=torch.from_numpy(owner),
+        overlaps=torch.from_numpy((count[passage] - 1 - place).clip(max=WINDOW // STRIDE)),
     )
 
 
@@ -237,16 +242,19 @@ def stackoverflow(rows: Rows, name: str, *, vocabulary: int = VOCABULARY) -> Exa
     frequent = sorted(seen, key=lambda word: (-seen[word], word))[:vocabulary]
     number = {word: 2 + rank for rank, word in enumerate(frequent)}
     authors = ids_of(splits, "client_id", name)[1]
-    contexts, following, author, held_out = [], [], [], []
+    contexts, following, author, held_out, overlaps = [], [], [], [], []
     for post, out, whose in zip(posts, tested, authors, strict=True):
         tokens = [number.get(word, 1) for word in post]
-        for place in range(WORD_STRIDE, len(tokens), WORD_STRIDE):
-            if tokens[place] > 1:
-                before = tokens[max(0, place - WORDS) : place]
-                contexts.append([0] * (WORDS - len(before)) + before)
-                following.append(tokens[place])
-                author.append(whose)
-                held_out.append(out)
+        places = [
+            place for place in range(WORD_STRIDE, len(tokens), WORD_STRIDE) if tokens[place] > 1
+        ]
+        for rank, place in enumerate(places, 1):
+            before = tokens[max(0, place - WORDS) : place]
+            contexts.append([0] * (WORDS - len(before)) + before)
+            following.append(tokens[place])
+            author.append(whose)
+            held_out.append(out)
+            overlaps.append(bisect_right(places, place + WORDS) - rank)
     if not contexts:
         raise UserError(
             f"posts of {name} must be longer than {WORD_STRIDE} words, of which some follow, but "
@@ -259,6 +267,7 @@ def stackoverflow(rows: Rows, name: str, *, vocabulary: int = VOCABULARY) -> Exa
         held_out=torch.tensor(held_out),
         classes=len(frequent) + 2,
         client=torch.from_numpy(np.unique(author, return_inverse=True)[1]),
+        overlaps=torch.tensor(overlaps),
     )
 
 

@@ -128,7 +128,9 @@ class TaskConfig:
         val: fraction for validation. None for 0.2 of the training split where the data set has a
             test split of its own (10,000 images of CIFAR; of MNIST 10,000 too), else 0.15 of all
             examples. With ``pfllib``, which has none, a fraction of each client's training
-            examples; None for 0, where the last round counts as the best.
+            examples; None for 0, where the last round counts as the best. Of texts that are cut
+            into overlapping examples (shakespeare, stackoverflow) it is a client's last ones, and
+            those before them that share text with them are not used; so for ``test``.
         test: fraction of all examples for testing. None for the data set's own test split, where
             it has one, else 0.15. A number pools all examples first. ``pfllib`` has a quarter of
             each client's examples.
