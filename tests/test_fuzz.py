@@ -152,7 +152,7 @@ def checkpoint() -> Kind:
 
 
 def open_latest(path: Path) -> None:
-    tree, meta = checkpoints.load_latest(path)
+    tree, meta, _ = checkpoints.load_latest(path)
     assert isinstance(tree, dict)
     assert isinstance(meta, dict)
 

@@ -355,6 +355,21 @@ def test_a_run_goes_on_from_the_checkpoint_before_where_the_newest_is_of_no_use(
     assert resumed.summary["test_accuracy"] == whole.summary["test_accuracy"]
 
 
+@pytest.mark.parametrize("damage", [torn, poisoned])
+def test_a_newest_of_no_use_never_takes_the_place_of_the_one_gone_on_from(
+    damage: Callable[[Path], None], tmp_path: Path
+) -> None:
+    folder = stopped(tmp_path, rounds=5)
+    damage(folder.state)
+    run = Run.resume(folder.path, make_task(novel=1))
+    rounds: list[list[int]] = []
+    for _ in run.train():
+        if run.round in (4, 6):
+            both = (previous(folder.state), folder.state)
+            rounds.append([load_state(path)[1]["round"] for path in both])
+    assert rounds == [[2, 4], [4, 6]]
+
+
 def test_where_neither_checkpoint_is_of_use_both_are_named(tmp_path: Path) -> None:
     folder = stopped(tmp_path, rounds=4)
     poisoned(folder.state)

@@ -133,7 +133,7 @@ def test_another_task_on_the_runs_data_is_refused(
     for use in (hyperfed.open_run, hyperfed.resume):
         with pytest.raises(UserError, match=f"the task's {what} must be those that the run was st"):
             use(run.folder.path, other)
-    tree, said = load_latest(run.folder.state)
+    tree, said, _ = load_latest(run.folder.state)
     del said["task"]  # which checkpoints of earlier versions lack
     save_latest(run.folder.state, tree, said)
     hyperfed.open_run(run.folder.path, other)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -92,6 +93,31 @@ def test_the_latest_two_are_kept_and_neither_is_poisoned(tmp_path):
     with pytest.raises(ValueError, match="finite numbers alone"):
         save_latest(path, {"a": {"w": torch.tensor([1.0, torch.inf])}}, {"value": 4.0})
     assert load_latest(path)[1]["value"] == 3.0
+
+
+def test_a_disk_that_refuses_the_new_one_leaves_the_one_that_was_gone_on_from(
+    tmp_path, monkeypatch
+):
+    path = tmp_path / "state.safetensors"
+    for value in (1.0, 2.0):
+        save_latest(path, {"w": torch.tensor([value])}, {"value": value})
+    path.write_bytes(b"torn")
+    _, meta, newest = load_latest(path)
+    assert (meta["value"], newest) == (1.0, False)
+
+    def refuse(self, target):
+        if self.name == "state-next.safetensors":
+            raise OSError(28, "No space left on device")
+        return replace(self, target)
+
+    replace = Path.replace
+    monkeypatch.setattr(Path, "replace", refuse)
+    with pytest.raises(UserError, match="No space left"):
+        save_latest(path, {}, {"value": 3.0}, keep_newest=newest)
+    assert load_latest(path)[1]["value"] == 1.0
+    monkeypatch.undo()
+    save_latest(path, {}, {"value": 3.0}, keep_newest=newest)
+    assert [load_state(each)[1]["value"] for each in (previous(path), path)] == [1.0, 3.0]
 
 
 def test_no_checkpoint_at_all(tmp_path):

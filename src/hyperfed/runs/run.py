@@ -107,6 +107,7 @@ class Run(Served):
         self.summary: dict[str, Any] = {}
         self._tally = Tally()
         self._before = Snapshot()
+        self._newest_is_whole = True  # of the checkpoints on disk
         self._failures = 0
         self._answered = False  # whether some round had a client left
         self._nobody = ""  # why the last round without had none
@@ -150,7 +151,8 @@ class Run(Served):
         if folder.summary.exists():  # its numbers are those of the latest, and of no other
             run._restore(*load_state(folder.state))
         elif folder.has_checkpoint:
-            run._restore(*load_latest(folder.state))
+            tree, meta, run._newest_is_whole = load_latest(folder.state)
+            run._restore(tree, meta)
         evaluations = folder.evaluations()
         run._check(evaluations)
         run.evaluations = [e for e in evaluations if e.round <= run.round]
@@ -560,7 +562,8 @@ class Run(Served):
             tree["best"] |= {"val": self._best.val}
             meta |= {"best_round": self._best.round, "best_accuracy": self._best.value}
         self.folder.sync()  # so that no checkpoint is ahead of them
-        save_latest(self.folder.state, tree, meta)
+        save_latest(self.folder.state, tree, meta, keep_newest=self._newest_is_whole)
+        self._newest_is_whole = True
         self._tell_of_checkpoint()
 
     @cached_property

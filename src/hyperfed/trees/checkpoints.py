@@ -56,8 +56,17 @@ def previous(path: Path) -> Path:
     return path.with_stem(f"{path.stem}-before")
 
 
-def save_latest(path: Path, tree: Tree, meta: Mapping[str, Any]) -> None:
+def save_latest(
+    path: Path, tree: Tree, meta: Mapping[str, Any], *, keep_newest: bool = True
+) -> None:
     """Writes a checkpoint as :func:`save_state` does, and keeps the one before beside it.
+
+    Args:
+        path: the file; its folder must exist.
+        tree: as of :func:`save_state`, of finite numbers.
+        meta: likewise.
+        keep_newest: keep the one at ``path``; else it is replaced, where it is of no use, and the
+            one before it is kept.
 
     Raises:
         UserError: the disk refuses; then both are still there.
@@ -68,29 +77,34 @@ def save_latest(path: Path, tree: Tree, meta: Mapping[str, Any]) -> None:
     following = path.with_stem(f"{path.stem}-next")
     save_state(following, tree, meta)
     try:
-        if path.exists():
+        if keep_newest and path.exists():
             path.replace(previous(path))
         following.replace(path)
     except OSError as error:
         raise refused(path, error) from error
 
 
-def load_latest(path: Path) -> tuple[Tree, dict[str, Any]]:
+def load_latest(path: Path) -> tuple[Tree, dict[str, Any], bool]:
     """Reads the newest of the checkpoints of :func:`save_latest` that can be gone on from.
 
     One that is torn, missing or holds a number that is not finite is told of in the log.
+
+    Returns:
+        tree: as :func:`load_state`.
+        meta: likewise.
+        newest: whether it is the one at ``path``, for ``keep_newest`` of the next that is saved.
 
     Raises:
         UserError: as :func:`load_state`, of the newest; there is none that can be gone on from.
     """
     try:
-        return _load_finite(path)
+        return *_load_finite(path), True
     except UserError as error:
         if not previous(path).exists():
             raise
         log.warning("%s; going on from the checkpoint before, %s", error, previous(path))
         try:
-            return _load_finite(previous(path))
+            return *_load_finite(previous(path)), False
         except UserError as older:
             raise UserError(f"{error}; and {older}") from older
 
