@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import hyperfed
 from hyperfed import trees
@@ -238,6 +238,20 @@ def test_a_server_that_moves_its_tensors_in_place_can_be_taken_back_twice() -> N
         server.rows["of"] *= torch.nan
         before.restore(server, engine, cohort)
         assert server.rows["of"].tolist() == [start, start + 1, start + 2]
+
+
+def test_gradients_of_a_round_that_was_taken_back_are_in_no_later_one() -> None:
+    """``descend`` adds to the gradients that there are, and a round can break off before it."""
+    engine = Federation("fedavg", make_task()).engine
+    cohort = engine.cohort([0], 0, training=True)
+    server, before, apart = Server(engine.task.outline(), None), Snapshot(), torch.ones(2)
+    server.net, apart.requires_grad = nn.Linear(2, 1), True
+    server.optimizer = torch.optim.SGD([*server.net.parameters(), apart])
+    before.take(server)
+    server.net(apart).sum().backward()
+    before.restore(server, engine, cohort)
+    moved = [*server.net.parameters(), apart]
+    assert [each.grad for each in moved] == [None] * 3
 
 
 def test_what_is_read_for_a_checkpoint_is_aggregated_by_the_rule() -> None:

@@ -3,7 +3,8 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from hyperfed import trees
 from hyperfed.engines import Engine, EngineCohort
@@ -12,7 +13,7 @@ from hyperfed.trees import Tree, state
 
 
 class Snapshot:
-    """A server as it was when this was taken, before each round anew.
+    """A server as it was when this was taken, before each round anew, without gradients.
 
     Optimisers and modules move in place, so that all tensors are copied; what else a server holds
     is kept as it is, a message that waits for its reply among it. What clients remember is not in
@@ -40,6 +41,9 @@ class Snapshot:
         for name, tensors in self._tensors.items():
             setattr(server, name, state.loaded(self._attributes[name], tensors))
         self._tensors = {}  # they are the server's now
+        for value in self._attributes.values():
+            if isinstance(value, nn.Module | Optimizer):
+                value.zero_grad()  # what the round came to; as after a resume there is none
         engine.waiting[:] = [q for q in engine.waiting if q.cohort.state is not cohort.state]
 
 
