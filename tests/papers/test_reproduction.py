@@ -387,8 +387,9 @@ def test_the_command_takes_settings_of_where_it_computes(folder: Path, monkeypat
     monkeypatch.setattr(side_by_side, "run", noted)
     one = ("--cells", "like-sampled", "--seeds", "1")
     assert reproduce(folder, "engine=vmap", *one) == 0
+    assert reproduce(folder, "device=cpu:0", *one) == 0
     assert reproduce(folder, "device=cuda:63", *one) == 0
-    assert at_once == [side_by_side.cores(), 1]
+    assert at_once == [side_by_side.cores(), side_by_side.cores(), 1]
     assert reproduce(folder, "rounds=3", *one) == 2
 
 

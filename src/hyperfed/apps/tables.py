@@ -12,6 +12,7 @@ from hyperfed.errors import UserError
 from hyperfed.papers import computed, pages, reproduction, side_by_side
 from hyperfed.papers.report import of_papers
 from hyperfed.runs import experiments as tables
+from hyperfed.system.devices import is_cpu
 
 Experiments = Annotated[Path, Option(help="The folder of the tables.")]
 
@@ -69,7 +70,7 @@ def reproduce(
     )
     todo = [job for job in planned if not job.done]
     if jobs is None:  # an accelerator is one, and what does not fit into its memory is lost
-        jobs = side_by_side.cores() if all(it.config.device == "cpu" for it in planned) else 1
+        jobs = side_by_side.cores() if all(is_cpu(it.config.device) for it in planned) else 1
     found = side_by_side.run(todo, jobs, show=not quiet, say=say)
     if as_json:
         print_json(

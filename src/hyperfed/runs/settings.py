@@ -23,7 +23,7 @@ from hyperfed.engines.masking import Masking
 from hyperfed.engines.updates import PrivateUpdates, Where
 from hyperfed.errors import UserError
 from hyperfed.methods import METHODS
-from hyperfed.system.devices import is_here
+from hyperfed.system.devices import is_cpu, is_here
 from hyperfed.training import Precision
 from hyperfed.trees.aggregation import Aggregation
 
@@ -185,7 +185,7 @@ class RunConfig:
     def on(self, device: str) -> "RunConfig":
         """Returns these settings with another device, and of the engine what goes with it."""
         engine, gpus = self.engine, 0.0
-        if engine.name == "ray" and device.partition(":")[0] != "cpu":
+        if engine.name == "ray" and not is_cpu(device):
             gpus = engine.gpus_per_worker or 1.0
         graphs = engine.graphs and device.startswith("cuda")
         engine = replace(engine, graphs=graphs, gpus_per_worker=gpus)

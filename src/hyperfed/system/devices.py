@@ -17,6 +17,11 @@ def is_here(name: str) -> bool:
         return False
 
 
+def is_cpu(name: str) -> bool:
+    """Returns whether a device's name is one of the CPU, "cpu" or "cpu:0"."""
+    return name.partition(":")[0] == CPU.type
+
+
 def find_device(name: str) -> torch.device:
     """Returns a device by its name, such as "cpu", "cuda" or "cuda:1".
 
