@@ -30,6 +30,12 @@ Calibration = Literal["analytic", "classical"]
 ROUNDING = 1e-9
 """Relative excess over a budget that is put down to rounding: epsilon is found by root search."""
 
+REMEDY = (
+    "ask what was asked before, which costs nothing, add more noise (a smaller epsilon for each "
+    "query) or raise the budget"
+)
+"""What to do where a budget is spent whose answers are all kept."""
+
 
 def sensitivity(bound: float, lipschitz: float, samples: int) -> float:
     """Returns how far replacing one sample moves g(D) = psi(1/n sum_x phi(x)), in Euclidean norm.
@@ -102,6 +108,10 @@ class Mechanism(Protocol):
     def multiplier(self) -> float:
         """The noise's standard deviation over the sensitivity."""
 
+    @property
+    def remedy(self) -> str:
+        """What to do where the budget is spent."""
+
     def sigma(self, sensitivity: float) -> float:
         """Returns the noise's standard deviation for an answer of some sensitivity."""
 
@@ -132,6 +142,11 @@ class GaussianMechanism:
         if self.calibration == "classical":
             return classical_multiplier(self.epsilon, self.delta)
         return analytic_multiplier(self.epsilon, self.delta)
+
+    @property
+    def remedy(self) -> str:
+        """What to do where the budget is spent."""
+        return REMEDY
 
     def sigma(self, sensitivity: float) -> float:
         """Returns the noise's standard deviation for a query of some sensitivity."""
@@ -198,8 +213,12 @@ class Ledger:
         precision = math.fsum(multiplier**-2 for multiplier in self.multipliers)
         return _epsilon(precision**-0.5, self.delta)
 
-    def after(self, multiplier: float) -> "Ledger":
+    def after(self, multiplier: float, remedy: str = REMEDY) -> "Ledger":
         """Returns the ledger after one more query.
+
+        Args:
+            multiplier: sigma / sensitivity of the query.
+            remedy: what an error says to do.
 
         Raises:
             UserError: the query would exceed the budget. Nothing may be sent then.
@@ -210,8 +229,7 @@ class Ledger:
             raise UserError(
                 f"all queries to a client must stay within epsilon {self.epsilon:g} at delta "
                 f"{self.delta:g}, but after {len(self.multipliers)} of them this one would bring "
-                f"it to {ledger.spent:.4g}; ask what was asked before, which costs nothing, "
-                "add more noise (a smaller epsilon for each query) or raise the budget"
+                f"it to {ledger.spent:.4g}; {remedy}"
             )
         return ledger
 
@@ -286,9 +304,9 @@ class Releases:
         ledger = Ledger(math.inf, mechanism.delta).load(self.kept)
         runs = self.kept.get("runs", torch.zeros(len(ledger.multipliers), dtype=torch.int64))
         own = [z for z, of in zip(ledger.multipliers, runs, strict=True) if not run or of == run]
-        Ledger(budget, mechanism.delta, tuple(own)).after(mechanism.multiplier)
+        Ledger(budget, mechanism.delta, tuple(own)).after(mechanism.multiplier, mechanism.remedy)
         for epsilon, delta in self._limits:
-            Ledger(epsilon, delta, ledger.multipliers).after(mechanism.multiplier)
+            Ledger(epsilon, delta, ledger.multipliers).after(mechanism.multiplier, mechanism.remedy)
         ledger = ledger.after(mechanism.multiplier)
         answer = value + sigma * self._noise(question)(value)
         if keep:

@@ -3,10 +3,12 @@
 import math
 import re
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import hyperfed
 from hyperfed.errors import UserError
@@ -143,6 +145,27 @@ def test_a_newcomer_s_exchanges_are_answers_and_a_second_time_is_refused() -> No
     assert run.summary["privacy"]["epsilon_spent"] == pytest.approx(50, rel=1e-6)
     with pytest.raises(UserError, match=r"must stay within epsilon 50 at delta 0\.001"):
         run.evaluate_novel(draws=2)
+
+
+@pytest.mark.parametrize(("hidden", "kept"), [(4, True), (100, False)])
+def test_a_newcomer_s_model_is_made_again_where_its_answers_are_kept_or_it_is_said_what_to_do(
+    hidden: int, kept: bool
+) -> None:
+    """An answer of pFedHN's is as long as the model."""
+    task = TASK | {"novel": 1, "hidden": [hidden]}
+    run = train("pfedhn", epsilon=50.0, task=task, own={"novel_rounds": 9})
+    newcomer = run.task.x[:9], run.task.y[:9]
+    model = run.personalize(*newcomer).state_dict()
+    if kept:
+        again = run.personalize(*newcomer).state_dict()
+        torch.testing.assert_close(again, model, rtol=0, atol=0)
+        run.model(7)
+        return
+    for serve in (partial(run.model, 7), partial(run.personalize, *newcomer)):
+        with pytest.raises(
+            UserError, match=r"after 9 of them .*; use the model that was made .*4,096"
+        ):
+            serve()
 
 
 def test_training_with_a_label_for_every_token_can_be_private() -> None:

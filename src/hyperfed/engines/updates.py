@@ -59,6 +59,15 @@ class PrivateUpdates:
         """How far two answers of one client can be apart, whatever its data: 2 C."""
         return 2 * self.clip
 
+    @property
+    def remedy(self) -> str:
+        """What to do where epsilon is spent."""
+        return (
+            f"use the model that was made before, as no answer of more than {KEPT:,} numbers is "
+            "kept to be given again for nothing, or start a run in which newcomers answer less "
+            "often (method.novel_rounds)"
+        )
+
     def sigma(self, sensitivity: float) -> float:
         """Returns the noise's standard deviation for an answer of some sensitivity."""
         return self.multiplier * sensitivity
