@@ -226,6 +226,16 @@ def test_what_a_newcomer_spent_is_kept(kept: str, tmp_path: Path) -> None:
         again.served_otherwise(["method.epsilon=0.2"]).personalize(*newcomer)
 
 
+def test_a_newcomer_without_labels_is_not_the_one_whose_labels_are_all_the_first_class() -> None:
+    task = make_task(novel=1)
+    run = hyperfed.train("itpfl", task, rounds=2, cohort=2, **KEYS)
+    x = task.x[:6].numpy()
+    models = [run.personalize(x, y) for y in (None, [0] * 6, [1] * 6)]
+    assert run.privacy()["answered"] == 4  # none answers in the place of another
+    weights = [model.state_dict()["head.weight"] for model in models]
+    assert not any(map(torch.equal, weights, weights[1:]))
+
+
 def test_every_answer_to_a_private_run_is_the_same_one_or_spends(tmp_path: Path) -> None:
     task = make_task(novel=1, unlabelled=True)
     keys: dict[str, Any] = {"cohort": 2, "evaluate_every": 1, "rounds": 2}

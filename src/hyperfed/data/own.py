@@ -294,7 +294,7 @@ def newcomer(task: Task, x: Any, y: Any = None, *, size: str | None = None) -> T
         sizes=(str(size),),
         novel=1,
         unlabelled=y is None,
-        fingerprint=hash_of(inputs, targets),
+        fingerprint=hash_of(inputs, *([] if y is None else [targets])),
         names=(),
     )
 
