@@ -1,6 +1,8 @@
 """Divisions as files: read as written, run as dealt, and every fault of a file told by its row."""
 
+from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +16,9 @@ from hyperfed.data.datasets import load
 from hyperfed.data.partitions import Partition
 from hyperfed.data.tasks import TaskConfig, build, divide
 from hyperfed.errors import UserError
+from hyperfed.papers import measured
+from hyperfed.runs import config
+from hyperfed.runs.run import Run
 
 LABELS = np.array([0, 1, 0, 1, 2, 0, 1, 2])
 CLIENT = np.array([1, 0, 1, 1, -1, 0, 0, 0])
@@ -187,6 +192,71 @@ def test_a_run_on_the_file_gives_the_same_numbers(tmp_path):
     assert read.summary["data_fingerprint"] == dealt.summary["data_fingerprint"]
     numbers = [[replace(e, seconds=0) for e in run.evaluations] for run in (dealt, read)]
     assert numbers[0] == numbers[1]
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """A folder beside one with a file for four clients, ``project``, which is the current one."""
+    project, other = tmp_path / "project", tmp_path / "other"
+    for folder in (project / "dealt", other):
+        folder.mkdir(parents=True)
+    np.savez(project / "dealt" / "a.npz", client=np.arange(1797) % 4, split=np.arange(1797) % 3)
+    monkeypatch.chdir(project)
+    return other
+
+
+def begun(out, **keys):
+    from_file = {"clients": 4, "novel": 0, "partition": "file", "partition_file": "dealt/a.npz"}
+    keys |= {"rounds": 2, "checkpoint_every": 1, "method.local_steps": 1, "task": from_file}
+    return Run.start(config.from_keys("fedavg", keys), out)
+
+
+def trained_to_its_end(run):
+    with closing(run):
+        for _ in run.train():
+            pass
+    return run.folder.path
+
+
+@pytest.mark.parametrize("out", ["runs", "../runs"])
+def test_a_run_that_is_done_names_the_file_relative_to_where_it_ended(
+    out, elsewhere, tmp_path, monkeypatch
+):
+    run = begun(Path(out))
+    path = trained_to_its_end(run)
+    assert 'partition_file = "dealt/a.npz"' in (path / "config.toml").read_text()
+    again = config.load(str(path / "config.toml"))
+    assert again.task.partition_file == run.config.task.partition_file
+    assert measured.flat(again) == measured.flat(run.config)
+    hyperfed.open_run(path)  # whose checkpoint is of that file's clients
+    path = path.absolute()
+    monkeypatch.chdir(elsewhere)
+    if out == "runs":  # below the folder where the file is found
+        hyperfed.open_run(path)
+        (tmp_path / "project").rename(tmp_path / "moved")
+        hyperfed.open_run(tmp_path / "moved" / path.relative_to(tmp_path / "project"))
+        return
+    with pytest.raises(UserError, match=f"task.partition_file must be .*a.npz; .* {elsewhere}"):
+        hyperfed.open_run(path)
+    (elsewhere / "dealt").mkdir()
+    np.savez("dealt/a.npz", client=np.arange(1797) % 4, split=np.arange(1, 1798) % 3)
+    with pytest.raises(UserError, match="the checkpoint's data_fingerprint must be this run's"):
+        hyperfed.open_run(path)
+
+
+def test_a_run_is_resumed_from_any_folder_by_the_file_that_it_was_begun_with(
+    elsewhere, tmp_path, monkeypatch
+):
+    run = begun(tmp_path / "runs")
+    run.close()
+    monkeypatch.chdir(elsewhere)
+    (elsewhere / "dealt").mkdir()
+    np.savez("dealt/a.npz", client=np.arange(1797) % 4, split=np.arange(1, 1798) % 3)
+    resumed = Run.resume(run.folder.path)
+    assert resumed.task.fingerprint == run.task.fingerprint
+    path = trained_to_its_end(resumed)
+    file = tmp_path / "project" / "dealt" / "a.npz"
+    assert config.load(str(path / "config.toml")).task.partition_file == file
 
 
 def test_the_content_of_the_file_is_in_the_fingerprint(tmp_path):

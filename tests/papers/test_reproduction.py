@@ -10,6 +10,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from commands import start
@@ -126,6 +127,24 @@ def test_a_record_made_elsewhere_is_one_of_the_cell(folder: Path) -> None:
     engine = config.load(str(serving.folder / "config.toml")).engine
     assert (engine.name, engine.workers) == ("vmap", None)
     assert json.loads((serving.folder / "summary.json").read_text())["engine"] == "vmap"
+
+
+def test_records_name_the_table_s_own_file_as_any_machine_finds_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder.parent)
+    path = folder / "made" / "table1.toml"
+    np.savez(path.with_name("a.npz"), client=np.arange(1797) % 6, split=np.arange(1797) // 6 % 3)
+    dealt = 'partition = "file", partition_file = "a.npz"'
+    text = TABLE.replace('partition = "dirichlet_equal"', dealt)
+    path.write_text(text.replace("novel_alpha = 10.0", 'novel_corruption = "blur"'))
+    jobs = planned(folder, "*-sampled")
+    assert [bool(job.trained) for job in jobs] == [False, True]
+    for job in jobs:
+        assert told(job)[-1] == ("done",)
+        settings = (job.folder / "config.toml").read_text()
+        assert 'partition_file = "experiments/made/a.npz"' in settings
+    assert [job.done for job in planned(folder, "*-sampled")] == [True, True]  # and of their cells
 
 
 def test_cells_that_differ_in_serving_share_a_training(folder: Path) -> None:

@@ -265,6 +265,12 @@ def _divide_naturally(config: TaskConfig, examples: Examples, seed: int) -> Part
 
 def _divide_by_file(config: TaskConfig, path: Path, examples: Examples, seed: int) -> Partition:
     """Takes what a file says."""
+    if not path.exists():
+        raise UserError(
+            f"task.partition_file must be there, but there is no {path}; where a TOML file has a "
+            "relative one, it must be in the folder of that file, in one above it or in the "
+            f"current one, {Path.cwd()}"
+        )
     owner, part = partition_files.read(path, examples.y.numpy(), config.client_count)
     if examples.part is not None:
         said = examples.part.numpy()

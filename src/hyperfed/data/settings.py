@@ -100,7 +100,8 @@ class TaskConfig:
             for every seed. ``file`` reads who holds what. None for ``natural`` where your own data
             have a column of clients, else ``class_shares``; ``shuffled`` where there are no labels.
         partition_file: that file (:mod:`hyperfed.data.partition_files`), .npz or .csv. A relative
-            path begins at the folder of the experiment's TOML file, elsewhere at the current one.
+            path begins at the folder of the experiment's TOML file, or where it leads nowhere from
+            there at one above it; elsewhere at the current one.
         pfllib: which of its dealings: ``pathological`` with ``classes_per_client``, or
             ``dirichlet`` with ``alpha``.
         classes_per_client: for ``class_shares``, ``equal_classes`` and ``pfllib``; shards per

@@ -384,6 +384,7 @@ def _serve(job: Job) -> bool:
         folder.truncate_after(0)
         for evaluation in (*(e for e in run.evaluations if e.split != "novel"), novel):
             folder.append(evaluation)
+        configuration.make_portable(folder.config)
         ended = {**run.summary, **numbers_of_novel(novel, novel)}
         folder.write_summary(ended | {"data_fingerprint": data})  # what newcomers have is in it
     return True

@@ -7,7 +7,9 @@ short for ``task.name``, ``engine.name`` and ``method.name``, so in TOML ``metho
 a table ``[method]`` with a ``name`` mean the same.
 
 TOML has no null: a key that admits ``None`` takes the word ``none``. A relative path in a file
-begins at the file's folder, elsewhere at the current one; what is written is absolute.
+begins at the file's folder, elsewhere at the current one; what is written is absolute. But of a run
+that is done ``task.partition_file`` is relative to the current folder, if it is below: such a path,
+where it leads nowhere from the file's folder, begins at one above that, or at the current one.
 """
 
 import dataclasses
@@ -124,8 +126,34 @@ def dump(config: RunConfig, path: Path) -> None:
 
     Above them stands the command that trains by them again, where the data are settings too.
     """
-    again = "" if config.task.source == "python" else AGAIN
-    atomic_write(path, f"{again}{toml.dumps(to_dict(config))}".encode())
+    _write(to_dict(config), path)
+
+
+def make_portable(path: Path) -> None:
+    """Shortens the path in the settings of a run that is done, so that they hold elsewhere too.
+
+    It stays absolute where it is not below the current folder, or would lead to another file.
+
+    Args:
+        path: the run's ``config.toml``.
+
+    Raises:
+        UserError: the file is damaged, or the disk refuses.
+    """
+    config, here = load(str(path)), Path.cwd()
+    if config.task.partition_file is None:
+        return
+    settings, file = to_dict(config), config.task.partition_file.resolve()
+    if file.is_relative_to(here):
+        short = file.relative_to(here).as_posix()
+        if _found(path.parent, short).resolve() == file:
+            settings["task"]["partition_file"] = short
+            _write(settings, path)
+
+
+def _write(settings: Mapping[str, Any], path: Path) -> None:
+    again = "" if settings["task"]["source"] == "python" else AGAIN
+    atomic_write(path, f"{again}{toml.dumps(settings)}".encode())
 
 
 # Keys and values.
@@ -184,7 +212,7 @@ def _read(path: Path, cell: str) -> dict[str, Any]:
         written |= _flatten(layer)
     for key in _PATHS:
         if isinstance(value := written.get(key), str) and value != "none":
-            written[key] = str(path.parent / value)
+            written[key] = str(_found(path.parent, value))
     for key in _FILES:
         if isinstance(value := written.get(key), str):
             file = path.parent / value.partition(".py:")[0]
@@ -192,6 +220,12 @@ def _read(path: Path, cell: str) -> dict[str, Any]:
             if _is_file(beside):
                 written[key] = str(path.parent / value)
     return written
+
+
+def _found(folder: Path, name: str) -> Path:
+    """Returns a file where a relative name leads to one, else where it does from the folder."""
+    starts = (folder, *folder.resolve().parents, Path())
+    return next((start / name for start in starts if _is_file(start / name)), folder / name)
 
 
 def _is_file(path: Path) -> bool:

@@ -534,6 +534,8 @@ class Run(Served):
         if self.engine.released and self.folder is not None:
             self._checkpoint()  # what was let out since the last one is not to be forgotten
         if self.folder is not None:
+            if self.config.task.partition_file is not None:
+                configuration.make_portable(self.folder.config)
             self.folder.write_summary(self.summary)
 
     # State.
