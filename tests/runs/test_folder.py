@@ -2,7 +2,9 @@
 
 import fcntl
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -91,6 +93,24 @@ def test_where_there_are_no_locks_nobody_is_kept_out(
     monkeypatch.setattr(fcntl, "flock", none)
     Lock(tmp_path)
     Lock(tmp_path).release()
+
+
+def test_who_waits_for_a_folder_has_it_when_the_other_lets_it_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, asked, flock = Lock(tmp_path), Event(), fcntl.flock
+
+    def noted(file: int, how: int) -> None:
+        asked.set()
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", noted)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(Lock, tmp_path, wait=True)
+        assert asked.wait(60)
+        assert not waiting.done()
+        held.release()
+        waiting.result(60).release()
 
 
 def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:

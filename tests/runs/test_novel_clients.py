@@ -203,7 +203,7 @@ def test_novel_clients_are_served_several_times_with_noise_of_their_own() -> Non
         run.evaluate_novel(draws=0)
 
 
-@pytest.mark.parametrize("kept", ["in a pickle", "in a checkpoint"])
+@pytest.mark.parametrize("kept", ["in a pickle", "in its folder"])
 def test_what_a_newcomer_spent_is_kept(kept: str, tmp_path: Path) -> None:
     task = make_task()
     method = {"epsilon": 0.3, "delta": 0.01, "phase_one_rounds": 1, **SETTINGS}
@@ -224,6 +224,41 @@ def test_what_a_newcomer_spent_is_kept(kept: str, tmp_path: Path) -> None:
     assert again.privacy() == spent
     with pytest.raises(UserError, match="after 1 of them"):
         again.served_otherwise(["method.epsilon=0.2"]).personalize(*newcomer)
+
+
+def test_what_is_let_out_after_a_run_s_end_is_known_to_whoever_opens_it(tmp_path: Path) -> None:
+    task = make_task(novel=1, unlabelled=True)
+    method = {"epsilon": 0.3, "delta": 0.01, "phase_one_rounds": 1, **SETTINGS}
+    run = hyperfed.train("itpfl", task, rounds=2, cohort=2, method=method, out=tmp_path)
+    run.close()
+    one, other = (Run.open(run.folder.path, task) for _ in range(2))
+    x, less = task.x[:6], ["method.epsilon=0.2", "method.budget=0.42"]
+    model = one.personalize(x).state_dict()
+    one.served_otherwise(less).evaluate_novel()
+    spent = one.privacy()
+    assert (spent["answered"], spent["answers"]) == (2, 2)
+    for served in (other, Run.open(run.folder.path, task)):
+        torch.testing.assert_close(served.personalize(x).state_dict(), model, rtol=0, atol=0)
+        with pytest.raises(UserError, match="after 1 of them"):
+            served.served_otherwise(["method.epsilon=0.2"]).personalize(x)
+        with pytest.raises(UserError, match="after 2 of them"):
+            served.served_otherwise(["method.epsilon=0.25", "method.budget=0.42"]).evaluate_novel()
+        assert served.privacy() == spent
+
+
+def test_noise_that_only_serving_asks_for_is_accounted_for_over_processes_too(
+    tmp_path: Path,
+) -> None:
+    task, method = make_task(novel=1), {"private": True, "phase_one_rounds": 1, **SETTINGS}
+    run = hyperfed.train("itpfl", task, rounds=2, cohort=2, method=method, out=tmp_path)
+    for epsilon in (0.3, 0.3, 0.2):  # the same question, and another one
+        noisy = [f"method.epsilon={epsilon}", "method.delta=0.01"]
+        served = Run.open(run.folder.path, task).served_otherwise(noisy)
+        if epsilon == 0.3:
+            served.evaluate_novel()
+            continue
+        with pytest.raises(UserError, match="after 1 of them"):
+            served.evaluate_novel()
 
 
 def test_a_newcomer_without_labels_is_not_the_one_whose_labels_are_all_the_first_class() -> None:

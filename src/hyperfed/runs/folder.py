@@ -107,6 +107,11 @@ class RunFolder:
         return self.state.with_name("released.safetensors")
 
     @property
+    def served(self) -> Path:
+        """What clients who do not train have let out beside what checkpoints say of them."""
+        return self.state.with_name("served.safetensors")
+
+    @property
     def has_checkpoint(self) -> bool:
         """Whether there is something to go on from."""
         return self.state.exists() or previous(self.state).exists()

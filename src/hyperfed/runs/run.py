@@ -55,6 +55,9 @@ log = logging.getLogger(__name__)
 PATIENCE = 10
 """Rounds in a row whose clients all failed by their own errors before the run gives up."""
 
+NOVEL_CLIENTS = "novel"
+"""Whose accounts are in one file with those of newcomers, who are called by their data's hash."""
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -114,6 +117,7 @@ class Run(Served):
         self._stop = False
         self._lock: Lock | None = None
         self._reporter = Reporter(self)
+        self._accounting = self._on_the_disk
         self._commit = commit()  # of the code that runs, whatever is checked out later
 
     @classmethod
@@ -540,14 +544,55 @@ class Run(Served):
 
     # State.
 
+    @contextmanager
+    def _on_the_disk(self, served: Served) -> Iterator[None]:
+        """Has on the disk what clients who do not train let out meanwhile, before it is told.
+
+        Other processes that serve clients of this run privately wait, and go on from there.
+
+        Args:
+            served: who serves them: this run, or what it gave to serve them otherwise.
+        """
+        if self.folder is None or (served.private is None and served.server.privacy() is None):
+            yield
+            return
+        lock = Lock(self.folder.served.parent, wait=True)
+        try:
+            self._read_accounts(self.folder)
+            before = self._accounts(self.folder)
+            try:
+                yield
+            finally:
+                now = self._accounts(self.folder)
+                if trees.structure(now) != trees.structure(before):
+                    save_state(self.folder.served, now, {})
+                    sync(self.folder.served.parent)
+        finally:
+            lock.release()
+
+    def _accounts(self, folder: RunFolder) -> Tree:
+        """Returns what newcomers have let out, and novel clients where no checkpoint follows."""
+        novel = self.task.novel_ids if folder.summary.exists() else ()
+        released = {c: self.engine.released[c] for c in novel if c in self.engine.released}
+        every = {NOVEL_CLIENTS: released} | self._newcomers
+        return {who: _keyed(held) for who, held in every.items()}
+
+    def _read_accounts(self, folder: RunFolder) -> None:
+        """Takes from the disk what clients have let out to others meanwhile: accounts only grow."""
+        kept = load_state(folder.served)[0] if lexists(folder.served) else {}
+        for who, held in kept.items():
+            known = who == NOVEL_CLIENTS
+            ours = self.engine.released if known else self._newcomers.setdefault(who, {})
+            for client, theirs in _numbered(held).items():
+                if len(theirs["multipliers"]) > len(ours.get(client, {}).get("multipliers", ())):
+                    ours[client] = theirs
+
     def _checkpoint(self) -> None:
         if self.folder is None:
             return
         tree: Tree = {"server": self._state(), "memory": _keyed(self.engine.memory)}
         if self.engine.released:
             tree["released"] = _keyed(self.engine.released)
-        if newcomers := {who: _keyed(held) for who, held in self._newcomers.items() if held}:
-            tree["newcomers"] = newcomers
         self._tally.count(self._bytes)  # what was posted: a server's state waits for it
         meta: dict[str, Any] = {
             **self._identity,
@@ -599,11 +644,11 @@ class Run(Served):
         self.server.load(trees.to(tree["server"], self.engine.device))
         self.engine.memory = _numbered(tree["memory"])
         self.engine.released = _numbered(tree.get("released", {}))
-        newcomers = tree.get("newcomers", {})
-        self._newcomers = {who: _numbered(held) for who, held in newcomers.items()}
-        if self.folder is not None and lexists(self.folder.released):
+        if self.folder is not None:
             # Whichever checkpoint it is that the run goes on from, what was told stays told.
-            self.engine.released = _numbered(load_state(self.folder.released)[0])
+            if lexists(self.folder.released):
+                self.engine.released = _numbered(load_state(self.folder.released)[0])
+            self._read_accounts(self.folder)
         self.round = index(meta["round"])
         if not 0 <= self.round <= self.config.rounds:
             raise ValueError(f"round {self.round} of {self.config.rounds}")

@@ -2,8 +2,8 @@
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -119,6 +119,7 @@ class Served:
         self._bytes = {"down": 0, "up": 0}
         self._earlier, self._start = 0.0, monotonic()
         self._newcomers: dict[str, dict[int, Tree]] = {}
+        self._accounting: Callable[[Served], AbstractContextManager[object]] = nullcontext
         self._trained = config.task  # by which known clients have their data, however it is served
         self._unproven = False  # is of a checkpoint of which not all has been used yet
         if self.task.unlabelled and self.task.novel:
@@ -287,10 +288,10 @@ class Served:
             device=str(self.engine.device),
             private=self.private,
         )
-        engine.released = self._newcomers.setdefault(task.fingerprint, {})
         if task.unlabelled:
             self._check_unlabelled()
         with closing(engine), self._at_best() as server:
+            engine.released = self._newcomers.setdefault(task.fingerprint, {})
             cohort = engine.cohort([0], self.config.rounds, training=False, fresh=True)
             return self._export(server, cohort, task.size_of(0))
 
@@ -383,6 +384,7 @@ class Served:
         other.round, other._best, other._bytes = self.round, self.best, dict(self._bytes)
         # They are the same clients, whatever they are served by.
         other.engine.released, other._newcomers = self.engine.released, self._newcomers
+        other._accounting = self._accounting
         other._unproven, other._trained = self._unproven, self._trained
         return other
 
@@ -489,7 +491,7 @@ class Served:
         server.to(device).load(trees.to(trees.clone(self.best.server), device))
         now, self.engine.memory = self.engine.memory, dict(self.best.memory)
         try:
-            with self._computing():
+            with self._accounting(self), self._computing():
                 yield server
         finally:
             self.engine.memory = now

@@ -17,12 +17,13 @@ class Lock:
 
     Args:
         folder: it must exist; the lock is its file ``.lock``.
+        wait: until no other process has it.
 
     Raises:
         UserError: another process has it, or the folder cannot be written to.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, wait: bool = False) -> None:
         path = folder / ".lock"
         try:
             file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -33,7 +34,7 @@ class Lock:
         try:
             import fcntl
 
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError as error:
             self.release()
             raise UserError(
