@@ -582,7 +582,8 @@ class Server:
     """Of a method made for novel clients: serves known ones as if they were novel.
 
     Takes a cohort as :meth:`personalize` does, and stands in for it where the best round is chosen:
-    the models that known clients use may have stopped to change.
+    the models that known clients use may have stopped to change. Its state may change by nothing
+    but what :meth:`diagnostics` is to tell of it.
     """
 
     def descriptors_of(self, clients: Cohort) -> Tensor | None:

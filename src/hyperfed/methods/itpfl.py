@@ -292,7 +292,8 @@ class Server(federation.Server):
             embeddings=self.embeddings.parameters(), hyper_net=self.hyper_net.parameters()
         )
         self.tuning_optimizer = config.sgd(hyper_net=self.tuned_net.parameters())
-        self.explained: float | None = None  # in the latest rehearsal
+        # Squared distances of embeddings from the descriptors rehearsed last; -1 where none was.
+        self.missed = -torch.ones(rows, dtype=torch.float64)
 
     @property
     def novel_net(self) -> HyperNet:
@@ -381,38 +382,41 @@ class Server(federation.Server):
     def rehearse(self, clients: Cohort) -> Each:
         """Serves clients as novel ones; on known clients it tells which round is the best."""
         descriptor = self.describe(clients)
-        if not clients.novel:
-            self.explained = self.explained_by(descriptor, clients)
+        if self.tuning and not (clients.novel or self.end_to_end):
+            distance = (self.embed(clients) - descriptor).detach().double().square().sum(dim=1)
+            distance = distance.where(clients.weight > 0, -1)
+            self.missed = self.missed.index_copy(0, clients.ids, distance)
         with torch.no_grad():
             return Each(self.novel_net(descriptor, clients.size))
 
-    def explained_by(self, descriptor: Tensor, clients: Cohort) -> float | None:
-        """Returns R^2 of known clients' embeddings by their descriptors, and warns of little.
+    def diagnostics(self) -> Tree:
+        """Returns {"explained": R^2}, and warns of little.
 
-        None where there is none yet: of an encoder that still learns, or has no embedding to tell.
+        It is of the embeddings of all known clients by their descriptors, over those that answered
+        when they were rehearsed last. {} where there is none yet: of an encoder that still learns,
+        or has no embedding to tell.
         """
-        there = clients.weight > 0
-        if not self.tuning or self.end_to_end or there.sum() < 2:
-            return None
-        from sklearn.metrics import r2_score  # takes seconds to import
-
-        pair = (rows[there].detach().cpu() for rows in (self.embed(clients), descriptor))
-        explained = float(r2_score(*pair, multioutput="variance_weighted"))
+        there = self.missed >= 0
+        rows = self.embeddings_of(there.nonzero().flatten()).detach().double()
+        varies = (rows - rows.mean(dim=0)).square().sum()
+        if not varies:
+            return {}
+        explained = 1 - self.missed[there].sum() / varies
         if explained < EXPLAINED:
             log.warning(
                 f"the encoder explains {100 * explained:.0f} % of the variance of the clients' "
                 "embeddings, so novel clients get nearly one model; train phase 1 longer, or with "
                 "another method.encoder_lr"
             )
-        return explained
-
-    def diagnostics(self) -> Tree:
-        """Returns {"explained": R^2}, of known clients' embeddings by their descriptors."""
-        return {} if self.explained is None else {"explained": torch.tensor(self.explained)}
+        return {"explained": explained}
 
     def embed(self, clients: Cohort) -> Tensor:
-        """Returns (C, l) embeddings of known clients, on the unit sphere for a bounded encoder."""
-        rows: Tensor = self.embeddings(clients.ids)
+        """Returns (C, l) embeddings of known clients."""
+        return self.embeddings_of(clients.ids)
+
+    def embeddings_of(self, ids: Tensor) -> Tensor:
+        """Returns (C, l) embeddings by number, on the unit sphere for a bounded encoder."""
+        rows: Tensor = self.embeddings(ids)
         return F.normalize(rows, dim=-1) if self.config.bounded else rows
 
     def scale(self) -> tuple[Tensor, Tensor]:

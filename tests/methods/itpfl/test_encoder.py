@@ -1,5 +1,6 @@
 """IT-PFL-HN, the encoder: FedAvg of steps towards the embeddings, and what it explains of them."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,29 +116,43 @@ def test_an_encoder_that_phase_two_cannot_use_is_reported(
 ) -> None:
     ours = federation(settings={"batch_size": 100})  # one batch: a descriptor has no luck in it
     cohort = ours.engine.cohort([0, 1, 2], 0, training=False)
+    ours.server.rehearse(cohort)
+    assert ours.server.diagnostics() == {}  # it may still learn
+    ours.server.tuning = torch.tensor(True)
     descriptor = ours.server.describe(cohort)
     with torch.no_grad():  # an encoder that has learned everything
         ours.server.embeddings.weight[:3] = descriptor
-    ours.server.tuning = torch.tensor(True)
     ours.server.rehearse(cohort)
-    monkeypatch.setattr(Faults, "drops", lambda faults, seed, call: call.client == 1)
-    ours.server.rehearse(ours.engine.cohort([0, 1, 2], 0, training=True))
-    assert caplog.text == ""  # who is lost has no descriptor
+    assert ours.server.diagnostics()["explained"] == 1
     last = "layers.2.weight"  # one that says the same of all
     torch.nn.init.zeros_(ours.server.encoder.get_parameter(last))
-    ours.server.tuning = torch.tensor(False)
-    ours.server.rehearse(cohort)
-    assert caplog.text == ""  # it may still learn
-    assert ours.server.diagnostics() == {}
-    ours.server.tuning = torch.tensor(True)
     embedding = ours.server.embeddings.weight.detach()[:3]
     embedding[0] += torch.tensor([1.0, -2.0, 4.0])  # entries of different variances
-    ours.server.rehearse(cohort)
-    missed = (embedding - ours.server.describe(cohort)).square().sum()
+    monkeypatch.setattr(Faults, "drops", lambda faults, seed, call: call.client == 1)
+    for training, there in ((False, [0, 1, 2]), (True, [0, 2])):  # who is lost has no descriptor
+        caplog.clear()
+        ours.server.rehearse(ours.engine.cohort([0, 1, 2], 0, training=training))
+        own = embedding[there]
+        missed = (own - ours.server.describe(cohort)[there]).square().sum()
+        missed /= (own - own.mean(dim=0)).square().sum()
+        assert ours.server.diagnostics()["explained"].item() == pytest.approx((1 - missed).item())
+        assert f"the encoder explains {100 * (1 - missed):.0f} % of the variance" in caplog.text
+        assert len(caplog.records) == 1
+
+
+def test_what_is_explained_is_of_all_clients_whatever_groups_they_are_served_in() -> None:
+    settings = {"batch_size": 100}
+    sizes = {"models": {"S": TwoLayers().double(), "L": TwoLayers().double()}}
+    ours = federation(settings=settings, sizes=("S", "L", "S", "S"), **sizes)
+    ours.server.tuning = torch.tensor(True)
+    groups = ours.engine.cohort([0, 1, 2], 0, training=False).sizes
+    for group in groups.values():
+        ours.server.rehearse(group)
+    told = torch.cat([ours.server.describe(group) for group in groups.values()])
+    embedding = ours.server.embeddings.weight.detach()[torch.cat([g.ids for g in groups.values()])]
+    missed = (embedding - told).square().sum()
     missed /= (embedding - embedding.mean(dim=0)).square().sum()
-    assert f"explains {100 * (1 - missed):.0f} %" in caplog.text
     assert ours.server.diagnostics()["explained"].item() == pytest.approx((1 - missed).item())
-    assert "% of the variance of the clients' embeddings" in caplog.text
 
 
 def test_a_standardised_descriptor_explains_embeddings_in_their_own_units(
@@ -154,6 +169,7 @@ def test_a_standardised_descriptor_explains_embeddings_in_their_own_units(
         ours.server.embeddings.weight[:] = 0.3 * (said - mean) / deviation + 2
     ours.server.tuning = torch.tensor(True)
     ours.server.rehearse(cohort)
+    assert ours.server.diagnostics()["explained"].item() == pytest.approx(1)
     assert caplog.text == ""
 
 
@@ -162,6 +178,7 @@ def test_novel_clients_have_no_embedding_to_be_explained(caplog: pytest.LogCaptu
     ours.server.tuning = torch.tensor(True)
     novel = ours.engine.cohort(list(ours.task.novel_ids), 0, training=False, fresh=True)
     assert len(ours.server.personalize(novel).tree["body.weight"]) == 2
+    assert ours.server.diagnostics() == {}
     assert caplog.text == ""
 
 
@@ -177,3 +194,13 @@ def test_an_evaluation_records_what_is_explained_by_the_encoder_that_it_judges()
     )
     told = [e.diagnostics for e in run.evaluations if e.split == "val"]
     assert ["explained" in each for each in told] == [False, False, True]
+
+
+def test_a_run_tells_what_its_encoder_explains_also_when_it_is_opened_again(tmp_path: Path) -> None:
+    task, method = make_task(), {"phase_one_rounds": 1, "local_steps": 1}
+    options = {"rounds": 2, "evaluate_every": 2, "method": method}
+    run = hyperfed.train("itpfl", task, **options, out=tmp_path, progress=False)
+    assert run.folder is not None
+    (told,) = (e.diagnostics["explained"] for e in run.evaluations if e.split == "val")
+    for each in (run, hyperfed.open_run(run.folder.path, task)):
+        assert each.diagnostics()["explained"].item() == pytest.approx(told, rel=1e-3)
