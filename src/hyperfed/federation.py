@@ -287,6 +287,15 @@ class Client:
         kept: Model | None = self.memory.get(name)
         return trees.partition(self.initial, entries)[0] if kept is None else kept
 
+    def measured(self, model: Model) -> Model:
+        """Returns the target's buffers after a pass over the client's inputs; no label is read.
+
+        Args:
+            model: every parameter and buffer of the target.
+        """
+        inputs = (batch.x for batch in self.train.chunks(EVALUATION_BATCH))
+        return functional.batch_statistics(self.module, model, inputs)
+
     def train_own(
         self,
         objective: training.Objective,

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from hyperfed import trees
 from hyperfed.engines import Faults
 from hyperfed.engines.calls import Call
+from hyperfed.engines.local.loop import LoopEngine
+from hyperfed.engines.local.vmap import VmappedEngine
 from hyperfed.errors import UserError
 from hyperfed.methods import mh_pfedhn
 from hyperfed.methods.mh_pfedhn import Client, Config
@@ -27,6 +29,7 @@ from toys import (
     Federation,
     Normed,
     TwoLayers,
+    far_task,
     logits,
     make_quadratic_task,
     make_task,
@@ -285,6 +288,38 @@ def test_batch_norms_statistics_are_the_clients_and_those_of_the_global_model_th
             torch.testing.assert_close(ours.server.buffers[name], total[name], **CLOSE)
         held = initial | ours.server.buffers
     assert set(ours.server.buffers) == set(buffers)
+
+
+@pytest.mark.parametrize("kind", [LoopEngine, VmappedEngine])
+def test_novel_clients_to_whom_nothing_is_fitted_measure_batch_norms_statistics(
+    kind: type[LoopEngine],
+) -> None:
+    task = far_task()
+    ours = Federation("mh_pfedhn", task, **ONE_STEP, **SERVER, novel_rounds=0)
+    ours.engine = kind(task, Client, ours.config, seed=0)
+    ours.round([0, 1])
+    cohort = ours.engine.cohort([3, 4], 99, training=False, fresh=True)
+    found = cohort.ask(Client.export, ours.server.personalize(cohort))
+    for place, client in enumerate((3, 4)):
+        model, x = trees.take(found, place), task.x[task.train[client]]
+        body = x @ model["body.weight"].T + model["body.bias"]
+        torch.testing.assert_close(model["norm.running_mean"], body.mean(dim=0), **CLOSE)
+        torch.testing.assert_close(model["norm.running_var"], body.var(dim=0), **CLOSE)
+    known, initial = ours.personal(2), task.initial("base")  # it was never asked
+    torch.testing.assert_close(known["norm.running_var"], initial["norm.running_var"])
+
+
+def test_a_fit_begins_with_the_statistics_that_all_begin_with_and_keeps_what_it_leaves() -> None:
+    task = far_task()
+    ours = Federation("mh_pfedhn", task, **ONE_STEP, **SERVER, novel_rounds=1)
+    cohort = ours.engine.cohort([3], 99, training=False, fresh=True)
+    like = {"embedding": ours.server.embeddings[0].detach().flatten()}
+    drawn = cohort.ask(Client.draw_embedding, like)["embedding"].view(1, -1, LENGTH)
+    sent = trees.take(trees.detach(ours.server.hyper_net(drawn, "base")), 0)
+    body = task.x[task.train[3]] @ sent["body.weight"].T + sent["body.bias"]
+    fitted = ours.personal(3, fresh=True)
+    torch.testing.assert_close(fitted["norm.running_mean"], 0.1 * body.mean(dim=0), **CLOSE)
+    torch.testing.assert_close(fitted["norm.running_var"], 0.9 + 0.1 * body.var(dim=0), **CLOSE)
 
 
 def test_the_local_gradient_of_a_clients_own_model_is_clipped_and_the_global_ones_is_not() -> None:

@@ -30,6 +30,7 @@ from toys import (
     Normed,
     TwoLayers,
     client_loss,
+    far_task,
     make_task,
     make_token_task,
 )
@@ -305,13 +306,6 @@ def normalised(model: dict[str, Tensor], x: Tensor, by: Tensor) -> Tensor:
     spread = (inputs.var(dim=0) + 1e-5).sqrt()
     hidden = (body - inputs.mean(dim=0)) / spread * model["norm.weight"] + model["norm.bias"]
     return hidden.tanh() @ model["head.weight"].T + model["head.bias"]
-
-
-def far_task() -> Task:
-    """With batch-norm, which the statistics that it begins with are of no use to."""
-    task = make_task(Normed, examples=(12, 7, 20, 9, 9), novel=2)
-    task.x.mul_(5).add_(7)
-    return task
 
 
 @pytest.mark.parametrize("kind", [LoopEngine, VmappedEngine])

@@ -53,8 +53,8 @@ from torch.optim import SGD, Adam, Optimizer
 
 from hyperfed import federation
 from hyperfed.errors import UserError
-from hyperfed.federation import EVALUATION_BATCH, Cohort, Each, Outline, step
-from hyperfed.functional import batch_statistics, forward, mean_output
+from hyperfed.federation import Cohort, Each, Outline, step
+from hyperfed.functional import forward, mean_output
 from hyperfed.methods.parts.features import check_one_label
 from hyperfed.methods.parts.hypernet_training import HyperNetConfig, Reduction, descend
 from hyperfed.methods.parts.privacy import PrivacyConfig
@@ -259,8 +259,7 @@ class Client(federation.Client):
 
     def personal_model(self, received: Model) -> Model:
         """Returns the received parameters with batch-norm statistics of this client's inputs."""
-        inputs = (batch.x for batch in self.train.chunks(EVALUATION_BATCH))
-        return received | batch_statistics(self.module, self.initial | received, inputs)
+        return received | self.measured(self.initial | received)
 
 
 class Server(federation.Server):

@@ -4,8 +4,9 @@ Paper: https://arxiv.org/abs/2507.22330, with the authors' code, github.com/Dang
 
 Sent: the parameters that the hypernetwork makes, chunk by chunk, from as many embeddings as the
 client's network needs. Returned: delta, sent minus trained. Kept by the client: batch-norm buffers,
-where its network has any. Evaluated: the generated model with them. A novel client's embeddings are
-drawn as all were and fitted by ``novel_rounds`` of the same exchange, with the hypernetwork frozen.
+where its network has any. Evaluated: the generated model with them; a novel client that has none,
+since nothing was fitted to it, measures them on its inputs. A novel client's embeddings are drawn
+as all were and fitted by ``novel_rounds`` of the same exchange, with the hypernetwork frozen.
 If no client that trained has as many chunks as it, its heads are as they were drawn; in the code
 they are fitted too, by all such clients together. What is clipped in a fit is the gradient of the
 client's embeddings; in the code that of the whole hypernetwork, of its frozen parts, too.
@@ -150,7 +151,7 @@ class Client(federation.Client):
         teacher: Model | None = self.scratch.get("global")
         trained = sgd(
             self.objective if teacher is None else self.taught_by(teacher),
-            self.personal_model(model),
+            self.with_own(model),
             self.batches,
             self.config.local,
             trainable=self.parameters,
@@ -183,9 +184,14 @@ class Client(federation.Client):
 
         return objective
 
-    def personal_model(self, received: Model) -> Model:
+    def with_own(self, received: Model) -> Model:
         """Returns the received parameters with the client's own buffers, at first the initial."""
         return received | self.recall("buffers", self.buffers)
+
+    def personal_model(self, received: Model) -> Model:
+        """Returns the same; a novel client without buffers of its own measures them."""
+        model, measures = self.with_own(received), self.novel and "buffers" not in self.memory
+        return model | self.measured(model) if measures else model
 
 
 def lightest(outline: Outline) -> str:

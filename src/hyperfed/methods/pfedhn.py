@@ -28,8 +28,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from hyperfed import federation
-from hyperfed.federation import EVALUATION_BATCH, Cohort, Each, Outline, step
-from hyperfed.functional import batch_statistics
+from hyperfed.federation import Cohort, Each, Outline, step
 from hyperfed.methods.parts import a_distance, pools
 from hyperfed.methods.parts.hypernet_training import HyperNetConfig, descend, fit_rows
 from hyperfed.methods.parts.pools import POOL, PoolConfig
@@ -149,11 +148,6 @@ class Client(federation.Client):
         if "buffers" in self.memory or not (self.novel and self.buffers):
             return model
         return pools.completed(self.measured, model)
-
-    def measured(self, model: Model) -> Model:
-        """Returns the buffers of a model after a pass over the client's inputs."""
-        inputs = (batch.x for batch in self.train.chunks(EVALUATION_BATCH))
-        return batch_statistics(self.module, model, inputs)
 
     @step
     def export(self, received: Tree) -> Tree:
