@@ -475,6 +475,11 @@ class TestDrawWeights:
             rel = 4 * value.numel() ** -0.5
             assert ours[name].std().item() == pytest.approx(value.std().item(), rel=rel)
 
+    def test_the_row_of_an_embedding_that_stands_for_padding_is_zero_as_in_a_new_one(self):
+        ours = draw_weights(nn.Embedding(50, 40, padding_idx=3), generator(10, "weights"))
+        zero = (ours["weight"] == 0).all(dim=1)
+        assert zero.nonzero().flatten().tolist() == [3]
+
     def test_draws_what_it_is_asked_for_and_leaves_other_layers_as_they_are(self):
         net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
         start = {"1.weight": torch.tensor([7.0] * 4), "2.bias": torch.tensor([8.0, 9.0])}

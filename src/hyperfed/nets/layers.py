@@ -85,6 +85,8 @@ def draw_weights(
                 continue
             if isinstance(layer, nn.Embedding):
                 weights[name].normal_(generator=generator)
+                if layer.padding_idx is not None:  # no gradient would move it from what is drawn
+                    weights[name][layer.padding_idx].zero_()
             elif isinstance(layer, nn.Linear | nn.modules.conv._ConvNd):
                 bound = 1 / math.sqrt(layer.weight[0].numel())  # of the weight's fan-in
                 weights[name].uniform_(-bound, bound, generator=generator)
