@@ -1,7 +1,9 @@
 """What updates come to in a masked sum, and what a server may not ask for beside it."""
 
+import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from hyperfed.runs.run import Run
 from hyperfed.training import Steps
 from hyperfed.trees import Tree
 from hyperfed.trees.aggregation import MEAN, MeanNoise
-from toys import ONE_STEP, Federation, Normed, client_loss, make_task, short
+from toys import ONE_STEP, Federation, Normed, TwoLayers, client_loss, make_task, short
 
 TASK = make_task()
 
@@ -78,6 +80,16 @@ def test_a_part_of_a_sum_is_whole_and_weighs_as_many_examples() -> None:
     part = Masking(2.0).part(reply, like, info, 7)["part"]
     assert part.tolist() == [7 * 2**31, -7 * 2**30, 0, 0]  # half of a unit is rounded to even
     assert part.dtype == torch.int64
+
+
+def test_a_part_of_a_private_sum_is_no_longer_than_the_clip() -> None:
+    like = {"w": torch.zeros(1000).double()}
+    told = {"w": torch.full((1000,), 0.75 * 2**-32).double()}  # all would be rounded up
+    told["w"][0], clip = 1.0, math.hypot(1.0, 0.75 * 2**-32 * 999**0.5)
+    info = Client.train_model.__dict__["step"]
+    part = Masking(clip, private=True).part(told, like, info, 1)["part"]
+    assert sum(int(each) ** 2 for each in part) <= UNIT**2
+    assert sum(int(each) ** 2 for each in Masking(clip).part(told, like, info, 1)["part"]) > UNIT**2
 
 
 def test_whole_numbers_stay_as_they_were_sent_and_variances_are_none_below_zero() -> None:
@@ -161,6 +173,21 @@ def test_a_private_mean_has_noise_for_the_share_of_the_heaviest() -> None:
     torch.testing.assert_close(
         flat(ours.server.model["base"]), flat(theirs.server.model["base"]) + 1, rtol=0, atol=0
     )
+
+
+def test_a_private_mean_has_noise_before_it_is_rounded() -> None:
+    task, dtypes = make_task(net=lambda: TwoLayers().bfloat16()), []
+    task = replace(task, x=task.x.bfloat16(), models={"base": task.models["base"].bfloat16()})
+
+    def add(mean: Tree, share: float) -> Tree:
+        dtypes.extend(leaf.dtype for leaf in mean.values())
+        return mean
+
+    ours = Federation("fedavg", task, {"masking": Masking(5.0, private=True)}, **short("fedavg"))
+    with trees.aggregating(MEAN, MeanNoise(1.0, add)):
+        ours.round([0, 1, 2])
+    assert {*dtypes} == {torch.float64}
+    assert {leaf.dtype for leaf in ours.server.model["base"].values()} == {torch.bfloat16}
 
 
 def test_a_reply_s_size_and_the_others_do_not_matter() -> None:

@@ -153,6 +153,28 @@ def test_two_clients_with_any_data_are_never_farther_apart_than_the_sensitivity(
     assert max(apart) >= FREE.sensitivity * (1 - 1e-9)  # it is reached: no less would do
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["model", "difference"])
+def test_an_answer_is_no_longer_than_the_clip_as_it_is_rounded(
+    name: str, dtype: torch.dtype
+) -> None:
+    """Bounded, each number is at 0.6 of the way from one that there is to the next, farther one."""
+    sent = torch.linspace(-2, 2, 999).repeat(9).to(dtype)
+    beyond = torch.nextafter(sent, 9 * sent)
+    reply, centre, nearer = beyond, sent.double(), sent
+    if name == "difference":
+        centre = torch.zeros_like(centre)
+    exact = sent.double() + 0.6 * (beyond.double() - sent.double())
+    if name == "difference":  # all of one size, so that one factor has them all between two
+        reply = torch.ones_like(sent)
+        nearer = torch.nextafter(reply, torch.zeros_like(reply))
+        exact = nearer.double() + 0.6 * (1 - nearer.double())
+    clip = float((exact - centre).norm())
+    ours = bounded({"w": reply}, {"w": sent}, getattr(Client, name).__dict__["step"], clip)["w"]
+    assert float((ours.double() - centre).norm()) <= clip
+    assert torch.equal(ours, nearer)
+
+
 @pytest.mark.parametrize("kind", [LoopEngine, VmappedEngine])
 def test_the_noise_of_each_answer_is_normal_of_the_multiplier_times_the_sensitivity(
     kind: type[LoopEngine],

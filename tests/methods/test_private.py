@@ -14,6 +14,7 @@ from hyperfed.engines.updates import PrivateUpdates, Where
 from hyperfed.errors import UserError
 from hyperfed.federation import AllLostError
 from hyperfed.methods import METHODS
+from hyperfed.methods.parts.hypernet_training import clip_together
 from hyperfed.runs.capability import NO_UPDATES
 from hyperfed.runs.private import AggregateNoise
 from hyperfed.task import Task
@@ -114,6 +115,28 @@ def test_of_a_hypernetwork_all_that_a_client_moves_is_bounded_as_one_and_has_noi
     for place, (step, gradient) in enumerate(zip(moved(1.0), expected, strict=True)):
         added = there[:, None] if place == 0 else 1.0
         torch.testing.assert_close(step, gradient + added, rtol=1e-8, atol=1e-10)
+
+
+def test_what_a_client_moves_of_a_hypernetwork_is_as_long_in_lower_precision() -> None:
+    ones, short_of_one = torch.ones(2, 999).bfloat16(), 1 - 0.4 * 2**-8  # it is rounded up
+    (ours,) = clip_together([ones], short_of_one * 999**0.5)
+    assert ours.double().norm(dim=1).tolist() == pytest.approx([short_of_one * 999**0.5] * 2)
+
+
+def test_a_mean_has_noise_before_it_is_rounded() -> None:
+    """In bfloat16 a third of three models is another model."""
+    w = torch.linspace(1, 2, 100).bfloat16().repeat(3, 1)
+    w[0] = torch.nextafter(w[0], torch.full_like(w[0], 9))
+    told = []
+
+    def add(mean: Tree, share: float) -> Tree:
+        told.append(mean["w"])
+        return mean
+
+    with trees.aggregating(MEAN, MeanNoise(1.0, add)):
+        mean = trees.weighted_mean({"w": w, "steps": torch.tensor([1, 1, 1])}, torch.ones(3))
+    torch.testing.assert_close(told[0], w.double().mean(dim=0), rtol=1e-12, atol=0)
+    assert (mean["w"].dtype, mean["steps"].dtype) == (torch.bfloat16, torch.int64)
 
 
 def test_of_several_sizes_the_noise_is_that_of_each_one_s_clients() -> None:

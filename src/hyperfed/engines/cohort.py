@@ -332,10 +332,10 @@ class EngineCohort:
         total = masking.total(self, step, payload, batches)
         weight = self.weight
         try:
-            mean = masking.mean(total, int(weight.sum()), centre)
+            mean = masking.mean(total, int(weight.sum()), trees.exact(centre))
         except ValueError as error:
             self.give_up(str(error))
-        return trees.as_told(mean, float(weight.max() / weight.sum()))
+        return trees.as_told(mean, float(weight.max() / weight.sum()), centre)
 
     def gather(
         self,

@@ -7,7 +7,8 @@ they are summed as they are, which is what masks leave of them; clients at sites
 (:mod:`hyperfed.engines.flower.pairwise`), with the same sums, bit by bit.
 
 An update's coordinates are multiples of C / 2^32, so that one of the mean is off by C / 2^33 at
-most. Examples of 2^30 in a sum fill the range.
+most; in private training, where none is rounded up, by C / 2^32. Examples of 2^30 in a sum fill the
+range.
 """
 
 from collections.abc import Callable, Sequence
@@ -105,7 +106,8 @@ class Masking:
         if not self.private and not all(trees.finite([reply])):
             raise BadReplyError("the reply is not finite")
         told = offset(reply, centre, self.clip) * (UNIT / self.clip)
-        return {PART: told.round().to(torch.int64) * weight}
+        whole = told.trunc() if self.private else told.round()  # of which none is longer
+        return {PART: whole.to(torch.int64) * weight}
 
     def total(
         self,

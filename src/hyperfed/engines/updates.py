@@ -127,8 +127,14 @@ def offset(reply: Tree, centre: Tree, clip: float) -> Tensor:
     return shorter.where(length.isfinite(), torch.zeros_like(told))
 
 
-def moved(centre: Tree, by: Tensor) -> Tree:
-    """Returns the reply that differs from ``centre`` by an :func:`offset`, or one with noise."""
+def moved(centre: Tree, by: Tensor, *, beyond: bool = True) -> Tree:
+    """Returns the reply that differs from ``centre`` by an :func:`offset`, or one with noise.
+
+    Args:
+        centre: what would tell nothing.
+        by: (d,) float64.
+        beyond: whether the rounding to a leaf's precision may bring it farther from the centre.
+    """
     floating = [p for p, leaf in sorted(trees.leaves(centre)) if leaf.is_floating_point()]
     leaves = dict(trees.leaves(centre))
     parts = dict(
@@ -139,17 +145,22 @@ def moved(centre: Tree, by: Tensor) -> Tree:
         return {
             name: put(leaf, f"{prefix}{name}/")
             if isinstance(leaf, dict)
-            else _added(leaf, parts.get(prefix + name))
+            else _added(leaf, parts.get(prefix + name), beyond=beyond)
             for name, leaf in tree.items()
         }
 
     return without_negative_variances(put(centre))
 
 
-def _added(leaf: Tensor, part: Tensor | None) -> Tensor:
+def _added(leaf: Tensor, part: Tensor | None, *, beyond: bool) -> Tensor:
     if part is None:
         return leaf
-    return (leaf.double() + part.view(leaf.shape).to(leaf.device)).to(leaf.dtype)
+    part = part.view(leaf.shape).to(leaf.device)
+    near = (leaf.double() + part).to(leaf.dtype)
+    if beyond:
+        return near
+    farther = (near.double() - leaf.double()).abs() > part.abs()
+    return torch.where(farther, torch.nextafter(near, leaf), near)
 
 
 def without_negative_variances(model: Tree) -> Tree:
@@ -163,10 +174,10 @@ def without_negative_variances(model: Tree) -> Tree:
 
 
 def bounded(reply: Tree, like: Tree | None, info: StepInfo, clip: float) -> Tree:
-    """Returns a reply no farther than ``clip`` from what would tell nothing.
+    """Returns a reply no farther than ``clip`` from what would tell nothing, as it is rounded.
 
     Raises:
         BadReplyError, UserError: as :func:`centre_of`.
     """
     centre = centre_of(reply, like, info)
-    return moved(centre, offset(reply, centre, clip))
+    return moved(centre, offset(reply, centre, clip), beyond=False)

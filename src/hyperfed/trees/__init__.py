@@ -3,7 +3,7 @@
 The arithmetic is at hand here, as ``trees.subtract(sent, trained)``.
 """
 
-from hyperfed.trees.aggregation import aggregating, as_told, weighted_mean
+from hyperfed.trees.aggregation import aggregating, as_told, exact, weighted_mean
 from hyperfed.trees.arithmetic import (
     Model,
     Structure,
@@ -54,6 +54,7 @@ __all__ = [
     "copied",
     "count_bytes",
     "detach",
+    "exact",
     "fill",
     "fill_frozen",
     "fill_gradients",

@@ -59,7 +59,9 @@ class MeanNoise:
     Attributes:
         clip: the largest length of what each client may add to it; of replies it is bounded when
             they come, of what a server makes of them (gradients) by the server.
-        add: returns a mean with noise, given it and the largest share that a client has in it.
+        add: returns a mean with noise, given it and the largest share that a client has in it. Its
+            floats are float64: what is rounded before there is noise may move by more than what
+            clients add.
     """
 
     clip: float
@@ -93,10 +95,22 @@ def private_clip() -> float | None:
     return None if noise is None else noise.clip
 
 
-def as_told(mean: Tree, share: float) -> Tree:
-    """Returns a mean, in which no client has more than a share, with noise where it is private."""
+def as_told(mean: Tree, share: float, like: Tree) -> Tree:
+    """Returns a mean with noise where it is private.
+
+    Args:
+        mean: its floats in float64, where it is.
+        share: the most that a client has in it.
+        like: leaves of the dtypes that are returned.
+    """
     noise = _NOISE.get()
-    return mean if noise is None else noise.add(mean, share)
+    told = mean if noise is None else noise.add(mean, share)
+    return tree_map(lambda leaf, kind: leaf.to(kind.dtype), told, like)
+
+
+def exact(tree: Tree) -> Tree:
+    """Returns a tree with its floats in float64."""
+    return tree_map(lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, tree)
 
 
 def weighted_mean(tree: Tree, weight: Tensor) -> Tree:
@@ -113,7 +127,7 @@ def weighted_mean(tree: Tree, weight: Tensor) -> Tree:
     rule, noise = _RULE.get(), _NOISE.get()
     there = weight > 0
     if noise is not None and tree and there.any():
-        return as_told(_mean(tree, weight), float(weight.max() / weight.sum()))
+        return as_told(_mean(exact(tree), weight), float(weight.max() / weight.sum()), tree)
     if rule.name == "mean" or not tree or not there.any():
         return _mean(tree, weight)
     return _ROBUST[rule.name](take(tree, there), weight[there], rule.borne(int(there.sum())))

@@ -190,7 +190,7 @@ def pull_back_apart(
             absent = torch.ones(len(total), dtype=torch.bool, device=total.device)
             absent[clients.ids[there > 0]] = False
             total[absent] = 0
-        gradient = total / together
+        gradient = (total / together).to(parameter.dtype)
         parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
@@ -206,6 +206,9 @@ def clip_together(gradients: Sequence[Tensor], clip: float) -> list[Tensor]:
     Args:
         gradients: (C, ...) of each parameter.
         clip: the largest length. What is not finite becomes zero.
+
+    Returns:
+        the same in float64: rounded, they could be longer.
     """
     rows = [gradient.double().unsqueeze(-1).flatten(1) for gradient in gradients]
     length = torch.stack([row.square().sum(dim=1) for row in rows]).sum(dim=0).sqrt()  # (C,)
@@ -213,7 +216,7 @@ def clip_together(gradients: Sequence[Tensor], clip: float) -> list[Tensor]:
 
     def clipped(gradient: Tensor) -> Tensor:
         by = scale.view(-1, *[1] * (gradient.dim() - 1))
-        return torch.where(by > 0, gradient.double() * by, 0.0).to(gradient.dtype)
+        return torch.where(by > 0, gradient.double() * by, 0.0)
 
     return [clipped(gradient) for gradient in gradients]
 
