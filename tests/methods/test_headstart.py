@@ -353,6 +353,25 @@ def test_half_of_a_batch_describes_in_training_and_everything_when_served() -> N
         torch.testing.assert_close(ours, {name: value[0] for name, value in made.items()}, **CLOSE)
 
 
+def test_one_batch_that_describes_who_is_served_is_whole_and_its_labels_are_told() -> None:
+    """Half of it, and some labels kept back, are for training."""
+    own = {"prediction": "batch", "label_dropout": 0.5}
+    federation = Federation("headstart", make_task(novel=1), **SETTINGS | own)
+    federation.round([0, 1, 2])
+    server, task = federation.server, federation.task
+    for client in range(4):
+        x, y = drawn(task, client, 99, "describe")
+        with torch.no_grad():
+            look = server.descriptor_net(x, y).mean(0, keepdim=True)
+            made = server.hyper_net(server.standard(look))
+        made["head.bias"] = made["head.bias"] + frequencies(task, client, 1.0).log()
+        ours = federation.personal(client)
+        torch.testing.assert_close(ours, {name: value[0] for name, value in made.items()}, **CLOSE)
+    hidden = headstart.Config(label_dropout=0.5)
+    y = torch.arange(3)
+    assert any((told(hidden, client, 99, y) < 0).all() for client in range(4))  # were it training
+
+
 @pytest.mark.parametrize(("novel_lr", "clip"), [(0.6, None), (1.0, 1e-3)])
 def test_newcomers_are_fitted_from_where_they_were_seen_each_as_if_alone(
     novel_lr: float, clip: float | None

@@ -24,7 +24,7 @@ exchanges, with what other methods of the field do once each:
   the same network.
 - **The last layers may be the client's own** (``head_layers``), as in pFedHN-PC: for clients whose
   labels have nothing in common, of which no common layer could tell anything.
-- **In training a client is described by half of a batch**, and trains on all of it: who describes a
+- **In training a client is described by half of a batch**, and trains on others: who describes a
   client of few examples by all of them, always the same, learns it by heart, and newcomers get what
   they should not.
 

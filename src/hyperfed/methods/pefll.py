@@ -266,5 +266,5 @@ class Server(federation.Server):
     def descriptors_of(self, clients: Cohort) -> Tensor:
         """Returns (C, l) descriptors that predict: of one batch, or of all training examples."""
         if self.config.prediction == "batch":
-            return self.describe_batch(clients)
+            return self.describe(clients, Steps(1, self.config.batch_size))
         return self.describe(clients, Epochs(1, EVALUATION_BATCH))
