@@ -266,6 +266,36 @@ def test_the_output_learns_from_features_of_length_one(own: dict[str, Any]) -> N
     torch.testing.assert_close(length, torch.ones_like(length))
 
 
+def test_momentum_and_weight_decay_are_not_of_the_matrices_that_make_models() -> None:
+    """Those descend plainly; nothing else moves here."""
+    others: dict[str, Any] = {"network_lr": 1e-300}
+    own = others | {"momentum": 0.9, "weight_decay": 0.1}
+    ours, theirs = (Federation("headstart", make_task(), **SETTINGS | s) for s in (own, others))
+    for number in range(3):
+        ours.round([0, 1, 3], number)
+        theirs.round([0, 1, 3], number)
+    nets = ours.server.hyper_net, theirs.server.hyper_net
+    torch.testing.assert_close(nets[0].state_dict(), nets[1].state_dict(), **CLOSE)
+
+
+def test_descriptors_are_as_they_are_made_where_they_are_not_to_be_standardised() -> None:
+    federation = Federation("headstart", make_task(), **SETTINGS, standardize=False)
+    federation.round([0, 1, 3])
+    rows = torch.randn(2, 3, dtype=torch.float64)
+    assert torch.equal(federation.server.standard.fitted(rows)(rows), rows)
+
+
+def test_a_newcomer_is_fitted_with_the_statistics_of_batch_norm_that_all_have_learned() -> None:
+    settings = SETTINGS | {"novel_rounds": 2, "local_steps": 3}
+    federation = Federation("headstart", make_task(Normed, novel=1), **settings)
+    initial = federation.task.initial("base")["norm.running_var"]
+    federation.round([0, 1])
+    learned = federation.server.buffers["base"]
+    assert not torch.allclose(learned["norm.running_var"], initial)
+    served = federation.personal(3, fresh=True)
+    torch.testing.assert_close({name: served[name] for name in learned}, learned, rtol=0, atol=0)
+
+
 def test_frequencies_are_of_labels_that_count() -> None:
     task = make_task()
     task.y[task.train[1][:3]] = -1  # ignored
@@ -301,6 +331,7 @@ def test_what_differs_is_learned_at_the_pace_of_averaging_and_no_class_is_imposs
     assert headstart.Config().network_lr == 1e-3  # Adam's own
     assert (headstart.Config().novel_rounds, headstart.Config().novel_lr) == (5, 1)
     assert headstart.Config().head_layers == 0
+    assert (headstart.Config().local_lr, headstart.Config().descriptor_size) == (5e-3, 16)
     with pytest.raises(ValueError, match="pseudo_count"):
         headstart.Config(pseudo_count=0)
 
@@ -320,6 +351,34 @@ def test_the_common_model_of_a_size_moves_by_the_mean_of_its_own_clients() -> No
     for name, value in model.items():
         assert value.grad is not None
         torch.testing.assert_close(common[name], start[name] - 0.1 * value.grad, **CLOSE)
+
+
+def test_a_size_all_of_whose_clients_are_lost_in_the_last_message_stays_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with seeded(0, "sizes"):
+        models = {"S": TwoLayers().double(), "L": TwoLayers().double()}
+    federation = Federation(
+        "headstart", make_task(models=models, sizes=("S", "L", "L", "L")), **SETTINGS
+    )
+    common = [federation.server.hyper_net.common(size) for size in ("S", "L")]
+    before = trees.clone(common[0]), trees.clone(common[1])
+
+    def drops(faults: Faults, seed: int, call: Call) -> bool:
+        return call.client == 0 and call.step == "descriptor_net_gradient"
+
+    monkeypatch.setattr(Faults, "drops", drops)
+    assert list(federation.round([0, 1, 2]).state.lost) == [0]
+    torch.testing.assert_close(common[0], before[0], rtol=0, atol=0)
+    assert not torch.equal(common[1]["body.weight"], before[1]["body.weight"])
+
+
+def test_a_newcomer_is_fitted_also_where_nothing_was_ever_centred() -> None:
+    federation = Federation("headstart", make_task(novel=1), **SETTINGS | {"novel_rounds": 2})
+    with torch.no_grad():  # or the start would be all that is made
+        for layer in federation.server.hyper_net.last_layers():
+            layer.weight.fill_(0.1)
+    assert all(trees.finite([federation.personal(3, fresh=True)]))
 
 
 @pytest.mark.parametrize("step", ["describe_half", "train_model"])
