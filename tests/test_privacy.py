@@ -16,6 +16,7 @@ from hyperfed.privacy import (
     Releases,
     analytic_multiplier,
     classical_multiplier,
+    multiplier_of,
     secret_noise,
     seeded_noise,
     sensitivity,
@@ -171,6 +172,9 @@ def test_a_budget_is_of_one_run_where_that_is_named_and_of_all_where_none_is() -
     for run in (7, 0):
         with pytest.raises(UserError, match=r"within epsilon 0\.3 "):
             releases(kept, "other").release(torch.zeros(3), 0.1, MECHANISM, 0.3, run=run)
+    ours = releases(kept, "of none")
+    ours.release(torch.zeros(3), 0.1, MECHANISM, 10.0)
+    assert ours.kept["runs"].tolist() == [7, 9, 0]  # what each had spent is still known
 
 
 def test_a_limit_holds_whatever_the_budget_is() -> None:
@@ -178,6 +182,28 @@ def test_a_limit_holds_whatever_the_budget_is() -> None:
     with pytest.raises(UserError, match=r"within epsilon 0\.31 at delta 0\.001"):
         ours.release(torch.zeros(3), 0.1, MECHANISM, 100.0)
     assert ours.kept == {}
+    first = releases()
+    first.release(torch.zeros(3), 0.1, MECHANISM, 0.3, run=7)
+    second = releases(first.kept, "other", limits=[(0.4, 0.01)])
+    with pytest.raises(UserError, match=r"within epsilon 0\.4 "):  # of all runs
+        second.release(torch.zeros(3), 0.1, MECHANISM, 0.3, run=9)
+
+
+def test_what_is_not_kept_spends_each_time() -> None:
+    ours = releases()
+    for number in (1, 2):
+        ours.release(torch.zeros(3), 0.1, MECHANISM, 0.5, keep=False)
+        assert len(ours.kept["multipliers"]) == number
+    assert ours.kept["answers"] == {}
+
+
+def test_a_question_is_named_by_how_much_noise_its_answer_has() -> None:
+    """Of one noise in two sizes, the difference would tell what is behind them."""
+    ours = Releases({}, str, lambda asked: seeded)
+    for reach in (0.1, 0.2):
+        ours.release(torch.zeros(3), reach, MECHANISM, 0.5)
+    named = [str(reach * MECHANISM.multiplier) for reach in (0.1, 0.2)]
+    assert list(ours.kept["answers"]) == named
 
 
 def test_without_a_budget_beyond_it_one_answer_is_all() -> None:
@@ -195,11 +221,12 @@ def test_without_a_budget_beyond_it_one_answer_is_all() -> None:
 
 
 def test_records_say_what_the_client_spent_that_spent_most() -> None:
+    """Not of the one that answered most."""
     z = MECHANISM.multiplier
-    kept = [{}, {"multipliers": torch.tensor([2 * z])}, {"multipliers": torch.tensor([z, z])}]
-    found = spent(kept, 0.01)
-    assert delta_of(found["epsilon_spent"], z / math.sqrt(2)) == pytest.approx(0.01, rel=1e-5)
-    assert (found["answers"], found["answered"]) == (2, 2)
+    told = ([2 * z], [z], [2 * z, 2 * z])
+    found = spent([{}, *({"multipliers": torch.tensor(each)} for each in told)], 0.01)
+    assert delta_of(found["epsilon_spent"], z) == pytest.approx(0.01, rel=1e-5)
+    assert (found["answers"], found["answered"]) == (1, 3)
     assert spent([{}], 0.01) == {"epsilon_spent": 0.0, "answers": 0, "answered": 0}
 
 
@@ -211,6 +238,8 @@ def test_one_query_costs_what_it_was_calibrated_for(epsilon: float, delta: float
     ledger = Ledger(epsilon, delta).after(analytic_multiplier(epsilon, delta))
     assert ledger.spent == pytest.approx(epsilon, rel=1e-8)
     assert Ledger(epsilon, delta).spent == 0
+    with pytest.raises(UserError, match="must stay within epsilon"):  # rounding is all it forgives
+        Ledger(epsilon * (1 - 1e-7), delta).after(analytic_multiplier(epsilon, delta))
 
 
 def test_queries_compose_exactly() -> None:
@@ -223,6 +252,7 @@ def test_queries_compose_exactly() -> None:
         spent.append(ledger.spent)
         assert delta_of(spent[-1], z / math.sqrt(k)) == pytest.approx(delta, rel=1e-6)
         assert spent[-1] < k * 0.5 + 1e-9  # never worse than adding epsilons up
+        assert delta_of(0.5, multiplier_of(0.5, delta, k) / math.sqrt(k)) == pytest.approx(delta)
     assert spent == sorted(set(spent))
     mixed = Ledger(100, delta).after(3.0).after(4.0).spent
     assert delta_of(mixed, 12 / 5) == pytest.approx(delta, rel=1e-6)

@@ -24,6 +24,9 @@ def test_the_record_is_plain_data() -> None:
         "noise_multiplier": math.sqrt(2 * math.log(1250)) / 0.5,
         "epsilon_budget": 0.5,
     }
+    several = PrivacyConfig(epsilon=0.5, budget=2.0).privacy()
+    assert several is not None
+    assert (several["epsilon_of_an_answer"], several["epsilon_budget"]) == (0.5, 2.0)
 
 
 def test_wrong_settings_are_refused_before_a_run_begins() -> None:
