@@ -140,6 +140,31 @@ def test_a_sum_of_fewer_is_none_and_the_round_changes_nothing(
     assert set(cohort.state.lost) == set(clients)
 
 
+def test_a_sum_is_of_more_than_half_of_those_asked_not_of_those_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Faults, "drops", lambda self, seed, call: call.client < 3)
+    task = make_task(examples=(5,) * 6)
+    ours = Federation("fedavg", task, {"masking": Masking(5.0)}, **ONE_STEP)
+    with pytest.raises(AllLostError, match="must be of 4 clients here, but 3 are left"):
+        ours.server.round(ours.engine.cohort(range(6), 0, training=True))
+
+
+def test_a_sum_is_exact_in_all_its_range() -> None:
+    """Where parts are masked, or weigh much, no float holds them."""
+
+    class Told:
+        def gather(self, *asked: Any, masked: bool) -> Tree:
+            assert masked
+            return {"part": torch.tensor([[2**62 + 1], [-(2**62)], [2**62 + 5]])}
+
+        def need(self, least: int) -> None:
+            assert least == 3
+
+    total = Masking(1.0).total(Told(), Client.train_model, [], None)  # type: ignore[arg-type]
+    assert total.tolist() == [2**62 + 6]
+
+
 def test_a_lost_client_is_in_no_sum() -> None:
     ours, theirs = masked(), masked()
     cohort = ours.engine.cohort([0, 1, 2, 3], 0, training=True)
