@@ -29,6 +29,7 @@ from toys import FEATURES, TwoLayers, make_task
     [
         {},
         {"private": True},
+        {"epsilon": 0.3},  # bounded too, and without noise
         {"encoder_reduction": "sum"},
         {"local_clip": 1e-2},
         {"standardize": True},

@@ -10,7 +10,7 @@ from hyperfed import trees
 from hyperfed.engines import Faults
 from hyperfed.engines.calls import Call
 from hyperfed.federation import AllLostError
-from hyperfed.system.randomness import seeded
+from hyperfed.system.randomness import generator, seeded
 from methods.itpfl.checks import (
     CLOSE,
     LENGTH,
@@ -158,13 +158,36 @@ def test_end_to_end_serves_several_sizes_and_averages_batch_norm(reduction: str)
     torch.testing.assert_close(found, {n: v.double() for n, v in buffers.items()}, **CLOSE)
 
 
+def test_end_to_end_a_model_is_made_of_one_batch() -> None:
+    """And the encoder's gradient is that of the same batch."""
+    ours = federation(settings={"encoder": "end_to_end", "batch_size": 4})
+    task, leaves = ours.task, encoder_of(ours)
+    looked, trained = (
+        task.train[2][torch.randperm(20, generator=generator(0, "batches", 2, 0, step, 0))[:4]]
+        for step in ("describe_batch", "train_model")
+    )
+    for value in leaves.values():
+        value.requires_grad_()
+    made = ours.server.hyper_net(encode(leaves, task.x[looked])[None])
+    output = logits(task.models["base"], trees.take(made, 0), task.x[trained])
+    loss = ours.config.local_lr * torch.nn.functional.cross_entropy(output, task.y[trained])
+    pulled = torch.autograd.grad(loss, list(leaves.values()))
+    expected = {
+        name: (value - ours.config.encoder_lr * by).detach()
+        for (name, value), by in zip(leaves.items(), pulled, strict=True)
+    }
+    ours.round([2], 0)
+    torch.testing.assert_close(encoder_of(ours), expected, **CLOSE)
+
+
 def test_end_to_end_what_travels() -> None:
     ours = federation(settings={"encoder": "end_to_end"})
     parameters = (FEATURES * 4 + 4 + 4 * CLASSES + CLASSES) * 8
     encoder = (FEATURES * UNITS + UNITS + UNITS * 4 + 4 + 4 * LENGTH + LENGTH) * 8
-    cohort = ours.round([1], 0)
-    assert [(e.step, e.down, e.up) for e in cohort.state.exchanges] == [
-        ("describe_batch", encoder, LENGTH * 8),
-        ("train_model", parameters, parameters),
-        ("encoder_gradient", LENGTH * 8, encoder),
-    ]
+    train = ("train_model", parameters, parameters)
+    learning = [("describe_batch", encoder, LENGTH * 8), train]
+    learning.append(("encoder_gradient", LENGTH * 8, encoder))
+    # In phase 2 a client describes itself by all its inputs, as a novel one does.
+    for number, expected in ((0, learning), (1, [("describe", encoder, LENGTH * 8), train])):
+        cohort = ours.round([1], number)
+        assert [(e.step, e.down, e.up) for e in cohort.state.exchanges] == expected
