@@ -24,15 +24,19 @@ from hyperfed.task import Task
 from toys import (
     CLASSES,
     FEATURES,
+    MOMENTUM,
     ONE_STEP,
     PLAIN,
+    TORCH,
     Federation,
     Normed,
     TwoLayers,
     client_loss,
     far_task,
+    logits,
     make_task,
     make_token_task,
+    torch_sgd,
 )
 
 CLOSE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-12}
@@ -397,6 +401,29 @@ def test_weight_decay_moves_the_heads_of_unsampled_sizes_too() -> None:
     check_unsampled_sizes_move()
 
 
+def test_of_several_sizes_the_update_is_the_mean_over_all_clients() -> None:
+    """One objective (section 5.2), however many clients a size has."""
+    with seeded(0, "sizes"):
+        models = {"S": TwoLayers().double(), "L": nn.Linear(FEATURES, CLASSES).double()}
+    federation = Federation(
+        "pfedhn", make_task(models=models, sizes=("S", "L", "S", "L")), **ONE_STEP, **SERVER
+    )
+    task, server, losses = federation.task, federation.server, []
+    for client in (0, 1, 2):
+        size, rows = task.size_of(client), task.train[client]
+        made = server.hyper_net(server.embeddings.weight[client : client + 1], size)
+        output = logits(models[size], trees.take(made, 0), task.x[rows])
+        losses.append(nn.functional.cross_entropy(output, task.y[rows]))
+    named = dict(server.hyper_net.named_parameters()) | {"v": server.embeddings.weight}
+    gradients = torch.autograd.grad(sum(losses) / 3, list(named.values()))
+    expected = {
+        name: (value - federation.config.lr * federation.config.local_lr * gradient).detach()
+        for (name, value), gradient in zip(named.items(), gradients, strict=True)
+    }
+    federation.round([0, 1, 2])
+    torch.testing.assert_close(parameters(server), expected, **CLOSE)
+
+
 # Novel clients
 
 
@@ -413,6 +440,8 @@ def test_a_novel_client_fits_an_embedding_with_the_hypernetwork_frozen(
     server, before = federation.server, trees.clone(federation.server.state())
     ours = federation.personal(3, fresh=True)
     torch.testing.assert_close(server.state(), before, rtol=0, atol=0)
+    # Nor is there a gradient that the next round of training would add.
+    assert all(parameter.grad is None for parameter in server.hyper_net.parameters())
     embedding = server.embeddings.weight.detach().mean(0, keepdim=True)
     for _ in range(2):  # gradient descent with that rate times eta on L(h(v))
         embedding.requires_grad_()
@@ -421,6 +450,21 @@ def test_a_novel_client_fits_an_embedding_with_the_hypernetwork_frozen(
         embedding = (embedding - 0.3 * 0.1 * by).detach()
     expected = {name: value[0].detach() for name, value in server.hyper_net(embedding).items()}
     torch.testing.assert_close(ours, expected, **CLOSE)
+
+
+def test_a_fit_s_exchanges_are_those_of_training() -> None:
+    """With all local steps, whose delta is pulled back in one."""
+    settings = SERVER | {"novel_rounds": 1}
+    federation = Federation("pfedhn", make_task(novel=1), **MOMENTUM, **settings)
+    server = federation.server
+    embedding = server.embeddings.weight.detach().mean(0, keepdim=True).requires_grad_()
+    made = trees.take(server.hyper_net(embedding), 0)
+    trained = torch_sgd(federation.task, 3, trees.detach(made), 3, **TORCH)
+    inner = sum((made[name] * (made[name].detach() - trained[name])).sum() for name in made)
+    (by,) = torch.autograd.grad(inner, embedding)
+    expected = server.hyper_net(embedding.detach() - federation.config.lr * by)
+    expected = trees.take(trees.detach(expected), 0)
+    torch.testing.assert_close(federation.personal(3, fresh=True), expected, **CLOSE)
 
 
 def fitted(server: Any, task: Task, client: int, start: Tensor, config: Any) -> Tensor:

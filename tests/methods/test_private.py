@@ -79,14 +79,18 @@ PLAIN_SERVER = {"lr": RATE, "momentum": 0.0, "weight_decay": 0.0, "clip": None}
 PRIVATE_SERVER = PrivateUpdates("central", CLIP, 1.0, math.inf, 1e-3)
 
 
-def test_of_a_hypernetwork_all_that_a_client_moves_is_bounded_as_one_and_has_noise() -> None:
+@pytest.mark.parametrize("lost", [False, True])
+def test_of_a_hypernetwork_all_that_a_client_moves_is_bounded_as_one_and_has_noise(
+    lost: bool,
+) -> None:
     def moved(by: float) -> tuple[list[Tensor], Tensor]:
         ours = Federation(
             "pfedhn", make_task(), {"private": PRIVATE_SERVER}, **ONE_STEP, **PLAIN_SERVER
         )
         parameters = [ours.server.embeddings.weight, *ours.server.hyper_net.parameters()]
         before = [parameter.detach().clone() for parameter in parameters]
-        cohort = ours.engine.cohort([0, 1, 3], 0, training=True)
+        cohort = ours.engine.cohort([0, 1, 2, 3] if lost else [0, 1, 3], 0, training=True)
+        cohort.state.lost |= {2: "away"} if lost else {}
         with trees.aggregating(MEAN, with_noise(by)):
             ours.server.round(cohort)
         return [(b - p).detach() / RATE for b, p in zip(before, parameters, strict=True)]
@@ -111,7 +115,7 @@ def test_of_a_hypernetwork_all_that_a_client_moves_is_bounded_as_one_and_has_noi
     assert max(lengths) > CLIP  # or nothing was bounded
     for step, gradient in zip(moved(0.0), expected, strict=True):
         torch.testing.assert_close(step, gradient, rtol=1e-8, atol=1e-10)
-    there = torch.tensor([1.0, 1.0, 0.0, 1.0]).double()  # client 2 is not in the cohort
+    there = torch.tensor([1.0, 1.0, 0.0, 1.0]).double()  # of client 2 nothing moves
     for place, (step, gradient) in enumerate(zip(moved(1.0), expected, strict=True)):
         added = there[:, None] if place == 0 else 1.0
         torch.testing.assert_close(step, gradient + added, rtol=1e-8, atol=1e-10)
@@ -137,6 +141,17 @@ def test_a_mean_has_noise_before_it_is_rounded() -> None:
         mean = trees.weighted_mean({"w": w, "steps": torch.tensor([1, 1, 1])}, torch.ones(3))
     torch.testing.assert_close(told[0], w.double().mean(dim=0), rtol=1e-12, atol=0)
     assert (mean["w"].dtype, mean["steps"].dtype) == (torch.bfloat16, torch.int64)
+
+
+def test_a_client_s_gradients_are_bounded_as_one_and_nothing_where_they_overflow() -> None:
+    matrix = torch.tensor([[[3.0, 0.0]], [[0.3, 0.0]], [[1.0, torch.nan]], [[1.0, 1.0]]])
+    vector = torch.tensor([[4.0], [0.4], [1.0], [torch.inf]])
+    found = clip_together([matrix, vector], 2.5)  # of lengths 5 and 0.5, and two of none
+    expected = [matrix.double(), vector.double()]
+    for each in expected:
+        each[0] /= 2
+        each[2:] = 0
+    torch.testing.assert_close(found, expected)
 
 
 def test_of_several_sizes_the_noise_is_that_of_each_one_s_clients() -> None:
