@@ -20,7 +20,18 @@ from hyperfed.nets import LeNet, PFedLACNN
 from hyperfed.runs.config import from_keys
 from hyperfed.system.randomness import seeded
 from hyperfed.task import Task
-from toys import FEATURES, ONE_STEP, PLAIN, Federation, Normed, TwoLayers, client_loss, make_task
+from toys import (
+    CLASSES,
+    FEATURES,
+    ONE_STEP,
+    PLAIN,
+    Federation,
+    Normed,
+    TwoLayers,
+    client_loss,
+    logits,
+    make_task,
+)
 
 CLOSE: dict[str, Any] = {"rtol": 1e-8, "atol": 1e-12}
 SERVER: dict[str, Any] = {"embedding_size": 6, "hidden": 7, "lr": 0.5}
@@ -361,6 +372,22 @@ def test_bytes_fall_as_the_retained_layers_sizes_say(retain: int) -> None:
     assert retain in (0, 3) or len(set(expected.values())) > 1  # the clients do differ
 
 
+@pytest.mark.parametrize(("retain", "kept"), [(1, ["norm"]), (2, ["norm", "head"])])
+def test_layers_are_retained_in_the_order_of_their_own_weights(
+    retain: int, kept: list[str]
+) -> None:
+    """An order that is not its own inverse: who comes first is not the place of the first."""
+    federation = Federation("pfedla", make_task(Normed), retain=retain, **ONE_STEP, **SERVER)
+    head = federation.server.hyper_nets.heads["base"]
+    with torch.no_grad():
+        head.weight.zero_()
+        own = head.bias.zero_().view(4, len(LAYERS), 4).diagonal(dim1=0, dim2=2)  # (layers, n)
+        own.copy_(torch.tensor([[1.0], [3.0], [2.0]]))
+    cohort = federation.engine.cohort(range(4), 0, training=True)
+    _, sent = federation.server.mix(cohort)
+    assert sent == [{n for layer in LAYERS.keys() - kept for n in LAYERS[layer]}] * 4
+
+
 @pytest.mark.parametrize(("layers", "retain"), [(("head",), 0), (("norm", "body"), 1)])
 def test_fixed_layers_are_retained_by_everybody(layers: tuple[str, ...], retain: int) -> None:
     """The same ones by all clients, whatever the ranking; all others are sent."""
@@ -524,6 +551,35 @@ def test_a_novel_client_starts_from_the_mean_of_the_models_of_its_size() -> None
         torch.testing.assert_close(ours[name], value[1], **CLOSE)  # client 1 alone is as large
     initial = task.outline().initial("L")
     assert (ours["body.weight"] - initial["body.weight"]).abs().max() > 1e-3
+
+
+def test_of_several_sizes_each_client_s_hypernetwork_makes_one_step() -> None:
+    with seeded(0, "sizes"):
+        models = {"S": TwoLayers().double(), "L": torch.nn.Linear(FEATURES, CLASSES).double()}
+    task = make_task(models=models, sizes=("S", "L", "S", "L"))
+    federation = Federation("pfedla", task, **ONE_STEP, **SERVER)
+    for number in range(2):  # of models that are all alike any mixture is the same
+        federation.round([0, 1, 2, 3], number)
+    server, losses = federation.server, []
+    for client in range(4):
+        size, rows = task.size_of(client), task.train[client]
+        (alpha,) = server.hyper_nets(torch.tensor([client]), size, server.members[size])
+        model = {
+            name: torch.tensordot(weights, server.trained[size][name], dims=1)
+            for weights, names in zip(alpha, server.layers[size].values(), strict=True)
+            for name in names
+        }
+        output = logits(models[size], model, task.x[rows])
+        losses.append(torch.nn.functional.cross_entropy(output, task.y[rows]))
+    named = dict(server.hyper_nets.named_parameters())
+    gradients = torch.autograd.grad(sum(losses), list(named.values()))
+    rate = federation.config.lr * federation.config.local_lr
+    expected = {
+        name: (value - rate * gradient).detach()
+        for (name, value), gradient in zip(named.items(), gradients, strict=True)
+    }
+    federation.round([0, 1, 2, 3], 2)
+    torch.testing.assert_close(trees.detach(named), expected, **CLOSE)
 
 
 def test_a_client_is_mixed_from_the_clients_of_its_own_size() -> None:
