@@ -136,6 +136,8 @@ def test_one_model_travels_and_known_clients_are_sent_classifiers_alone() -> Non
     assert (last.step, last.client, last.down) == ("export", NOVEL, one)
     steps = {e.step for e in cohort.state.exchanges if e.client != NOVEL}
     assert steps == {"input_moments", "separation_gradient", "separation_error"}
+    asked = [e.step for e in cohort.state.exchanges if e.client == NOVEL]
+    assert asked.count("separation_gradient") == ours.config.distance_steps - 1  # the means are one
 
 
 def sizes(*names: str) -> dict[str, Any]:
