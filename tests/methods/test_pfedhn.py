@@ -604,6 +604,17 @@ def test_who_is_away_when_classes_are_counted_counts_from_its_first_round_on() -
         torch.testing.assert_close(shares(*which, fresh=which == [3]), expected, **CLOSE)
 
 
+def test_who_is_lost_has_the_classes_that_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = SERVER | {"descriptor": "class_shares"}
+    lossy, smaller = (Federation("pfedhn", make_task(), **ONE_STEP, **settings) for _ in range(2))
+    for ours in (lossy, smaller):
+        ours.round([0, 1], 0)
+    monkeypatch.setattr(Faults, "drops", lambda faults, seed, call: call.client == 1)
+    assert list(lossy.round([0, 1], 1).state.lost) == [1]
+    smaller.round([0], 1)
+    torch.testing.assert_close(lossy.server.state(), smaller.server.state(), **CLOSE)
+
+
 def test_class_shares_are_known_before_the_first_round_and_after_a_restart() -> None:
     settings = SERVER | {"descriptor": "class_shares"}
     ours, other = (Federation("pfedhn", make_task(), **ONE_STEP, **settings) for _ in range(2))
