@@ -311,6 +311,31 @@ def test_gains_over_local_are_over_its_first_row_alone(folder: Path) -> None:
     assert row(written(folder, "report.md"), "FedAvg")[6] == "+10.0 [-3.0, 23.0] noise, 1 seed"
 
 
+def test_the_best_is_so_on_the_seeds_that_both_have(folder: Path) -> None:
+    """FedAvg has the higher mean, of the easier seed alone."""
+    for place in ("", "aside/"):
+        record(folder, "local", 0, [9, 9, 9, 9], place=place and f"{place}local")
+        record(folder, "local", 1, [2, 2, 2, 2], place=place and f"{place}local")
+        record(folder, "fedavg", 0, [6, 6, 6, 6], place=place and f"{place}fedavg")
+    text = written(folder, "report.md")
+    for local, fedavg in (("Local", "FedAvg"), ("local", "fedavg")):
+        assert row(text, local)[7] == "best"
+        assert row(text, fedavg)[7] == "-30.0 [-30.0, -30.0]"
+
+
+def test_lines_that_are_judged_by_unlike_metrics_are_not_compared(folder: Path) -> None:
+    make_table(folder, TABLE.replace('"test_accuracy"', '"test_masked_accuracy"'))
+    lacking = record(folder, "local", 0, [5, 5, 5, 5])
+    told = json.loads((lacking / "summary.json").read_text())
+    del told["test_masked_accuracy"]
+    (lacking / "summary.json").write_text(json.dumps(told))
+    record(folder, "fedavg", 0, [6, 6, 7, 5])
+    text = written(folder, "report.md")
+    assert row(text, "Local")[6:8] == row(text, "FedAvg")[6:8] == ["–", "–"]
+    record(folder, "trained", 0, [9, 9, 9, 9])
+    assert row(written(folder, "report.md"), "FedAvg, trained on")[6:8] == ["–", "best"]
+
+
 def test_a_miss_has_its_sign_and_unlike_budgets_are_said_whatever_they_differ_in(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -387,6 +412,44 @@ def test_records_of_no_table_are_compared_on_the_same_clients_where_one_trains_a
     ]
     assert row(text, "local")[6:8] == ["–", "-37.5 [-41.4, -33.6]"]
     assert row(text, "best")[2:] == ["90.0 ± 0.0", "90.0 ± 0.0", "90.0 ± 0.0", "–", "4.0", "1.5"]
+
+
+def test_of_several_records_that_train_alone_that_with_like_settings_counts(folder: Path) -> None:
+    for rounds, correct in ((4, 5), (2, 3)):
+        more = {"place": f"few/local_{rounds}", "rounds": rounds}
+        record(folder, "local", 0, [correct] * 4, **more)
+    record(folder, "fedavg", 0, [6, 6, 6, 6], place="few/long")
+    record(folder, "fedavg", 0, [6, 6, 6, 6], place="few/short", rounds=2)
+    text = written(folder, "report.md")
+    assert row(text, "long")[6:8] == ["+10.0 [10.0, 10.0]", "best"]
+    assert row(text, "short")[6] == "+30.0 [30.0, 30.0]"
+    assert row(text, "local_2")[6] == "–"
+    assert "- gains over local are over local_4 of long\n" in text
+    assert "- gains over local are over local_2 of short\n" in text
+
+
+def test_a_record_of_no_table_without_a_number_has_a_dash_and_a_note(folder: Path) -> None:
+    """The second seed of FedAvg has no test examples."""
+    for seed in (0, 1):
+        record(folder, "local", seed, [5, 5, 5, 5], place="few/local")
+        record(folder, "fedavg", seed, [6, 6, 6, 6], place="few/fedavg")
+    path = folder / "results" / "few" / "fedavg" / "seed1"
+    nobody = summarise(
+        round=4, split="test", clients=[0, 1, 2, 3], count=[0] * 4, correct=[0] * 4,
+        loss=[0.0] * 4, masked_correct=[0] * 4, zeroed_correct=[0] * 4,
+        bytes_down=0, bytes_up=0, seconds=0.0,
+    )  # fmt: skip
+    (path / "metrics.jsonl").unlink()
+    RunFolder(path).append(nobody)
+    summary = json.loads((path / "summary.json").read_text())
+    gone = [key for key in summary if "accuracy" in key]
+    (path / "summary.json").write_text(json.dumps(summary | dict.fromkeys(gone)))
+    text = written(folder, "report.md")
+    assert row(text, "fedavg")[1:6] == ["2", "–", "–", "–", "–"]
+    assert row(text, "fedavg")[6:8] == ["+10.0 [10.0, 10.0], 1 seed", "–"]
+    assert row(text, "local")[2:6] == ["50.0 ± 0.0", "50.0 ± 0.0", "50.0 ± 0.0", "–"]
+    assert "\n- fedavg, seed 1: no test accuracy\n" in text
+    assert text.count("no test accuracy") == 1
 
 
 def test_of_fewer_seeds_than_a_record_of_no_table_has_a_gain_says_so(folder: Path) -> None:

@@ -277,7 +277,7 @@ def test_methods_are_compared_on_the_same_clients():
         finished("elsewhere", data_fingerprint="other"),
     ]
     local, best, worse, elsewhere = paired.pair(runs, compare(runs))
-    assert [pair.best for pair in (local, best, worse, elsewhere)] == ["best"] * 3 + ["elsewhere"]
+    assert [pair.best for pair in (local, best, worse, elsewhere)] == ["best"] * 3 + [None]
     assert (local.over_local, best.to_best, elsewhere.to_best) == (None, None, None)
     assert elsewhere.over_local is None
     assert worse.to_best is not None
@@ -289,7 +289,7 @@ def test_methods_are_compared_on_the_same_clients():
     Console(width=80, file=printed).print(*paired.tables([local, best, worse, elsewhere]))
     rows = printed.getvalue().splitlines()[2:]
     assert rows[1].split() == ["best", "best", "+10.0", "[-244.1,", "264.1]", "noise", "50.0"]
-    assert rows[3].split() == ["elsewhere", "best", "–", "–"]
+    assert rows[3].split() == ["elsewhere", "–", "–", "–"]
 
 
 def test_methods_are_compared_on_the_clients_that_joined_afterwards_too():
@@ -312,7 +312,7 @@ def test_methods_are_compared_on_the_clients_that_joined_afterwards_too():
     assert last.split()[4:8] == ["noise", "+35.0", "[-28.5,", "98.5]"]
 
 
-def test_seeds_are_compared_together_with_those_that_have_the_same():
+def test_seeds_are_compared_together_on_those_that_both_have():
     """Two of ten more in one seed and three in the other, each for one of two clients."""
     shown = {"good": ([8, 9], [7, 9]), "bad": ([6, 9], [4, 9]), "local": ([5, 9], [5, 9])}
     tested = {"good": (0.7, 0.95), "bad": (0.8, 0.6), "local": (0.7, 0.7)}  # one seed misleads
@@ -326,25 +326,73 @@ def test_seeds_are_compared_together_with_those_that_have_the_same():
         for method, of_seeds in shown.items()
         for seed, right in enumerate(of_seeds)
     ]
-    runs.append(finished("once", 0, test_accuracy=0.99, data_fingerprint="data 0"))
+    # Its only seed is the easier one: its mean is the highest, and it is beaten there.
+    runs.append(finished("once", 1, test_accuracy=0.9, data_fingerprint="data 1"))
     good, bad, local, once = paired.pair_groups(runs, compare(runs))
     assert [one.label for one in (good, bad, local, once)] == [*shown, "once"]
-    assert {one.best for one in (good, bad, local)} == {"good"}  # the others have one seed more
-    assert once.best == "once"
+    assert {one.best for one in (good, bad, local, once)} == {"good"}
+    assert once.to_best is not None
+    assert (once.to_best.seeds, once.to_best.mean) == (1, pytest.approx((-0.2 + 0.1) / 2))
+    assert once.over_local is not None
+    assert once.over_local.mean == pytest.approx(0.1 / 2)
     assert bad.to_best is not None
     assert (bad.to_best.clients, bad.to_best.mean) == (4, pytest.approx(-(0.2 + 0.3) / 4))
     assert good.over_local is not None
     assert good.over_local.mean == pytest.approx((0.3 + 0.2) / 4)
-    assert (good.to_best, local.over_local, once.over_local) == (None, None, None)
+    assert (good.to_best, local.over_local) == (None, None)
     assert bad.by_name["to_best"]["seeds"] == 2
     assert bad.by_name["to_best"]["seeds_high"] == pytest.approx(
         stats.t.interval(0.95, 1, -0.125, 0.025)[1]
     )
     assert bad.by_name["to_best"]["mark"] == "noise"
     separately = paired.pair(runs, compare(runs))
-    assert [one.best for one in separately[:2]] == ["once", "good seed=1"]
+    assert [one.best for one in separately[:2]] == ["bad seed=0", "good seed=1"]
     assert separately[0].over_local is not None
     assert separately[0].over_local.mean == pytest.approx(0.3 / 2)
+    ahead = [*runs[:-1], replace(runs[-1], summary={**runs[-1].summary, "test_accuracy": 0.96})]
+    good, *_ = paired.pair_groups(ahead, compare(ahead))
+    assert (good.best, good.seeds) == ("once", 2)
+    printed = StringIO()
+    Console(width=120, file=printed).print(*paired.tables([good]))
+    assert "noise, 1 seed" in printed.getvalue()
+
+
+def test_a_seed_that_ran_twice_is_no_more_of_a_mean_than_another():
+    """Over runs the first has the higher mean, over seeds the second."""
+    runs = [
+        finished(method, seed, test_accuracy=accuracy, data_fingerprint=f"data {seed}")
+        for method, seed, accuracy in (
+            *(("often", 0, 0.9), ("often", 0, 0.9), ("often", 1, 0.3)),
+            *(("once", 0, 0.8), ("once", 1, 0.5)),
+        )
+    ]
+    assert [one.best for one in paired.pair_groups(runs, compare(runs))] == ["once"] * 2
+
+
+def test_a_gain_over_local_is_over_the_one_with_most_settings_alike():
+    def of(method, correct, **settings):
+        run = finished(method)
+        run.config["method"] |= settings
+        return replace(run, evaluations=(evaluation(10, "test", correct),))
+
+    short, long = {"local_steps": 5, "local_lr": 0.1}, {"local_steps": 50, "local_lr": 0.1}
+    runs = [
+        of("local", [2, 2], **short),
+        of("local", [6, 6], **long),
+        of("fedper", [7, 7], **short, lr=1),
+        of("fedper", [8, 8], **long, lr=2),
+    ]
+    pairs = paired.pair(runs, compare(runs))
+    assert [one.over_local and one.over_local.mean for one in pairs] == [
+        *(None, None, pytest.approx(0.5), pytest.approx(0.2))
+    ]
+    names = ["local local_steps=5", "local local_steps=50"]
+    assert [one.by_name["local"] for one in pairs] == [None, None, *names]
+    assert paired.told_of_local(pairs) == [
+        f"gains over local are over {name} of {one.label}"
+        for name, one in zip(names, pairs[2:], strict=True)
+    ]
+    assert paired.told_of_local(paired.pair(runs[1:], compare(runs[1:]))) == []
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,17 @@ from types import SimpleNamespace
 import pytest
 from scipy import stats
 
-from hyperfed.metrics import named
+from hyperfed.metrics import ACCURACY, RMSE, named
 from hyperfed.runs.records import summarise
-from hyperfed.runs.statistics import Difference, Scores, difference, scores, spread
+from hyperfed.runs.statistics import (
+    Difference,
+    Scores,
+    best,
+    by_seed,
+    difference,
+    scores,
+    spread,
+)
 
 
 def test_the_spread_over_seeds_is_the_sample_deviation() -> None:
@@ -213,3 +221,32 @@ def test_a_seed_that_ran_twice_is_set_against_by_both_of_its_runs() -> None:
         assert found is not None
         assert (found.clients, found.mean) == (2, pytest.approx(sign * (0.25 + 0.5) / 2))
         assert found.agree
+
+
+@pytest.mark.parametrize(
+    ("methods", "place"),
+    [
+        ([{0: 0.5, 1: 0.7}, {0: 0.6, 1: 0.5}], 0),
+        ([{0: 0.9, 1: 0.3, 2: 0.3}, {0: 0.8}], 0),  # whose mean is higher, of an easier seed
+        ([{0: 0.7, 1: 0.9, 2: 0.9}, {0: 0.8}], 1),
+        ([{0: 0.5, 1: 0.5}, {1: 0.6, 2: 0.1}, {2: 0.2, 3: 0.9}], 2),
+        # Each is beaten by another: by 0.3, by 0.1 and by 0.2.
+        ([{0: 0.5, 2: 0.5}, {0: 0.4, 1: 0.7}, {1: 0.5, 2: 0.8}], 1),
+        ([{0: 0.5}, {1: 0.9}], None),
+        ([{1: 0.9}, {0: 0.5}, {0: 0.4}], 1),  # of the first nothing is known
+        ([{}, {0: 0.4}, {0: 0.5}], 2),
+        ([{}, {0: 0.5}], None),
+        ([{0: 0.5}], None),
+        ([{0: 0.5}, {0: 0.5}], 0),
+        ([], None),
+    ],
+)
+def test_the_best_is_what_no_other_beats_on_the_seeds_of_both(methods, place) -> None:
+    assert best(methods, ACCURACY) == place
+    errors = [{seed: 1 - value for seed, value in of.items()} for of in methods]
+    assert best(errors, RMSE) == place
+
+
+def test_a_seed_has_the_mean_of_its_runs_and_none_where_one_has_no_value() -> None:
+    assert by_seed([(0, 0.5), (1, 0.25), (0, 1.0)]) == {0: 0.75, 1: 0.25}
+    assert by_seed([(0, 0.5), (1, None)]) == by_seed([]) == {}

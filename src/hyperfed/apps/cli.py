@@ -386,6 +386,8 @@ def compare(
             print_table(shown)
         for metric in dict.fromkeys(pair.metric for pair in pairs):
             say(paired.told_of(metric))
+        for told in paired.told_of_local(of_seeds):
+            say(told)
     for written in filter(None, (figure, html)):
         print(written)
 

@@ -6,6 +6,7 @@ from statistics import fmean
 from typing import Any
 
 from hyperfed.data.partitions import novel_number
+from hyperfed.metrics import ACCURACY
 from hyperfed.papers import grids, markdown, measured
 from hyperfed.papers.measured import UNITS, Cell, Measurement, Verdict
 from hyperfed.papers.svg import Curve, Dot, draw_cells
@@ -70,10 +71,22 @@ class Line:
         there = [value for value in every if value is not None]
         return fmean(there) if there else None
 
-    def against(self, others: "Sequence[Line]") -> Difference | None:
-        """Compares it to others, client by client."""
-        theirs = [one.scores(self.metric) for other in others for one in other.group]
-        return statistics.difference([one.scores(self.metric) for one in self.group], theirs)
+    @property
+    def of_seeds(self) -> dict[tuple[int, str, str], float]:
+        """What the metric came to, by seed, data and metric."""
+        told = [
+            ((s["seed"], s["data_fingerprint"], self.metric), value)
+            for one, s in zip(self.group, self.summaries, strict=True)
+            if (value := one.value(self.metric)) is not None
+        ]
+        return statistics.by_seed(told)
+
+    def against(self, other: "Line") -> Difference | None:
+        """Compares it to another, client by client, where both are judged by one metric."""
+        if other.metric != self.metric:
+            return None
+        ours, theirs = ([one.scores(self.metric) for one in it.group] for it in (self, other))
+        return statistics.difference(ours, theirs)
 
 
 def lines_of(
@@ -150,10 +163,12 @@ def _row(line: Line, lines: Sequence[Line], notes: list[str]) -> list[str]:
         verdict = f"missed by {line.missed:+.1f}"
     cells = [line.about, line.published, markdown.spread(line.mean), str(line.mean.seeds), verdict]
     if percents:
-        best = max(lines, key=lambda other: other.mean.mean)
-        to_best = "best" if line is best else _gain(line, line.against([best]))
+        best = statistics.best([other.of_seeds for other in lines], ACCURACY)
+        to_best = "–"
+        if best is not None:
+            to_best = "best" if line is lines[best] else _gain(line, line.against(lines[best]))
         # The first row that is Local's is the paper's; others have other budgets.
-        alone = (line.against([other]) for other in lines if other.method == "local")
+        alone = (line.against(other) for other in lines if other.method == "local")
         over = "–" if line.method == "local" else _gain(line, next(filter(None, alone), None))
         cells += ["–" if line.worst is None else percent(line.worst), over, to_best]
     rounds, clients, local_work = line.budget

@@ -51,7 +51,9 @@ has zero in it or whose seeds disagree; *here* those of the others that have zer
 interval of Student's t over the mean differences of seeds: clear on these clients, not shown for
 another division of the data. Of one seed there is no interval over seeds, so that what has no mark
 then is clear on these clients, and how much another seed may change is not known. *1 seed* stands
-where no more of a line's seeds have both methods.
+where no more of a line's seeds have both methods. Means over unlike seeds do not compare, so the
+best is what no other beats on the seeds of both, or is beaten by least. Of several rows of Local
+in a paper's table the gain is over the first with seeds of the line, the paper's own.
 *Worst tenth* is the accuracy of the clients that are served worst. Accuracy with other classes'
 logits at zero is not recorded by client: the three are dashes there. Models are those of the best
 round by validation data; *last round* has those of the last. *MB* is all that travelled in

@@ -139,14 +139,28 @@ def compare(runs: Sequence[FinishedRun]) -> list[Row]:
         UserError: a run is not done, or its summary lacks a number.
     """
     numbers = [_numbers(run) for run in runs]
-    settings = [_filled(settings_of(run)) for run in runs]
+    settings = [_filled(run) for run in runs]
     named = zip(_labels(settings), _groups(settings), numbers, strict=True)
     return [Row(label=label, group=group, **row) for label, group, row in named]
 
 
 def groups(runs: Sequence[FinishedRun]) -> list[str]:
     """Returns a name for each run, the same for those that differ by their seeds alone."""
-    return _groups([_filled(settings_of(run)) for run in runs])
+    return _groups([_filled(run) for run in runs])
+
+
+def most_alike(run: FinishedRun, others: Sequence[FinishedRun]) -> list[int]:
+    """Returns the places of others, first the one whose settings are most like those of a run.
+
+    Settings that only one of two methods has tell nothing, nor does the seed.
+    """
+    own, of = _filled(run), [_filled(other) for other in others]
+
+    def differing(place: int) -> int:
+        other = of[place]
+        return sum(own[key] != other[key] for key in own.keys() & other.keys() - {"seed"})
+
+    return sorted(range(len(others)), key=differing)
 
 
 def grouped(rows: Sequence[Row]) -> list[tuple[str, list[int]]]:
@@ -340,8 +354,9 @@ def _groups(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     return [names[told.index(own)] for own in told]
 
 
-def _filled(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _filled(run: FinishedRun) -> dict[str, Any]:
     """Returns settings with the defaults of those that a record of an earlier version lacks."""
+    settings = settings_of(run)
     usual = _defaults(settings["method.name"])
     return {**settings, **{key: usual[key] for key in usual if key not in settings}}
 

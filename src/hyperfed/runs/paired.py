@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from hyperfed.runs.comparison import (
     difference,
     grouped,
     metric_of,
+    most_alike,
     percent,
 )
 from hyperfed.runs.drawing import COLOURS, MARKERS, check_ending, new_figure, save
@@ -33,18 +33,24 @@ class Paired:
     Attributes:
         label: the run's, or that of its seeds.
         metric: by which both are judged.
-        best: the label of the run that does best on these test data.
+        seeds: of how many seeds there are runs.
+        best: the label of the run that does best on these test data
+            (:func:`hyperfed.runs.statistics.best`); None where no other saw any of them.
         to_best: what clients gain over that one; None for itself.
         novel_to_best: what clients that joined afterwards gain over it; None where there are none.
         over_local: what they gain over training alone; None where no run of ``local`` saw the same.
+        locals: the labels of those that did, first the one that this gain is over: that whose
+            settings are most like the run's.
     """
 
     label: str
     metric: Metric
-    best: str
+    seeds: int
+    best: str | None
     to_best: Difference | None
     novel_to_best: Difference | None
     over_local: Difference | None
+    locals: Sequence[str]
 
     @property
     def by_name(self) -> dict[str, Any]:
@@ -54,7 +60,8 @@ class Paired:
             name: (found := getattr(self, name)) and asdict(found) | {"mark": found.mark}
             for name in names
         }
-        return {"label": self.label, "best": self.best, **told}
+        local = next(iter(self.locals), None)
+        return {"label": self.label, "best": self.best, **told, "local": local}
 
 
 @dataclass(frozen=True)
@@ -62,16 +69,16 @@ class _Side:
     """A run, or those of several seeds, to be set against others."""
 
     label: str
-    method: str
     metric: Metric
-    test: Number
+    first: FinishedRun
+    means: Mapping[tuple[int, str, str], float]
     scores: Sequence[Scores]
     novel: Sequence[Scores]
 
     @property
-    def of(self) -> frozenset[tuple[int, str, str]]:
-        """What both sides must have in common."""
-        return frozenset(own.of for own in self.scores)
+    def is_local(self) -> bool:
+        """Whether its clients train alone."""
+        return (self.first.summary or {}).get("method") == "local"
 
 
 def pair(runs: Sequence[FinishedRun], rows: Sequence[Row]) -> list[Paired]:
@@ -81,45 +88,61 @@ def pair(runs: Sequence[FinishedRun], rows: Sequence[Row]) -> list[Paired]:
         runs: finished.
         rows: of :func:`hyperfed.runs.comparison.compare`, one for each.
     """
-    return _pair([_side([run], [row], row.label) for run, row in zip(runs, rows, strict=True)])
+    each = zip(runs, rows, strict=True)
+    return _pair([_side(row.label, row.metric, [run], [row.test]) for run, row in each])
 
 
 def pair_groups(runs: Sequence[FinishedRun], rows: Sequence[Row]) -> list[Paired]:
-    """Does the same with all seeds of each run together: those that have seeds and data alike."""
+    """Does the same with all seeds of each run together, on the seeds that both have."""
     return _pair(
         [
-            _side([runs[number] for number in own], [rows[number] for number in own], group)
+            _side(group, rows[own[0]].metric, [runs[n] for n in own], [rows[n].test for n in own])
             for group, own in grouped(rows)
         ]
     )
 
 
-def _side(runs: Sequence[FinishedRun], rows: Sequence[Row], label: str) -> _Side:
-    tested = [row.test for row in rows if row.test is not None]
-    return _Side(
-        label,
-        rows[0].method,
-        rows[0].metric,
-        fmean(tested) if len(tested) == len(rows) else None,
-        [statistics.scores(run) for run in runs],
-        [statistics.scores(run, "novel") for run in runs],
+def pair_labelled(labelled: Mapping[str, Sequence[FinishedRun]], metric: Metric) -> list[Paired]:
+    """Does the same with runs by what they are called, several seeds of each."""
+    return _pair(
+        [
+            _side(label, metric, runs, [(r.summary or {}).get(f"test_{metric.name}") for r in runs])
+            for label, runs in labelled.items()
+        ]
     )
 
 
+def _side(
+    label: str, metric: Metric, runs: Sequence[FinishedRun], tests: Sequence[Number]
+) -> _Side:
+    scores = [statistics.scores(run) for run in runs]
+    means = statistics.by_seed(zip((own.of for own in scores), tests, strict=True))
+    novel = [statistics.scores(run, "novel") for run in runs]
+    return _Side(label, metric, runs[0], means, scores, novel)
+
+
 def _pair(sides: Sequence[_Side]) -> list[Paired]:
+    seeds = [{own.of for own in side.scores} for side in sides]
+    bests: dict[tuple[int, ...], int | None] = {}  # of all that are set against the same ones
     found = []
-    for one in sides:
-        same = [other for other in sides if other.of == one.of]
-        best = max(same, key=lambda other: other.metric.order(other.test))
-        alone = next((other.scores for other in same if other.method == "local"), [])
+    for one, own in zip(sides, seeds, strict=True):
+        same = tuple(place for place, of in enumerate(seeds) if of & own)
+        if same not in bests:
+            bests[same] = statistics.best([sides[place].means for place in same], one.metric)
+        best = None if (at := bests[same]) is None else sides[same[at]]
+        alone = [] if one.is_local else [sides[at] for at in same if sides[at].is_local]
+        alone = [alone[at] for at in most_alike(one.first, [other.first for other in alone])]
+        other = None if best is one else best
         found.append(
             Paired(
                 one.label,
                 one.metric,
-                best.label,
-                None if best is one else statistics.difference(one.scores, best.scores),
-                None if best is one else statistics.difference(one.novel, best.novel),
-                None if one.method == "local" else statistics.difference(one.scores, alone),
+                len({run.seed for run in one.scores}),
+                best.label if best else None,
+                statistics.difference(one.scores, other.scores) if other else None,
+                statistics.difference(one.novel, other.novel) if other else None,
+                statistics.difference(one.scores, alone[0].scores) if alone else None,
+                [side.label for side in alone],
             )
         )
     return found
@@ -131,6 +154,15 @@ def tables(pairs: Sequence[Paired]) -> list[Table]:
     for one in pairs:
         judged.setdefault(one.metric.name, []).append(one)
     return [_table(own) for own in judged.values()]
+
+
+def told_of_local(pairs: Sequence[Paired]) -> list[str]:
+    """Returns over which runs of ``local`` gains are, where there were several; a line for each."""
+    over: dict[str, list[str]] = {}
+    for one in pairs:
+        if len(one.locals) > 1:
+            over.setdefault(one.locals[0], []).append(one.label)
+    return [f"gains over local are over {it} of {', '.join(own)}" for it, own in over.items()]
 
 
 def told_of(metric: Metric) -> str:
@@ -160,9 +192,9 @@ def _table(pairs: Sequence[Paired]) -> Table:
         local, best = one.over_local, one.label == one.best
         shown.add_row(
             one.label,
-            "best" if best else difference(one.to_best, metric),
-            *([difference(one.novel_to_best, metric)] if joined else []),
-            difference(local, metric),
+            "best" if best else difference(one.to_best, metric, one.seeds),
+            *([difference(one.novel_to_best, metric, one.seeds)] if joined else []),
+            difference(local, metric, one.seeds),
             "–" if local is None else percent(local.gaining),
         )
     return shown

@@ -1,7 +1,6 @@
 """Several seeds of the same settings: which they are, and what they came to on average."""
 
 import re
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -13,7 +12,7 @@ from hyperfed.errors import UserError
 from hyperfed.metrics import Metric
 from hyperfed.runs.comparison import KEYS, Row, grouped, megabytes
 from hyperfed.runs.measures import Number
-from hyperfed.runs.statistics import Spread, spread
+from hyperfed.runs.statistics import Spread, by_seed, spread
 
 RANGE = re.compile(r"\s*seed\s*=\s*(\d+)\.\.(\d+)\s*")
 
@@ -111,12 +110,8 @@ def spread_of(seeds: Sequence[int], values: Sequence[Number]) -> Spread | None:
         seeds: of runs, at least one.
         values: of each; where a run has none, neither have all.
     """
-    of_seed: dict[int, list[float]] = defaultdict(list)
-    for seed, value in zip(seeds, values, strict=True):
-        if value is None:
-            return None
-        of_seed[seed].append(value)
-    return spread([fmean(several) for several in of_seed.values()])
+    found = by_seed(zip(seeds, values, strict=True))
+    return spread(list(found.values())) if found else None
 
 
 def tables(groups: Sequence[OverSeeds]) -> list[Table]:

@@ -3,9 +3,9 @@
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from hyperfed.metrics import ACCURACY, Metric
 from hyperfed.runs.measures import Number, worst_decile
@@ -13,6 +13,9 @@ from hyperfed.runs.records import Evaluation
 
 CONFIDENCE = 0.95
 """Of every interval."""
+
+Seed = TypeVar("Seed", bound=Hashable)
+"""What runs have in common that are one: a seed, or a seed, its data and the metric."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,39 @@ def spread(values: Sequence[float]) -> Spread:
     """Returns mean and deviation of a number, one value for each seed, at least one."""
     std = statistics.stdev(values) if len(values) > 1 else None
     return Spread(statistics.fmean(values), std, len(values))
+
+
+def by_seed(values: Iterable[tuple[Seed, Number]]) -> dict[Seed, float]:
+    """Returns {seed: mean of its runs}, of (seed, value) of each; {} where a run has no value."""
+    found: dict[Seed, list[float]] = defaultdict(list)
+    for seed, value in values:
+        if value is None:
+            return {}
+        found[seed].append(value)
+    return {seed: statistics.fmean(several) for seed, several in found.items()}
+
+
+def best(methods: Sequence[Mapping[Seed, float]], metric: Metric) -> int | None:
+    """Returns which of some methods is best, by the seeds that each two of them have in common.
+
+    Means over unlike seeds do not compare, as one division of the data is harder than another. The
+    best is the one that no other beats on the seeds of both or, where each is beaten, as may be
+    where seeds differ, the one that is beaten by least.
+
+    Args:
+        methods: {seed: value} of each; {} of one that is not to be the best.
+        metric: which way values are better.
+
+    Returns:
+        Its place; None where no two have a seed in common.
+    """
+    least: dict[int, float] = {}
+    for place, ours in enumerate(methods):
+        for other, theirs in enumerate(methods):
+            if other != place and (both := ours.keys() & theirs.keys()):
+                own, its = (statistics.fmean(of[seed] for seed in both) for of in (ours, theirs))
+                least[place] = min(metric.gain(own, its), least.get(place, math.inf))
+    return max(least, key=lambda place: least[place], default=None)
 
 
 def scores(run: Measured, split: str = "test") -> Scores:

@@ -31,8 +31,8 @@ class TestCompare:
         assert summary is not None
         assert row.pop("folder") == str(trained)
         assert (row.pop("label"), row.pop("group")) == ("pfedhn", "pfedhn")
-        none = dict.fromkeys(("to_best", "novel_to_best", "over_local"))
-        paired = {"label": "pfedhn", "best": "pfedhn"} | none
+        none = dict.fromkeys(("best", "to_best", "novel_to_best", "over_local", "local"))
+        paired = {"label": "pfedhn"} | none
         assert row.pop("paired") == row.pop("paired_over_seeds") == paired
         assert row.pop("settings")["method.local_steps"] == 2
         assert row == {name: summary[name] for name in row}
@@ -90,6 +90,21 @@ class TestCompare:
         assert (own["seeds"], own["seeds_low"], own["mark"]) == (2, 0, "noise")
         alone = next(of["to_best"] for of in (row["paired"] for row in rows) if of["to_best"])
         assert (alone["seeds"], alone["seeds_low"]) == (1, None)
+
+    def test_says_over_which_local_gains_are_where_there_are_several(self, cli, trained, copy):
+        folders = [trained]
+        for steps in (2, 3):
+            folders.append(copy.with_name(f"alone {steps}"))
+            shutil.copytree(trained, folders[-1])
+            for name in ("config.toml", "summary.json"):
+                text = (folders[-1] / name).read_text().replace('"pfedhn"', '"local"')
+                text = text.replace("local_steps = 2", f"local_steps = {steps}")
+                (folders[-1] / name).write_text(text)
+        told = "gains over local are over local local_steps=2 of pfedhn"
+        assert told in cli("compare", *folders[::-1]).err.splitlines()
+        assert "gains over local" not in cli("compare", *folders[:2]).err
+        rows = json.loads(cli("compare", *folders, "--json").out)
+        assert rows[0]["paired"]["local"] == "local local_steps=2"
 
     def test_says_whose_numbers_lack_clients(self, cli, trained, copy):
         assert "evaluated" not in cli("compare", trained).err
