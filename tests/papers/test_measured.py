@@ -192,11 +192,12 @@ def test_clients_that_a_metric_is_about_are_those_of_its_split_and_size(folder: 
     told = json.loads((path / "summary.json").read_text())
     novel = summarise(
         round=4, split="novel", clients=[4], count=[10], correct=[9], loss=[1.0],
-        masked_correct=[10], zeroed_correct=[9], bytes_down=0, bytes_up=0, seconds=0.0,
+        masked_correct=[10], zeroed_correct=[8], bytes_down=0, bytes_up=0, seconds=0.0,
     )  # fmt: skip
     (line,) = (path / "metrics.jsonl").read_text().splitlines()
-    masked = json.loads(line) | {"client_masked_accuracy": [0.5, 0.6, 0.7, 0.8]}
-    (path / "metrics.jsonl").write_text(f"{json.dumps(masked)}\n")
+    own = json.loads(line) | {"client_masked_accuracy": [0.5, 0.6, 0.7, 0.8]}
+    own |= {"client_zeroed_accuracy": [0.2, None, 0.4, 0.5]}
+    (path / "metrics.jsonl").write_text(f"{json.dumps(own)}\n")
     RunFolder(path).append(novel)
     told |= {"sizes": ["S", "M", "S", "M"], "novel_accuracy": 0.9}
     (path / "summary.json").write_text(json.dumps(told))
@@ -208,10 +209,15 @@ def test_clients_that_a_metric_is_about_are_those_of_its_split_and_size(folder: 
         ("novel_accuracy", {4: 0.9}),
         ("test_masked_accuracy", {0: 0.5, 1: 0.6, 2: 0.7, 3: 0.8}),
         ("novel_masked_accuracy", {4: 1.0}),
-        ("test_zeroed_accuracy", {}),
-        ("novel_zeroed_accuracy", {}),
+        ("test_zeroed_accuracy", {0: 0.2, 2: 0.4, 3: 0.5}),
+        ("novel_zeroed_accuracy", {4: 0.8}),
     ]:
         assert one.scores(metric).clients == clients, metric
+    del own["client_zeroed_accuracy"]  # as of before it was told
+    (path / "metrics.jsonl").write_text(f"{json.dumps(own)}\n")
+    RunFolder(path).append(novel)
+    ((old,),) = collected(folder)[0].values()
+    assert old.scores("test_zeroed_accuracy").clients == {}
     assert measured.plain("novel_zeroed_accuracy") == "novel_accuracy"
     assert measured.plain("test_zeroed_accuracy") == "test_accuracy"
     assert one.value("novel_accuracy") == 90

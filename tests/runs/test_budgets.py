@@ -100,46 +100,52 @@ def test_without_validation_data_the_last_round_is_the_best() -> None:
     assert row.best_round == 15
 
 
-def scored(done: Finished, scores: dict[int, list[float]]) -> Finished:
-    """Validates three clients, whose scores are given by round."""
-    told = [
-        replace(
-            e,
-            accuracy=fmean(scores[e.round]),
-            client_accuracy=tuple(scores[e.round]),
-            count=(10,) * 3,
-        )
-        if e.split == "val"
-        else e
-        for e in done.evaluations
-    ]
-    return replace(done, evaluations=tuple(told))
+BY_CLIENT = ["accuracy", "masked_accuracy", "zeroed_accuracy"]
 
 
-def test_where_scores_may_be_lies_the_least_and_the_greatest_do_not_choose() -> None:
+def scored(done: Finished, name: str, scores: dict[int, list[float]]) -> Finished:
+    """Validates three clients, whose scores are given by round; the first may be missing, None."""
+    told = []
+    for e in done.evaluations:
+        if e.split != "val":
+            told.append(e)
+            continue
+        own = scores[e.round]
+        there = [value for value in own if value is not None]
+        more = {name: fmean(there), f"client_{name}": tuple(own)}
+        missed = () if there == own else (Lost(0, "gone"),)
+        count = tuple(10 * (value is not None) for value in own)
+        told.append(replace(e, **more, count=count, missed=missed))
+    return replace(done, config=done.config | {"best": name}, evaluations=tuple(told))
+
+
+@pytest.mark.parametrize("name", BY_CLIENT)
+def test_where_scores_may_be_lies_the_least_and_the_greatest_do_not_choose(name: str) -> None:
     scores = {5: [0.5, 0.5, 0.5], 10: [0.4, 0.4, 1.0], 15: [0.3, 0.6, 0.6], 20: [0, 0, 0]}
     for robust, best in [({"aggregation": "median", "hostile": 0.25}, 15), ({}, 10)]:
-        (row,) = compare([within(scored(run(robust=robust), scores), Budget("rounds", 15))])
+        (row,) = compare([within(scored(run(robust=robust), name, scores), Budget("rounds", 15))])
         assert row.best_round == best, robust
 
 
-def test_rounds_are_compared_on_the_clients_that_both_have() -> None:
-    scores = {5: [0.9, 0.5, 0.5], 10: [0.9, 0.6, 0.6], 15: [0, 0, 0], 20: [0, 0, 0]}
-    done = scored(run(), scores)
-    away = [
-        replace(
-            e,
-            missed=(Lost(0, "gone"),),
-            accuracy=0.6,
-            client_accuracy=(None, 0.6, 0.6),
-            count=(0, 10, 10),
-        )
-        if (e.round, e.split) == (10, "val")
-        else e
-        for e in done.evaluations
-    ]
-    (row,) = compare([within(replace(done, evaluations=tuple(away)), Budget("rounds", 10))])
+@pytest.mark.parametrize("name", BY_CLIENT)
+def test_rounds_are_compared_on_the_clients_that_both_have(name: str) -> None:
+    scores = {5: [0.9, 0.5, 0.5], 10: [None, 0.6, 0.6], 15: [0, 0, 0], 20: [0, 0, 0]}
+    done = scored(run(), name, scores)
+    (row,) = compare([within(done, Budget("rounds", 10))])
     assert row.best_round == 10  # of those that were there each is better
+
+
+def test_a_record_without_zeroed_accuracy_by_client_goes_by_that_of_all_examples() -> None:
+    """As of before it was told; also where only a part of them was, by a resumed run."""
+    scores = {5: [0.5, 0.5, 0.5], 10: [0.4, 0.4, 1.0], 15: [0.3, 0.6, 0.6], 20: [0, 0, 0]}
+    done = scored(run(robust={"aggregation": "median"}), "zeroed_accuracy", scores)
+    for last in (20, 5):
+        older = [
+            replace(e, client_zeroed_accuracy=()) if e.round <= last else e
+            for e in done.evaluations
+        ]
+        (row,) = compare([within(replace(done, evaluations=tuple(older)), Budget("rounds", 15))])
+        assert row.best_round == 10
 
 
 def test_a_run_that_spent_no_more_is_as_it_was() -> None:

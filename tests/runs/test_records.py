@@ -62,7 +62,7 @@ def test_aggregates_are_those_of_the_examples(examples):
         correct=[float(hits.sum()) for hits, _ in examples],
         loss=[float(losses.sum()) for _, losses in examples],
         masked_correct=[float(len(hits)) for hits, _ in examples],
-        zeroed_correct=[0.0 for _ in examples],
+        zeroed_correct=[0.0 for _ in examples[:-1]] + [1.0],
     )
     pooled_hits = np.concatenate([hits for hits, _ in examples])
     pooled_losses = np.concatenate([losses for _, losses in examples])
@@ -70,7 +70,9 @@ def test_aggregates_are_those_of_the_examples(examples):
     assert found.accuracy == pytest.approx(pooled_hits.mean(), rel=1e-14)
     assert found.loss == pytest.approx(pooled_losses.mean(), rel=1e-14)
     assert found.masked_accuracy == 1.0
-    assert found.zeroed_accuracy == 0.0
+    assert found.zeroed_accuracy == pytest.approx(1 / len(pooled_hits), rel=1e-14)
+    of_last = 1 / len(examples[-1][0])
+    assert found.client_zeroed_accuracy == (*[0.0] * 4, None, *[0.0] * 17, of_last)
     assert found.accuracy_client_mean == pytest.approx(rates.mean(), rel=1e-14)
     assert found.accuracy_client_std == pytest.approx(rates.std(), rel=1e-14)
     assert found.worst_decile_accuracy == pytest.approx(np.sort(rates)[:2].mean(), rel=1e-14)
@@ -131,6 +133,16 @@ def test_metrics_come_back_as_they_went(folder):
     assert [json.loads(line)["round"] for line in lines] == [1, 2]
     assert json.loads(lines[1])["lost"][0] == {"client": 4, "reason": "timed out after 5 s"}
     assert json.loads(lines[1])["client_loss"][0] is None
+
+
+@pytest.mark.parametrize("kind", ["accuracy", "loss", "masked_accuracy", "zeroed_accuracy"])
+def test_a_line_that_has_no_number_of_a_client_is_told(kind):
+    told = records.as_written(evaluation())
+    assert records.from_line(json.dumps(told).encode()) == evaluation()
+    with pytest.raises(ValueError, match="each client must have one number of each kind"):
+        records.from_line(json.dumps(told | {f"client_{kind}": [0.5]}).encode())
+    del told["client_zeroed_accuracy"]  # as of before it was told
+    assert records.from_line(json.dumps(told).encode()).client_zeroed_accuracy == ()
 
 
 def test_diagnostics_are_numbers_of_four_digits_and_come_back_as_they_went(folder):

@@ -108,18 +108,18 @@ class Measurement:
     def scores(self, metric: str) -> Scores:
         """Returns the accuracy of each client that the metric is about.
 
-        With the logits of other classes at zero no record has it by client: there is none.
+        Of before it was told by client with the logits of other classes at zero there is none.
         """
         split = metric.partition("_")[0]
         split = split if split in ("val", "novel") else "test"
         record = self.record
-        if metric.endswith("_masked_accuracy"):
-            every = record.evaluations
-            every = tuple(replace(e, client_accuracy=e.client_masked_accuracy) for e in every)
-            record = replace(record, evaluations=every)
+        for name in ("client_masked_accuracy", "client_zeroed_accuracy"):
+            if metric.endswith(name.removeprefix("client")):
+                told = [getattr(e, name) or (None,) * len(e.clients) for e in record.evaluations]
+                each = zip(record.evaluations, told, strict=True)
+                every = tuple(replace(e, client_accuracy=own) for e, own in each)
+                record = replace(record, evaluations=every)
         found = statistics.scores(record, split)
-        if metric.endswith("_zeroed_accuracy"):
-            return replace(found, clients={})
         size, of_client = metric.removeprefix(OF_SIZE), self.summary.get("sizes", ())
         if size not in of_client:
             return found

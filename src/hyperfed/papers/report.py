@@ -54,10 +54,11 @@ then is clear on these clients, and how much another seed may change is not know
 where no more of a line's seeds have both methods. Means over unlike seeds do not compare, so the
 best is what no other beats on the seeds of both, or is beaten by least. Of several rows of Local
 in a paper's table the gain is over the first with seeds of the line, the paper's own.
-*Worst tenth* is the accuracy of the clients that are served worst. Accuracy with other classes'
-logits at zero is not recorded by client: the three are dashes there. Models are those of the best
-round by validation data; *last round* has those of the last. *MB* is all that travelled in
-training, both ways, and *points/GB* accuracy by that; minutes are on the clock of a shared machine.
+*Worst tenth* is the accuracy of the clients that are served worst. Of records of before accuracy
+with other classes' logits at zero was told by client the three are dashes there. Models are those
+of the best round by validation data; *last round* has those of the last. *MB* is all that travelled
+in training, both ways, and *points/GB* accuracy by that; minutes are on the clock of a shared
+machine.
 """
 
 OWED = """\

@@ -153,24 +153,33 @@ def _best_round(
     best, robust = config.get("best", "accuracy"), config.get("robust", {})
     mean = robust.get("aggregation", "mean") == "mean"
     hostile = None if mean else robust.get("hostile", RobustConfig().hostile)
-    found, chosen = deciding(kept), None
-    for e in sorted(kept, key=lambda e: e.round):
-        if e.split == found and e.round in tested:
-            now = _told(e, best)
-            if chosen is None or is_better(now, chosen[1], hostile):
-                chosen = e.round, now
+    split, chosen = deciding(kept), None
+    found = [e for e in kept if e.split == split and e.round in tested]
+    pooled = best == "zeroed_accuracy" and not all(e.client_zeroed_accuracy for e in found)
+    for e in sorted(found, key=lambda e: e.round):
+        now = _told(e, best, pooled=pooled)
+        if chosen is None or is_better(now, chosen[1], hostile):
+            chosen = e.round, now
     return max(tested) if chosen is None else chosen[0]
 
 
-def _told(of: Evaluation, best: str) -> Tree:
-    """Returns what a round is compared by (:func:`hyperfed.runs.evaluation.chosen_by`)."""
+def _told(of: Evaluation, best: str, *, pooled: bool) -> Tree:
+    """Returns what a round is compared by (:func:`hyperfed.runs.evaluation.chosen_by`).
+
+    Args:
+        of: the round.
+        best: the number that counts.
+        pooled: that is ``zeroed_accuracy``, and there is a record that lacks it by client.
+    """
     count, scores, missed = of.count, of.main.client, {lost.client for lost in of.missed}
     there = [client not in missed for client in of.clients]
     accuracies = of.metric == ACCURACY.name
     if accuracies and best == "masked_accuracy":
         scores = of.client_masked_accuracy
-    elif accuracies and best == "zeroed_accuracy":  # which is not recorded by client
+    elif accuracies and pooled:
         count, scores, there = (sum(count),), (of.zeroed_accuracy,), [True]
+    elif accuracies and best == "zeroed_accuracy":
+        scores = of.client_zeroed_accuracy
     correct = []
     for n, score in zip(count, scores, strict=True):
         value = math.nan if score is None else score

@@ -86,6 +86,7 @@ class Evaluation:
         client_kl_divergence: the same in KL, in nats; None where it is infinite.
         metric: what models are judged by.
         measures: name of a metric -> what it came to, of all but the accuracies.
+        client_zeroed_accuracy: (C,) of each client's own; () in records of before it was told.
     """
 
     round: int
@@ -113,6 +114,7 @@ class Evaluation:
     client_kl_divergence: tuple[Number, ...] = ()
     metric: str = ACCURACY.name
     measures: dict[str, Measure] = field(default_factory=dict, hash=False)
+    client_zeroed_accuracy: tuple[Number, ...] = ()
 
     @property
     def main(self) -> Measure:
@@ -252,6 +254,7 @@ def summarise(
         missed=tuple(missed),
         metric=metric.name,
         measures=measures,
+        client_zeroed_accuracy=per_client(zeroed),
     )
 
 
@@ -292,7 +295,9 @@ def _check(evaluation: Evaluation) -> None:
     told = vars(evaluation)
     if min(*(told[name] for name in ("round", "bytes_down", "bytes_up")), *evaluation.count, 0) < 0:
         raise ValueError("a number is below zero")
-    each = ("count", "client_accuracy", "client_loss", "client_masked_accuracy")
+    each = ["count", "client_accuracy", "client_loss", "client_masked_accuracy"]
+    if evaluation.client_zeroed_accuracy:
+        each.append("client_zeroed_accuracy")
     if {len(told[name]) for name in each} != {len(evaluation.clients)}:
         raise ValueError("each client must have one number of each kind")
     if evaluation.metric != ACCURACY.name and evaluation.metric not in evaluation.measures:
