@@ -20,6 +20,7 @@ from hyperfed.engines import Faults
 from hyperfed.errors import LostEverybodyError, UserError
 from hyperfed.methods import METHODS, pfedhn
 from hyperfed.runs import config
+from hyperfed.runs.budgets import Budget, within
 from hyperfed.runs.records import as_written
 from hyperfed.runs.run import Run
 from toys import Normed, Stemmed, lengths, make_task
@@ -159,6 +160,30 @@ def test_the_best_round_is_by_the_validation_number_that_is_asked_for() -> None:
         UserError, match=r"best: must be 'accuracy', 'masked_accuracy' or 'zeroed_accuracy'"
     ):
         config.from_keys("fedavg", {"best": "loss"})
+
+
+def test_a_score_of_ones_own_is_among_the_classes_of_a_client_as_accuracy_is() -> None:
+    def hit(output: Tensor, y: Tensor) -> Tensor:
+        return (output.argmax(dim=-1) == y).double()
+
+    task = make_task()
+    for client in (0, 1, 3):
+        task.y[task.train[client]] %= 2
+    keys = {"rounds": 6, "evaluate_every": 1, "best": "masked_accuracy", "seed": 6}
+    plain, own = (
+        trained("fedavg", task=of, cohort=2, method={"local_lr": 0.3}, **keys)
+        for of in (task, replace(task, score=hit))
+    )
+    kinds = ("", "masked_", "zeroed_")
+    for e, expected in zip(own.evaluations, plain.evaluations, strict=True):
+        for kind in kinds:
+            assert e.measures[f"{kind}hit"].value == expected.value(f"{kind}accuracy")
+            assert e.measures[f"{kind}hit"].client == getattr(expected, f"client_{kind}accuracy")
+    assert any(len({e.value(f"{kind}hit") for kind in kinds}) == 3 for e in own.evaluations)
+    ended = [within(run, Budget("rounds", 5)).summary for run in (own, plain)]
+    assert ended[0]["best_round"] == ended[1]["best_round"] == own.summary["best_round"]
+    scores = {e.round: e.main.value for e in own.evaluations if e.split == "val" and e.round < 6}
+    assert own.summary["best_round"] != max(scores, key=scores.__getitem__)
 
 
 def test_faults_are_recorded_and_the_run_goes_on() -> None:

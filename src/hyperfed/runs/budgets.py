@@ -174,7 +174,9 @@ def _told(of: Evaluation, best: str, *, pooled: bool) -> Tree:
     count, scores, missed = of.count, of.main.client, {lost.client for lost in of.missed}
     there = [client not in missed for client in of.clients]
     accuracies = of.metric == ACCURACY.name
-    if accuracies and best == "masked_accuracy":
+    if (own := of.measures.get(best.replace(ACCURACY.name, of.metric))) is not None:
+        scores = own.client  # also of a score of one's own among the classes that a client has
+    elif accuracies and best == "masked_accuracy":
         scores = of.client_masked_accuracy
     elif accuracies and pooled:
         count, scores, there = (sum(count),), (of.zeroed_accuracy,), [True]
