@@ -166,6 +166,17 @@ def test_the_comparison_has_a_table_of_them() -> None:
     assert not named("f1").less_is_better
 
 
+def test_a_number_has_four_digits_or_all_before_the_point() -> None:
+    shown = [named("rmse").shown(value) for value in (0.5, 999.96, 1234.4, -1234.4, -0.5, 2e7)]
+    assert shown == ["0.5000", "1000.", "1234", "-1234", "-0.5000", "2.000e+07"]
+
+
+@pytest.mark.parametrize(("name", "worst_first"), [("accuracy", [0.0, 0.5]), ("rmse", [2.0, 0.0])])
+def test_what_has_no_value_is_worse_than_the_worst(name: str, worst_first: list[float]) -> None:
+    values = [*reversed(worst_first), None]
+    assert sorted(values, key=named(name).order) == [None, *worst_first]
+
+
 @pytest.mark.parametrize(
     ("options", "asked", "told"),
     [

@@ -16,7 +16,7 @@ from hyperfed.papers.measured import UNITS
 from hyperfed.runs import config, experiments
 from hyperfed.runs.experiments import Published
 from hyperfed.runs.folder import RunFolder
-from hyperfed.runs.records import summarise
+from hyperfed.runs.records import Lost, summarise
 from hyperfed.runs.statistics import Spread
 from made_tables import TABLE, make_table, record
 
@@ -262,6 +262,30 @@ def test_where_clients_are_missing_there_is_no_verdict_and_it_is_said(folder: Pa
     assert "- local, seed 3: evaluated 3 of 4 clients: the test numbers are without" in text
 
 
+def test_a_verdict_on_novel_clients_rests_on_all_of_these(folder: Path) -> None:
+    for seed, evaluated, novel_evaluated in ((0, 3, 1), (1, 4, 0)):
+        path = record(folder, "fedavg", seed, [6, 6, 6, 6])
+        told = json.loads((path / "summary.json").read_text())
+        told |= {"novel_accuracy": 0.6, "novel_evaluated": f"{novel_evaluated} of 1"}
+        edited(path, missed=4 - evaluated)
+        novel = summarise(
+            round=4, split="novel", clients=[4], count=[10], correct=[6], loss=[1.0],
+            masked_correct=[6], zeroed_correct=[6], bytes_down=0, bytes_up=0, seconds=0.0,
+            missed=[] if novel_evaluated else [Lost(4, "gone")],
+        )  # fmt: skip
+        RunFolder(path).append(novel)
+        told["evaluated"] = f"{evaluated} of 4"
+        (path / "summary.json").write_text(json.dumps(told))
+    (group,) = measured.alike(collected(folder)[0]["made/table1", "digits-fedavg"])
+    for metric, whole, lacking in (
+        ("novel_accuracy", 0, "seed 1: evaluated 0 of 1 clients; within 60 ± 1.5"),
+        ("test_accuracy", 1, "seed 0: evaluated 3 of 4 clients; within 60 ± 1.5"),
+    ):
+        exact = Published(60.0)
+        assert measured.verdict([group[whole]], metric, exact, judged=True).reproduced is True
+        assert measured.verdict(group, metric, exact, judged=True).why == lacking
+
+
 def test_where_a_seed_has_no_number_there_is_no_verdict_and_it_is_said(folder: Path) -> None:
     record(folder, "fedavg", 0, [6, 6, 6, 6])
     lacking = record(folder, "fedavg", 1, [6, 6, 6, 6])
@@ -327,6 +351,21 @@ def test_the_best_is_so_on_the_seeds_that_both_have(folder: Path) -> None:
     for local, fedavg in (("Local", "FedAvg"), ("local", "fedavg")):
         assert row(text, local)[7] == "best"
         assert row(text, fedavg)[7] == "-30.0 [-30.0, -30.0]"
+
+
+def test_the_best_is_so_by_what_the_table_measures(folder: Path) -> None:
+    make_table(folder, TABLE.replace('"test_accuracy"', '"test_masked_accuracy"'))
+    for row_of, correct, masked in (("local", 5, 0.9), ("fedavg", 7, 0.8)):
+        path = record(folder, row_of, 0, [correct] * 4)
+        said = json.loads((path / "metrics.jsonl").read_text())
+        said |= {"masked_accuracy": masked, "client_masked_accuracy": [masked] * 4}
+        (path / "metrics.jsonl").write_text(f"{json.dumps(said)}\n")
+        told = json.loads((path / "summary.json").read_text())
+        told["test_masked_accuracy"] = masked
+        (path / "summary.json").write_text(json.dumps(told))
+    text = written(folder, "report.md")
+    assert row(text, "Local")[7] == "best"
+    assert row(text, "FedAvg")[6:8] == ["-10.0 [-10.0, -10.0]"] * 2
 
 
 def test_lines_that_are_judged_by_unlike_metrics_are_not_compared(folder: Path) -> None:
@@ -434,12 +473,8 @@ def test_of_several_records_that_train_alone_that_with_like_settings_counts(fold
     assert "- gains over local are over local_2 of short\n" in text
 
 
-def test_a_record_of_no_table_without_a_number_has_a_dash_and_a_note(folder: Path) -> None:
-    """The second seed of FedAvg has no test examples."""
-    for seed in (0, 1):
-        record(folder, "local", seed, [5, 5, 5, 5], place="few/local")
-        record(folder, "fedavg", seed, [6, 6, 6, 6], place="few/fedavg")
-    path = folder / "results" / "few" / "fedavg" / "seed1"
+def untested(path: Path) -> None:
+    """Has no client of a record have an example to test on."""
     nobody = summarise(
         round=4, split="test", clients=[0, 1, 2, 3], count=[0] * 4, correct=[0] * 4,
         loss=[0.0] * 4, masked_correct=[0] * 4, zeroed_correct=[0] * 4,
@@ -450,6 +485,20 @@ def test_a_record_of_no_table_without_a_number_has_a_dash_and_a_note(folder: Pat
     summary = json.loads((path / "summary.json").read_text())
     gone = [key for key in summary if "accuracy" in key]
     (path / "summary.json").write_text(json.dumps(summary | dict.fromkeys(gone)))
+
+
+def test_records_without_a_number_hide_none_of_the_same_cell(folder: Path) -> None:
+    untested(record(folder, "fedavg", 0, [6, 6, 6, 6]))
+    record(folder, "fedavg", 1, [7, 7, 7, 7], rounds=2)
+    assert row(written(folder, "report.md"), "FedAvg")[2:4] == ["70.0", "1"]
+
+
+def test_a_record_of_no_table_without_a_number_has_a_dash_and_a_note(folder: Path) -> None:
+    """The second seed of FedAvg has no test examples."""
+    for seed in (0, 1):
+        record(folder, "local", seed, [5, 5, 5, 5], place="few/local")
+        record(folder, "fedavg", seed, [6, 6, 6, 6], place="few/fedavg")
+    untested(folder / "results" / "few" / "fedavg" / "seed1")
     text = written(folder, "report.md")
     assert row(text, "fedavg")[1:6] == ["2", "–", "–", "–", "–"]
     assert row(text, "fedavg")[6:8] == ["+10.0 [10.0, 10.0], 1 seed", "–"]

@@ -4,13 +4,15 @@ from dataclasses import replace
 from statistics import fmean
 
 import pytest
+import torch
 
 from finished_runs import Finished, evaluation, finished
 from hyperfed.errors import UserError
+from hyperfed.metrics import RMSE
 from hyperfed.runs.budgets import Budget, budget_of, within
 from hyperfed.runs.comparison import compare
 from hyperfed.runs.config import from_keys
-from hyperfed.runs.records import REHEARSAL, Evaluation, Lost
+from hyperfed.runs.records import REHEARSAL, Evaluation, Lost, summarise
 
 VAL = {5: [7, 8], 10: [8, 9], 15: [9, 8], 20: [9, 9]}
 TEST = {5: [9, 9], 10: [5, 10], 15: [6, 7], 20: [4, 8]}
@@ -146,6 +148,37 @@ def test_a_record_without_zeroed_accuracy_by_client_goes_by_that_of_all_examples
         ]
         (row,) = compare([within(replace(done, evaluations=tuple(older)), Budget("rounds", 15))])
         assert row.best_round == 10
+
+
+def test_a_round_without_test_data_is_not_the_best() -> None:
+    """As where a run was killed between the two, and goes on without an evaluation there."""
+    done = run()
+    early = replace(done.evaluations[0], round=4, client_accuracy=(1.0, 1.0, None))
+    (row,) = compare(
+        [within(replace(done, evaluations=(early, *done.evaluations)), Budget("rounds", 10))]
+    )
+    assert row.best_round == 10
+
+
+def by_error(number: int, split: str, errors: list[float]) -> Evaluation:
+    """Two clients, of 30 examples and of 10, each with one error on all of them."""
+    squares = [-30 * errors[0] ** 2, -10 * errors[1] ** 2]
+    sums = {"count": torch.tensor([30.0, 10.0]), "correct": torch.tensor(squares)}
+    return summarise(
+        round=number, split=split, clients=[0, 1], count=[30, 10], correct=squares,
+        masked_correct=squares, zeroed_correct=squares, loss=[0.0, 0.0], bytes_down=0,
+        bytes_up=0, seconds=0.0, metric=RMSE, counts=sums,
+    )  # fmt: skip
+
+
+def test_of_errors_the_best_round_has_the_least_over_all_examples() -> None:
+    """The mean of the clients' errors is less in the first round, that of squares in the other."""
+    shown = {5: [5.0, 1.0], 10: [4.0, 5.0], 20: [9.0, 9.0]}
+    told = [by_error(n, split, errors) for n, errors in shown.items() for split in ("val", "test")]
+    done = replace(finished("fedavg", metric="rmse"), evaluations=tuple(told))
+    ran = within(done, Budget("rounds", 10))
+    assert ran.summary["best_round"] == 10
+    assert ran.summary["test_rmse"] == pytest.approx(18.25**0.5)
 
 
 def test_a_run_that_spent_no_more_is_as_it_was() -> None:

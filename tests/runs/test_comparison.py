@@ -366,7 +366,8 @@ def test_a_seed_that_ran_twice_is_no_more_of_a_mean_than_another():
             *(("once", 0, 0.8), ("once", 1, 0.5)),
         )
     ]
-    assert [one.best for one in paired.pair_groups(runs, compare(runs))] == ["once"] * 2
+    pairs = paired.pair_groups(runs, compare(runs))
+    assert [(one.best, one.seeds) for one in pairs] == [("once", 2)] * 2
 
 
 def test_a_gain_over_local_is_over_the_one_with_most_settings_alike():
@@ -386,6 +387,9 @@ def test_a_gain_over_local_is_over_the_one_with_most_settings_alike():
     assert [one.over_local and one.over_local.mean for one in pairs] == [
         *(None, None, pytest.approx(0.5), pytest.approx(0.2))
     ]
+    printed = StringIO()
+    Console(width=120, file=printed).print(*paired.tables(pairs))
+    assert [line.split()[-1] for line in printed.getvalue().splitlines()[-2:]] == ["100.0"] * 2
     names = ["local local_steps=5", "local local_steps=50"]
     assert [one.by_name["local"] for one in pairs] == [None, None, *names]
     assert paired.told_of_local(pairs) == [
