@@ -400,14 +400,14 @@ class Server(federation.Server):
         varies = (rows - rows.mean(dim=0)).square().sum()
         if not varies:
             return {}
-        explained = 1 - self.missed[there].sum() / varies
+        explained = 1 - float(self.missed[there].sum() / varies)
         if explained < EXPLAINED:
             log.warning(
                 f"the encoder explains {100 * explained:.0f} % of the variance of the clients' "
                 "embeddings, so novel clients get nearly one model; train phase 1 longer, or with "
                 "another method.encoder_lr"
             )
-        return {"explained": explained}
+        return {"explained": torch.tensor(explained, dtype=torch.float64)}
 
     def embed(self, clients: Cohort) -> Tensor:
         """Returns (C, l) embeddings of known clients."""
