@@ -206,6 +206,22 @@ class Federation:
         return {name: value[0] for name, value in reply.items()}
 
 
+def check_that_novel_clients_measure(ours: Federation, kind: type[LoopEngine]) -> None:
+    """Novel clients of :func:`far_task` have batch-norm's statistics of their inputs."""
+    task, client_class, close = ours.task, ours.method.Client, {"rtol": 1e-9, "atol": 1e-12}
+    ours.engine = kind(task, client_class, ours.config, seed=0)
+    ours.round([0, 1])
+    cohort = ours.engine.cohort([3, 4], 99, training=False, fresh=True)
+    found = cohort.ask(client_class.export, ours.server.personalize(cohort))
+    for place, client in enumerate((3, 4)):
+        model, x = trees.take(found, place), task.x[task.train[client]]
+        body = x @ model["body.weight"].T + model["body.bias"]
+        torch.testing.assert_close(model["norm.running_mean"], body.mean(dim=0), **close)
+        torch.testing.assert_close(model["norm.running_var"], body.var(dim=0), **close)
+    known, initial = ours.personal(2), task.initial("base")  # it was never asked
+    torch.testing.assert_close(known["norm.running_var"], initial["norm.running_var"])
+
+
 def both(method: str, kind: Callable[..., LoopEngine], device: torch.device) -> list[Federation]:
     """The same federation on the CPU and on a device, there by an engine of a kind."""
     made = [Federation(method, make_task(Normed, novel=1), **short(method)) for _ in range(2)]

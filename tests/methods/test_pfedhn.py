@@ -31,6 +31,7 @@ from toys import (
     Federation,
     Normed,
     TwoLayers,
+    check_that_novel_clients_measure,
     client_loss,
     far_task,
     logits,
@@ -325,19 +326,8 @@ def normalised(model: dict[str, Tensor], x: Tensor, by: Tensor) -> Tensor:
 def test_novel_clients_to_whom_nothing_is_fitted_measure_the_buffers(
     settings: dict[str, Any], kind: type[LoopEngine]
 ) -> None:
-    task = far_task()
-    ours = Federation("pfedhn", task, **ONE_STEP, **SERVER, **settings)
-    ours.engine = kind(task, ours.method.Client, ours.config, seed=0)
-    ours.round([0, 1])
-    cohort = ours.engine.cohort([3, 4], 99, training=False, fresh=True)
-    found = cohort.ask(ours.method.Client.export, ours.server.personalize(cohort))
-    for place, client in enumerate((3, 4)):
-        model, x = trees.take(found, place), task.x[task.train[client]]
-        body = x @ model["body.weight"].T + model["body.bias"]
-        torch.testing.assert_close(model["norm.running_mean"], body.mean(dim=0), **CLOSE)
-        torch.testing.assert_close(model["norm.running_var"], body.var(dim=0), **CLOSE)
-    known, initial = ours.personal(2), task.initial("base")  # it was never asked
-    torch.testing.assert_close(known["norm.running_var"], initial["norm.running_var"])
+    ours = Federation("pfedhn", far_task(), **ONE_STEP, **SERVER, **settings)
+    check_that_novel_clients_measure(ours, kind)
 
 
 def test_a_fit_begins_with_the_buffers_that_all_begin_with() -> None:
