@@ -1,8 +1,10 @@
 """Data sets: what is read, what the cache does, and what is said when there is nothing to read."""
 
 import io
+import operator
 import os
 import time
+from dataclasses import replace
 from unittest.mock import Mock
 
 import numpy as np
@@ -14,6 +16,7 @@ from safetensors import safe_open
 
 from hyperfed.data import cache, datasets, readers
 from hyperfed.data.datasets import Normalize, load
+from hyperfed.data.examples import Examples, fingerprint_of
 from hyperfed.errors import UserError
 from hyperfed.nets import LeNet
 
@@ -301,6 +304,19 @@ def test_stack_overflow_without_its_columns_or_long_posts_is_said():
         readers.stackoverflow(opened(train={"client_id": ["1"], "text": ["a"]}), "so")
     with pytest.raises(UserError, match="posts of so must be longer than 5 words"):
         readers.stackoverflow(opened(train={"client_id": ["1"], "tokens": ["a b c d e"]}), "so")
+
+
+def test_the_cache_keeps_every_tensor(cached):
+    names = ("client", "coarse", "overlaps", "part")
+    whole = {name: torch.arange(6) + place for place, name in enumerate(names)}
+    x, y = torch.randn(6, 2), torch.arange(6) % 3
+    built = Examples("made", x, y, torch.zeros(6, dtype=torch.bool), 3, **whole)
+    built = replace(built, fingerprint=fingerprint_of(built.tensors()))
+    cache.load_or_build("made", lambda: built)
+    kept = cache.load_or_build("made", lambda: pytest.fail("it was built again"))
+    for name, value in vars(built).items():
+        same = torch.equal if isinstance(value, torch.Tensor) else operator.eq
+        assert same(getattr(kept, name), value), name
 
 
 def test_the_second_load_is_the_cache(cached, small, monkeypatch):

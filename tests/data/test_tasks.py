@@ -330,22 +330,29 @@ def test_natural_clients_keep_an_official_split_only_if_all_are_on_both_sides():
     assert [len(own) for own in partition.train] == [70] * 20
 
 
+@pytest.mark.parametrize("own_split", [False, True])
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 @pytest.mark.parametrize("name", ["natural", "class_shares", "shuffled", "iid"])
-def test_no_text_is_shared_between_training_and_what_is_held_out(name, fraction):
-    examples = replace(made(2000, clients=20), overlaps=torch.full((2000,), 4))
+def test_no_text_is_shared_between_training_and_what_is_held_out(name, fraction, own_split):
+    place = torch.arange(2000) // 20  # of an example in its client's text
+    overlaps = torch.full((2000,), 4)
+    if own_split:  # which text is not shared across
+        overlaps = torch.where(place < 70, (69 - place).clamp(max=4), overlaps)
+    examples = replace(
+        made(2000, clients=20, held_out=(place >= 70) & own_split), overlaps=overlaps
+    )
     config = TaskConfig(clients=20, partition=name, fraction=fraction)
     partition = divide(config, examples, seed=0)
-    place = torch.arange(2000) // 20  # of an example in its client's text
     dealt = {split: all_indices(getattr(partition, split)) for split in ("train", "val", "test")}
-    for own, later in (("train", "val"), ("train", "test"), ("val", "test")):
+    pairs = (("train", "val", 4), ("train", "test", 4), ("val", "test", 0 if own_split else 4))
+    for own, later, shared in pairs:
         for client in range(20):
             before, after = (
                 place[dealt[split][dealt[split] % 20 == client]] for split in (own, later)
             )
             assert len(before)
             assert len(after)
-            assert before.max() + 4 < after.min()
+            assert before.max() + shared < after.min()
 
 
 def test_texts_that_overlap_are_not_drawn_from_as_pfllib_does():
