@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property, partial
 from operator import index
-from os.path import lexists
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,7 @@ from hyperfed.errors import LostEverybodyError, UserError, one_line
 from hyperfed.federation import AllLostError
 from hyperfed.runs import clients, examined, learned, private, records, trackers
 from hyperfed.runs import config as configuration
+from hyperfed.runs.accounts import Accounts, keyed, numbered
 from hyperfed.runs.evaluation import Counts, chosen_by, evaluate, is_better
 from hyperfed.runs.folder import RunFolder, read_run
 from hyperfed.runs.identity import check_identity, identity
@@ -39,12 +39,11 @@ from hyperfed.runs.settings import RunConfig, check_cohort, cohort_size
 from hyperfed.runs.status import Reporter
 from hyperfed.runs.tally import Tally, always_lost
 from hyperfed.system.devices import CPU
-from hyperfed.system.files import sync
 from hyperfed.system.locks import Lock
 from hyperfed.system.provenance import commit, versions
 from hyperfed.trees import Tree
 from hyperfed.trees.aggregation import Rule
-from hyperfed.trees.checkpoints import load_latest, load_state, save_latest, save_state
+from hyperfed.trees.checkpoints import load_latest, load_state, save_latest
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -54,9 +53,6 @@ log = logging.getLogger(__name__)
 
 PATIENCE = 10
 """Rounds in a row whose clients all failed by their own errors before the run gives up."""
-
-NOVEL_CLIENTS = "novel"
-"""Whose accounts are in one file with those of newcomers, who are called by their data's hash."""
 
 
 @dataclass(frozen=True)
@@ -390,8 +386,7 @@ class Run(Served):
         def pay() -> None:  # at once: a round that comes to nothing may still be told of
             private.charge(self.engine, clients, here)
             if secret and self.folder is not None:
-                save_state(self.folder.released, _keyed(self.engine.released), {})
-                sync(self.folder.released.parent)
+                self._accounts(self.folder).told()
 
         noise = private.AggregateNoise(here, seed, self.round, secret=secret, pay=pay)
         with trees.aggregating(self._rule, noise.of_means):
@@ -538,8 +533,7 @@ class Run(Served):
         if self.engine.released and self.folder is not None:
             self._checkpoint()  # what was let out since the last one is not to be forgotten
         if self.folder is not None:
-            if self.config.task.partition_file is not None:
-                configuration.make_portable(self.folder.config)
+            configuration.make_portable(self.folder.config)
             self.folder.write_summary(self.summary)
 
     # State.
@@ -548,51 +542,24 @@ class Run(Served):
     def _on_the_disk(self, served: Served) -> Iterator[None]:
         """Has on the disk what clients who do not train let out meanwhile, before it is told.
 
-        Other processes that serve clients of this run privately wait, and go on from there.
-
         Args:
             served: who serves them: this run, or what it gave to serve them otherwise.
         """
         if self.folder is None or (served.private is None and served.server.privacy() is None):
             yield
             return
-        lock = Lock(self.folder.served.parent, wait=True)
-        try:
-            self._read_accounts(self.folder)
-            before = self._accounts(self.folder)
-            try:
-                yield
-            finally:
-                now = self._accounts(self.folder)
-                if trees.structure(now) != trees.structure(before):
-                    save_state(self.folder.served, now, {})
-                    sync(self.folder.served.parent)
-        finally:
-            lock.release()
+        with self._accounts(self.folder).serving():
+            yield
 
-    def _accounts(self, folder: RunFolder) -> Tree:
-        """Returns what newcomers have let out, and novel clients where no checkpoint follows."""
-        novel = self.task.novel_ids if folder.summary.exists() else ()
-        released = {c: self.engine.released[c] for c in novel if c in self.engine.released}
-        every = {NOVEL_CLIENTS: released} | self._newcomers
-        return {who: _keyed(held) for who, held in every.items()}
-
-    def _read_accounts(self, folder: RunFolder) -> None:
-        """Takes from the disk what clients have let out to others meanwhile: accounts only grow."""
-        kept = load_state(folder.served)[0] if lexists(folder.served) else {}
-        for who, held in kept.items():
-            known = who == NOVEL_CLIENTS
-            ours = self.engine.released if known else self._newcomers.setdefault(who, {})
-            for client, theirs in _numbered(held).items():
-                if len(theirs["multipliers"]) > len(ours.get(client, {}).get("multipliers", ())):
-                    ours[client] = theirs
+    def _accounts(self, folder: RunFolder) -> Accounts:
+        return Accounts(folder, self.engine, self._newcomers, self.task.novel_ids)
 
     def _checkpoint(self) -> None:
         if self.folder is None:
             return
-        tree: Tree = {"server": self._state(), "memory": _keyed(self.engine.memory)}
+        tree: Tree = {"server": self._state(), "memory": keyed(self.engine.memory)}
         if self.engine.released:
-            tree["released"] = _keyed(self.engine.released)
+            tree["released"] = keyed(self.engine.released)
         self._tally.count(self._bytes)  # what was posted: a server's state waits for it
         meta: dict[str, Any] = {
             **self._identity,
@@ -605,7 +572,7 @@ class Run(Served):
             **self._tally.meta(),
         }
         if self._best is not None:
-            tree["best"] = {"server": self._best.server, "memory": _keyed(self._best.memory)}
+            tree["best"] = {"server": self._best.server, "memory": keyed(self._best.memory)}
             tree["best"] |= {"val": self._best.val}
             meta |= {"best_round": self._best.round, "best_accuracy": self._best.value}
         self.folder.sync()  # so that no checkpoint is ahead of them
@@ -642,13 +609,10 @@ class Run(Served):
             if strange := set(ours) - set(trees.structure(state)):
                 raise ValueError(f"the server must have {min(map(str, strange))}")
         self.server.load(trees.to(tree["server"], self.engine.device))
-        self.engine.memory = _numbered(tree["memory"])
-        self.engine.released = _numbered(tree.get("released", {}))
+        self.engine.memory = numbered(tree["memory"])
+        self.engine.released = numbered(tree.get("released", {}))
         if self.folder is not None:
-            # Whichever checkpoint it is that the run goes on from, what was told stays told.
-            if lexists(self.folder.released):
-                self.engine.released = _numbered(load_state(self.folder.released)[0])
-            self._read_accounts(self.folder)
+            self._accounts(self.folder).read()
         self.round = index(meta["round"])
         if not 0 <= self.round <= self.config.rounds:
             raise ValueError(f"round {self.round} of {self.config.rounds}")
@@ -658,20 +622,12 @@ class Run(Served):
         self._tally.load(meta)
         if "best" in tree:
             best = tree["best"]
-            memory = _numbered(best["memory"])
+            memory = numbered(best["memory"])
             counts = [tuple(leaf.shape) for _, leaf in trees.leaves(best["val"])]
             if len(set(counts)) != 1 or len(counts[0]) != 1:
                 raise ValueError("the best round must have one count of each kind of each client")
             number, value = index(meta["best_round"]), meta["best_accuracy"]  # of whatever metric
             self._best = Best(number, value, best["server"], memory, best["val"])
-
-
-def _keyed(memory: Mapping[int, Tree]) -> Tree:
-    return {str(client): tree for client, tree in memory.items()}
-
-
-def _numbered(memory: Mapping[str, Tree]) -> dict[int, Tree]:
-    return {int(client): tree for client, tree in memory.items()}
 
 
 def _run_folder(path: Path) -> RunFolder:
