@@ -118,15 +118,19 @@ def test_points_stand_side_by_side_and_the_best_is_chosen_by_the_first_measure(
     found = {
         (made.id, cell): records
         for cell, records in {
-            ADAPTED.format(0.1, 0.05): [record("", 0.5, 0.1), record("", 0.7, 0.3, seed=1)],
-            ADAPTED.format(0.1, 0.5): [record("", 0.9, 0.2, scale=0.1), record("", 0.55, 0.9)],
+            ADAPTED.format(0.1, 0.05): [record("", 0.6, 0.1), record("", 0.7, 0.3, seed=1)],
+            # Better on the average, by a seed that is the easier one.
+            ADAPTED.format(0.1, 0.5): [
+                record("", 0.9, 0.2, scale=0.1),
+                record("", 0.68, 0.9, seed=1),
+            ],
             ADAPTED.format(0.02, 0.05): [record("", 0.95, 0.95, cohort=("3", "2"))],
             ADAPTED.format(0.02, 0.5): [record("", 0.99, 0.99, scale=0.1)],
         }.items()
     }
     header, rows = grids.matrix(found, made, "digits", "val", "adapted")
     assert header == ["local_lr", "adapt_lr=0.05", "adapt_lr=0.5"]
-    assert rows == [["0.1", "**60.0 ± 14.1**", "55.0"], ["0.02", "95.0*", "99.0*"]]
+    assert rows == [["0.1", "**65.0 ± 7.1**", "68.0"], ["0.02", "95.0*", "99.0*"]]
     _, rows = grids.matrix(found, made, "digits", "test", "adapted")
     assert rows == [["0.1", "**20.0 ± 14.1**", "90.0"], ["0.02", "95.0*", "99.0*"]]
     assert grids.matrix(found, made, "half", "val", "fedavg") == ([], [])
@@ -134,6 +138,16 @@ def test_points_stand_side_by_side_and_the_best_is_chosen_by_the_first_measure(
     assert chosen == {"adapted-local_lr0.1-adapt_lr0.05"}
     scaled = {cell: of for cell, of in found.items() if of[-1].origin.scale < 1}
     assert grids.best(scaled, made, "digits", "adapted") == "adapted-local_lr0.02-adapt_lr0.5"
+
+
+def test_of_points_without_a_seed_in_common_none_is_the_best(tmp_path: Path) -> None:
+    made = table(tmp_path)
+    cells = (ADAPTED.format(0.1, 0.05), ADAPTED.format(0.1, 0.5))
+    found = {(made.id, cell): [record("", 0.5, 0.5, seed)] for seed, cell in enumerate(cells)}
+    assert grids.best(found, made, "digits", "adapted") is None
+    assert not grids.worse(found, made, "digits")
+    _, (row, _) = grids.matrix(found, made, "digits", "val", "adapted")
+    assert row == ["0.1", "50.0", "50.0"]
 
 
 @pytest.mark.usefixtures("as_before")

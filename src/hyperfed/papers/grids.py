@@ -6,8 +6,10 @@ The point that is best by the table's first measure stands for its row beside ot
 from collections.abc import Mapping
 from itertools import product
 
+from hyperfed.metrics import ACCURACY
 from hyperfed.papers import measured
 from hyperfed.papers.measured import Cell, Measurement
+from hyperfed.runs import statistics
 from hyperfed.runs.experiments import Experiment
 from hyperfed.runs.statistics import Spread
 
@@ -20,21 +22,31 @@ def worse(found: Found, experiment: Experiment, column: str) -> set[str]:
     return {
         row
         for name, grid in experiment.grids.items()
+        if (chosen := best(found, experiment, column, name)) is not None
         for row in grid.points.values()
-        if row != best(found, experiment, column, name)
+        if row != chosen
     }
 
 
 def best(found: Found, experiment: Experiment, column: str, name: str) -> str | None:
-    """Returns the row of a grid's best point, of those that count if any; None for none."""
-    measure = next(iter(experiment.measures))
-    reached = {
-        row: (counts, mean.mean)
+    """Returns the row of a grid's best point, by the seeds that points have in common.
+
+    Of those that count, if any; None for none, and where no two have a seed in common.
+    """
+    measure = next(iter(experiment.measures.values()))
+    groups = {
+        row: group
         for row in experiment.grids[name].points.values()
-        if (point := _point(found, experiment, column, measure, row)) is not None
-        for mean, counts in [point]
+        if (group := _group(found, experiment, column, row))
+        and measured.over_seeds(group, measure.metric) is not None
     }
-    return max(reached, key=lambda row: reached[row], default=None)
+    counting = {row: group for row, group in groups.items() if group[0].counts} or groups
+    rows = list(counting)
+    if len(rows) < 2:
+        return next(iter(rows), None)
+    values = [measured.of_seeds(group, measure.metric) for group in counting.values()]
+    place = statistics.best(values, ACCURACY)
+    return None if place is None else rows[place]
 
 
 def matrix(
@@ -47,9 +59,9 @@ def matrix(
     """
     grid = experiment.grids[name]
     *down, across = grid.values
-    chosen = best(found, experiment, column, name)
-    if chosen is None:
+    if not any(found.get((experiment.id, f"{column}-{row}")) for row in grid.points.values()):
         return [], []
+    chosen = best(found, experiment, column, name)
     rows = []
     for upper in product(*(grid.values[setting] for setting in down)):
         cells = [f"{value:g}" for value in upper]
@@ -66,12 +78,15 @@ def _point(
     found: Found, experiment: Experiment, column: str, measure: str, row: str
 ) -> tuple[Spread, bool] | None:
     """Returns what a point came to, and whether a verdict can rest on it; None without a record."""
-    records = found.get((experiment.id, f"{column}-{row}"))
-    if not records:
+    if not (group := _group(found, experiment, column, row)):
         return None
-    group = measured.alike(records)[0]
     mean = measured.over_seeds(group, experiment.measures[measure].metric)
     return None if mean is None else (mean, group[0].counts)
+
+
+def _group(found: Found, experiment: Experiment, column: str, row: str) -> list[Measurement]:
+    """Returns a point's records, of one setting; none where it has none."""
+    return next(iter(measured.alike(found.get((experiment.id, f"{column}-{row}"), []))), [])
 
 
 def _shown(mean: Spread, counts: bool) -> str:

@@ -72,14 +72,9 @@ class Line:
         return fmean(there) if there else None
 
     @property
-    def of_seeds(self) -> dict[tuple[int, str, str], float]:
+    def of_seeds(self) -> dict[tuple[int, str | None, str], float]:
         """What the metric came to, by seed, data and metric."""
-        told = [
-            ((s["seed"], s["data_fingerprint"], self.metric), value)
-            for one, s in zip(self.group, self.summaries, strict=True)
-            if (value := one.value(self.metric)) is not None
-        ]
-        return statistics.by_seed(told)
+        return measured.of_seeds(self.group, self.metric)
 
     def against(self, other: "Line") -> Difference | None:
         """Compares it to another, client by client, where both are judged by one metric."""

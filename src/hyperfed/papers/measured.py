@@ -336,6 +336,15 @@ def over_seeds(group: Sequence[Measurement], metric: str) -> Spread | None:
     return statistics.spread(values) if values else None
 
 
+def of_seeds(group: Sequence[Measurement], metric: str) -> dict[tuple[int, str | None, str], float]:
+    """Returns what a metric came to, by seed, data and metric; nothing of a seed without it."""
+    return statistics.by_seed(
+        ((one.summary.get("seed", 0), one.summary.get("data_fingerprint"), metric), value)
+        for one in group
+        if (value := one.value(metric)) is not None
+    )
+
+
 def verdict(
     group: Sequence[Measurement], metric: str, published: Published | None, *, judged: bool
 ) -> Verdict:
