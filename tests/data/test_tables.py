@@ -438,6 +438,31 @@ def test_a_folder_of_people_is_dealt_by_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("cached")
+@pytest.mark.parametrize("person", ["val", "test-1"])
+def test_a_folder_of_which_some_would_be_left_out_is_refused(tmp_path: Path, person: str) -> None:
+    folder = Path(pictures(tmp_path / "all"))
+    (folder / "bob").rename(folder / person)  # as a split is called, so that ann is in none
+    told = "8 of its files would be left out, such as ann/cat/0.png"
+    with pytest.raises(UserError, match=told):
+        datasets.load(str(folder))
+    (folder / "README.md").write_text(
+        "---\nconfigs:\n- config_name: one\n  data_files: ann/*/*.png\n---\n"
+    )
+    assert len(datasets.load(str(folder))) == 8  # as it says
+
+
+@pytest.mark.usefixtures("cached")
+def test_a_folder_of_tables_of_which_some_would_be_left_out_is_refused(tmp_path: Path) -> None:
+    for name in ("clinic a", "clinic b", "clinic test"):
+        saved(table(), tmp_path / f"{name}.parquet")
+    told = "2 of its files would be left out, such as clinic a.parquet"
+    with pytest.raises(UserError, match=told):
+        datasets.load(str(tmp_path))
+    with pytest.raises(UserError, match=told):
+        site.read(tmp_path)
+
+
+@pytest.mark.usefixtures("cached")
 def test_images_for_validation_or_testing_are_not_trained_on(tmp_path: Path) -> None:
     folder = tmp_path / "three"
     pictures(folder, ("train", "validation", "test"))

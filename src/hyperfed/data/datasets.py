@@ -121,13 +121,13 @@ def _load_rows(name: str, data_dir: Path | None, columns: Columns) -> Examples:
             f" data_dir (or HYPERFED_DATA) to a folder that holds {name}/"
         )
     files = _files(folder) if folder else source
-    reader = known.read.__name__ if known else str(columns)
+    reader = known.read.__name__ if known else f"all files, {columns}"
 
     def build() -> Examples:
         # The rows of a local folder are decoded once: no second copy of them stays on disk.
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
-            cache_dir = scratch if folder else None
-            return _finished(read(lambda config: _rows(name, source, config, cache_dir), name))
+            cache_dir, own = scratch if folder else None, known is None
+            return _finished(read(lambda config: _rows(name, source, config, cache_dir, own), name))
 
     if folder and not known and not cache.asked_for():
         return build()  # somebody's own: no copy stays
@@ -171,13 +171,15 @@ def _files(folder: Path) -> list[tuple[str, int, int]]:
     return found
 
 
-def _rows(name: str, source: str, config: str | None, cache_dir: str | None) -> Mapping[str, Any]:
+def _rows(
+    name: str, source: str, config: str | None, cache_dir: str | None, own: bool
+) -> Mapping[str, Any]:
     """Opens a configuration of a data set, or says what to do about it."""
     import datasets  # takes seconds to import, and a cached load does without
 
     local = cache_dir is not None
     try:
-        splits: Mapping[str, Any] = hub.load(source, config, cache_dir, local=local)
+        splits: Mapping[str, Any] = hub.load(source, config, cache_dir, local=local, whole=own)
     except ConnectionError as error:
         raise UserError(
             f"{name} must come from a local folder or the Hugging Face hub, and the hub could not "

@@ -2,7 +2,8 @@
 
 It is quick to say that there is no way to the hub: without a network the library's requests are
 tried again for half a minute, each with two lines. And a folder is read without asking anybody, and
-without reading what lies elsewhere: what came with the data may name any file or address.
+without reading what lies elsewhere: what came with the data may name any file or address. Of
+somebody's own folder all is read or nothing: the library leaves out what it takes for no split.
 """
 
 import sys
@@ -18,7 +19,9 @@ PATIENCE = 5.0
 """Seconds in which the hub must answer one request."""
 
 
-def load(source: str, config: str | None, cache_dir: str | None, *, local: bool) -> Any:
+def load(
+    source: str, config: str | None, cache_dir: str | None, *, local: bool, whole: bool = False
+) -> Any:
     """Returns what ``datasets.load_dataset`` does, and raises what it does.
 
     Where the hub does not answer, only what has been downloaded before is looked for, at once.
@@ -28,10 +31,12 @@ def load(source: str, config: str | None, cache_dir: str | None, *, local: bool)
         config: which of its configurations; None for the default one.
         cache_dir: where the rows go; the library's own folder where None.
         local: it is a folder.
+        whole: of which all files of a kind must be read, unless its README says which.
 
     Raises:
         ValueError: the folder cannot be read, or its README names data that are not in it.
-        OSError: it is one of ``save_to_disk``, of which the library would read the notes.
+        OSError: it is one of ``save_to_disk``, of which the library would read the notes; or files
+            would be left out.
     """
     import datasets  # takes seconds to import, and a cached load does without
     from huggingface_hub import constants
@@ -45,6 +50,8 @@ def load(source: str, config: str | None, cache_dir: str | None, *, local: bool)
         if local:
             _check_layout(Path(source))
             _check_named_data(Path(source))
+        if whole and cache_dir is not None and not _named_data(Path(source)):
+            _check_whole(Path(source), datasets.load_dataset_builder(source, cache_dir=cache_dir))
         return datasets.load_dataset(source, config, cache_dir=cache_dir)
     except (OSError, ValueError, datasets.exceptions.DatasetsError):
         raise
@@ -69,15 +76,44 @@ def _check_layout(folder: Path) -> None:
 
 def _check_named_data(folder: Path) -> None:
     """Raises ``ValueError`` where a README says that data of a folder are elsewhere."""
+    for name in _named_data(folder):
+        if "://" in name or ".." in PurePath(name).parts or name[:1] in "/~":
+            raise ValueError(f"{folder} must name data within it, but names {name[:100]!r}")
+
+
+def _named_data(folder: Path) -> list[str]:
+    """Returns all words by which a README says which data of a folder there are."""
     from huggingface_hub import DatasetCard
 
     readme, alone = folder / "README.md", folder / ".huggingface.yaml"
     cards = [DatasetCard.load(readme)] if readme.is_file() else []
     if alone.is_file():
         cards.append(DatasetCard(f"---\n{alone.read_text(encoding='utf-8')}\n---\n"))
-    for name in (name for card in cards for name in _texts(card.data.get("configs"))):
-        if "://" in name or ".." in PurePath(name).parts or name[:1] in "/~":
-            raise ValueError(f"{folder} must name data within it, but names {name[:100]!r}")
+    return [name for card in cards for name in _texts(card.data.get("configs"))]
+
+
+def _check_whole(folder: Path, builder: Any) -> None:
+    """Raises ``OSError`` where the library would not read all files of the kinds that it reads.
+
+    One file or folder that is called as a split is, such as val, and it reads no others.
+    """
+    from datasets.data_files import FILES_TO_IGNORE
+
+    root = folder.resolve()
+    read = {Path(path) for paths in builder.config.data_files.values() for path in paths}
+    kinds = {path.suffix.lower() for path in read if path.stem != "metadata"}
+    kinds.update(getattr(builder, "EXTENSIONS", ()))
+    left = [
+        path.relative_to(root)
+        for path in sorted(root.rglob("*"))
+        if path.suffix.lower() in kinds and path not in read and path.name not in FILES_TO_IGNORE
+    ]
+    if left := [path for path in left if not any(part[:1] in "._" for part in path.parts)]:
+        raise OSError(
+            f"{len(left)} of its files would be left out, such as {left[0]}, because others are "
+            "called as splits are (train, val, dev, test, ...) by their name or that of a folder; "
+            "rename those, or have all files below folders of splits"
+        )
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -268,7 +268,7 @@ def _from_rows(path: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         try:
             if path.is_dir():
-                splits = hub.load(str(path), None, scratch, local=True)
+                splits = hub.load(str(path), None, scratch, local=True, whole=True)
             else:
                 held = datasets.table.InMemoryTable(tables.read_parquet(path))
                 splits = {"train": datasets.Dataset(held)}
