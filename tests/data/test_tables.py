@@ -463,6 +463,28 @@ def test_a_folder_of_tables_of_which_some_would_be_left_out_is_refused(tmp_path:
 
 
 @pytest.mark.usefixtures("cached")
+def test_splits_that_are_called_in_capitals_are_not_trained_on(tmp_path: Path) -> None:
+    told = "splits must be called in small letters, .*, got "
+    folder = pictures(tmp_path / "all", ("Training", "Testing"))
+    with pytest.raises(UserError, match=f"{told}Testing, Training"):
+        datasets.load(folder)
+    (tmp_path / "tables").mkdir()
+    for name in ("Train", "Test"):
+        saved(table(), tmp_path / "tables" / f"{name}.csv")
+    with pytest.raises(UserError, match=rf"{told}Test\.csv, Train\.csv"):
+        datasets.load(str(tmp_path / "tables"))
+
+
+@pytest.mark.usefixtures("cached")
+def test_a_person_may_be_called_as_a_split_is_but_for_capitals(tmp_path: Path) -> None:
+    folder = Path(pictures(tmp_path / "all"))
+    (folder / "bob").rename(folder / "Dev")
+    assert datasets.load(str(folder)).names == ("Dev", "ann")
+    evaluated = datasets.load(pictures(tmp_path / "apart", ("train", "evaluation")))
+    assert (evaluated.names, int(evaluated.held_out.sum())) == (("ann", "bob"), 16)
+
+
+@pytest.mark.usefixtures("cached")
 def test_images_for_validation_or_testing_are_not_trained_on(tmp_path: Path) -> None:
     folder = tmp_path / "three"
     pictures(folder, ("train", "validation", "test"))

@@ -6,6 +6,8 @@ without reading what lies elsewhere: what came with the data may name any file o
 somebody's own folder all is read or nothing: the library leaves out what it takes for no split.
 """
 
+import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +19,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 PATIENCE = 5.0
 """Seconds in which the hub must answer one request."""
+
+SPLITS = (
+    "train", "training", "val", "valid", "validation", "dev",
+    "test", "testing", "eval", "evaluation",
+)  # fmt: skip
+"""Folders and files that name a split to the library, which tells capitals apart."""
 
 
 def load(
@@ -93,9 +101,10 @@ def _named_data(folder: Path) -> list[str]:
 
 
 def _check_whole(folder: Path, builder: Any) -> None:
-    """Raises ``OSError`` where the library would not read all files of the kinds that it reads.
+    """Raises ``OSError`` where the library would leave out files, or train on those for testing.
 
-    One file or folder that is called as a split is, such as val, and it reads no others.
+    One file or folder that is called as a split is, such as val, and it reads no others. Where none
+    is, as it finds Train and Test, everything is for training.
     """
     from datasets.data_files import FILES_TO_IGNORE
 
@@ -108,11 +117,22 @@ def _check_whole(folder: Path, builder: Any) -> None:
         for path in sorted(root.rglob("*"))
         if path.suffix.lower() in kinds and path not in read and path.name not in FILES_TO_IGNORE
     ]
-    if left := [path for path in left if not any(part[:1] in "._" for part in path.parts)]:
+    if left := [
+        path for path in left if not any(part.startswith((".", "__")) for part in path.parts)
+    ]:
         raise OSError(
             f"{len(left)} of its files would be left out, such as {left[0]}, because others are "
             "called as splits are (train, val, dev, test, ...) by their name or that of a folder; "
             "rename those, or have all files below folders of splits"
+        )
+    common = os.path.commonpath(read) if read else root
+    tops = sorted({path.relative_to(common).parts[0] for path in read if path != Path(common)})
+    words = {re.split(r"[-._ 0-9]", top)[0] for top in tops}
+    splits = len(words) > 1 and all(word.lower() in SPLITS for word in words)
+    if splits and len(builder.config.data_files) == 1 and not words <= {*SPLITS}:
+        raise OSError(
+            f"its splits must be called in small letters, such as train and test, or all of it is "
+            f"for training, got {', '.join(tops[:4])}; rename them"
         )
 
 

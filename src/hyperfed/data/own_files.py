@@ -14,13 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hyperfed.data import arrays, readers, tables
+from hyperfed.data import arrays, hub, readers, tables
 from hyperfed.data.examples import Examples, fingerprint_of
 from hyperfed.data.tables import Columns
 from hyperfed.errors import UserError
-
-SPLITS = ("train", "training", "val", "valid", "validation", "dev", "test", "testing", "eval")
-"""Folders that name a split, and nobody."""
 
 
 def from_file(path: Path, columns: Columns | None = None) -> Examples:
@@ -168,7 +165,8 @@ def _people(splits: Mapping[str, Any], features: Mapping[str, Any]) -> list[str]
     while all(len(parts) > common and parts[common] == folders[0][common] for parts in folders):
         common += 1
     below = [parts[common:] for parts in folders]
-    below = [parts[1:] if parts and parts[0].lower() in SPLITS else parts for parts in below]
+    if all(parts and parts[0] in hub.SPLITS for parts in below):  # else it is who is called so
+        below = [parts[1:] for parts in below]
     if any(len(parts) != 2 for parts in below):
         return None
     return [person for person, _ in below]
