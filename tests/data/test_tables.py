@@ -558,6 +558,25 @@ def test_a_folder_of_tables_has_the_splits_of_its_files(tmp_path: Path) -> None:
     assert (other.classes, other.x.shape) == (0, (N, 1))
 
 
+@pytest.mark.usefixtures("cached")
+def test_ids_of_csv_files_in_a_folder_are_as_they_are_written(tmp_path: Path) -> None:
+    ids, labels = ["01", "1", "NA"] * 8, ["010", "10"] * 12
+    for split, rows in {"train": slice(0, 18), "test": slice(18, N)}.items():
+        saved(table(client=ids, label=labels)[rows], tmp_path / f"{split}.csv")
+    for _ in range(2):  # the second time from the cache
+        found = datasets.load(str(tmp_path))
+        assert (found.names, found.labels) == (("01", "1", "NA"), ("010", "10"))
+        assert found.part is not None
+        assert found.part.tolist() == [0] * 18 + [2] * 6
+    (tmp_path / "more").mkdir()
+    saved(table(client=ids, label=[*"12" * 12]), tmp_path / "more" / "a.csv")
+    saved(table(client=ids, label=[*"1x" * 12]), tmp_path / "more" / "b.csv")
+    assert datasets.load(str(tmp_path / "more")).labels == ("1", "2", "x")
+    saved(table()[["client", "label", "age"]], tmp_path / "more" / "b.csv")
+    with pytest.raises(UserError, match=r"b\.csv must have the columns of .*a\.csv"):
+        datasets.load(str(tmp_path / "more"))
+
+
 def test_labels_that_clients_code_in_their_own_ways_have_no_names(tmp_path: Path) -> None:
     path = saved(table(label=["a", "b", "c"] * 8), tmp_path / "mine.csv")
     assert build(config(path), 0).labels == ("a", "b", "c")

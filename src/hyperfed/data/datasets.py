@@ -127,6 +127,9 @@ def _load_rows(name: str, data_dir: Path | None, columns: Columns) -> Examples:
         # The rows of a local folder are decoded once: no second copy of them stays on disk.
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
             cache_dir, own = scratch if folder else None, known is None
+            files = hub.csv_files(folder, scratch) if folder and own else {}
+            if files:
+                return _finished(own_files.from_csv_files(files, name, columns))
             return _finished(read(lambda config: _rows(name, source, config, cache_dir, own), name))
 
     if folder and not known and not cache.asked_for():

@@ -46,27 +46,59 @@ def load(
         OSError: it is one of ``save_to_disk``, of which the library would read the notes; or files
             would be left out.
     """
+    try:
+        with _library(offline=local or not reachable()) as datasets:
+            if local:
+                _check_layout(Path(source))
+                _check_named_data(Path(source))
+            if whole and cache_dir is not None and not _named_data(Path(source)):
+                builder = datasets.load_dataset_builder(source, cache_dir=cache_dir)
+                _check_whole(Path(source), builder)
+            return datasets.load_dataset(source, config, cache_dir=cache_dir)
+    except Exception as error:  # whatever a folder makes several libraries raise
+        from datasets.exceptions import DatasetsError
+
+        if not local or isinstance(error, OSError | ValueError | DatasetsError):
+            raise
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def csv_files(folder: Path, cache_dir: str) -> dict[str, list[Path]]:
+    """Returns the files of a folder by split, where all of them are CSV files.
+
+    Of any other folder, or one whose README says what is there, it is {}, and so it is where
+    something is wrong, which :func:`load` tells.
+    """
+    if next(folder.rglob("*.csv"), None) is None:
+        return {}
+    try:
+        _check_layout(folder)
+        if _named_data(folder):
+            return {}
+        with _library(offline=True) as datasets:
+            builder = datasets.load_dataset_builder(str(folder), cache_dir=cache_dir)
+            _check_whole(folder, builder)
+    except Exception:  # whatever a folder makes several libraries raise
+        return {}
+    split_files = builder.config.data_files.items()
+    found = {str(split): [Path(path) for path in paths] for split, paths in split_files}
+    every = [path for paths in found.values() for path in paths]
+    return found if all(path.suffix == ".csv" for path in every) else {}
+
+
+@contextmanager
+def _library(*, offline: bool) -> Iterator[Any]:
+    """Gives ``datasets``, without its bars and, where asked, without a way to the hub."""
     import datasets  # takes seconds to import, and a cached load does without
     from huggingface_hub import constants
 
     shown = not datasets.are_progress_bars_disabled()
     before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
-    if local or not reachable():
+    if offline:
         constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     datasets.disable_progress_bars()
     try:
-        if local:
-            _check_layout(Path(source))
-            _check_named_data(Path(source))
-        if whole and cache_dir is not None and not _named_data(Path(source)):
-            _check_whole(Path(source), datasets.load_dataset_builder(source, cache_dir=cache_dir))
-        return datasets.load_dataset(source, config, cache_dir=cache_dir)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError):
-        raise
-    except Exception as error:  # whatever a folder makes several libraries raise
-        if not local:
-            raise
-        raise ValueError(f"{type(error).__name__}: {error}") from error
+        yield datasets
     finally:
         constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
         if shown:

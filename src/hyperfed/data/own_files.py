@@ -29,6 +29,19 @@ def from_file(path: Path, columns: Columns | None = None) -> Examples:
     return of_table(tables.read(path, columns), path.stem, columns or Columns(), str(path))
 
 
+def from_csv_files(files: Mapping[str, Sequence[Path]], name: str, columns: Columns) -> Examples:
+    """Reads the CSV files of each split as one table, whose ids and labels are as written there.
+
+    Raises:
+        UserError: one that does not hold examples; lists all that is wrong.
+    """
+    table, rows = tables.read_csv([path for paths in files.values() for path in paths], columns)
+    if len(files) > 1 and columns.split is None and "split" not in table:
+        splits = np.repeat([*files], [len(paths) for paths in files.values()])
+        table["split"] = np.repeat([arrays.parts_named({split: [0]})[0] for split in splits], rows)
+    return of_table(table, name, columns, name)
+
+
 def of_table(table: Any, name: str, columns: Columns, what: str) -> Examples:
     """Turns a table into examples.
 

@@ -111,11 +111,11 @@ def read(path: Path, columns: Columns | None = None) -> Any:
     if path.suffix == ".npz":
         return arrays.read_npz(path, needed=())
 
+    if path.suffix == ".csv":
+        return read_csv([path], columns or Columns())[0]
     try:
         if path.suffix == ".parquet":
             return read_parquet(path).to_pandas()
-        if path.suffix == ".csv":
-            return _read_csv(path, columns or Columns())
     except UNREADABLE as error:
         raise UserError(
             f"{path} must be a readable table, but is not: {one_line(str(error))}"
@@ -132,19 +132,40 @@ UNREADABLE = (
 """What pyarrow and pandas raise of damaged or forged files."""
 
 
-def _read_csv(path: Path, columns: Columns) -> Any:
-    """Reads a CSV file, of which pandas is not to guess what ids and labels are."""
+def read_csv(paths: Sequence[Path], columns: Columns) -> tuple[Any, list[int]]:
+    """Reads CSV files as one table, of which pandas is not to guess what ids and labels are.
+
+    Returns:
+        a ``DataFrame``, and the number of rows of each file.
+
+    Raises:
+        UserError: one cannot be read, or has other columns than the first.
+    """
     import pandas
 
     # "NA" or "None" may be a label or a name; only an empty cell has none.
     empty: dict[str, Any] = {"keep_default_na": False, "na_values": [""]}
-    header = list(pandas.read_csv(path, nrows=0, **empty))
-    target = columns.target or next((name for name in TARGETS if name in header), "")
-    said = {columns.client or "client", columns.split or "split", target}
-    table = pandas.read_csv(path, dtype=dict.fromkeys(said, str), low_memory=False, **empty)
+    parts: list[Any] = []
+    for path in paths:
+        try:
+            header = list(pandas.read_csv(path, nrows=0, **empty))
+            target = columns.target or next((name for name in TARGETS if name in header), "")
+            said = {columns.client or "client", columns.split or "split", target}
+            kinds = dict.fromkeys(said, str)
+            parts.append(pandas.read_csv(path, dtype=kinds, low_memory=False, **empty))
+        except UNREADABLE as error:
+            raise UserError(
+                f"{path} must be a readable table, but is not: {one_line(str(error))}"
+            ) from error
+        if {*header} != {*parts[0]}:
+            raise UserError(
+                f"{path} must have the columns of {paths[0]}, {', '.join(parts[0])}, got "
+                f"{', '.join(header)}; rename or add them"
+            )
+    table = parts[0] if len(parts) == 1 else pandas.concat(parts, ignore_index=True)
     if target in header:
         table[target] = _typed(table[target])
-    return table
+    return table, [len(part) for part in parts]
 
 
 def _typed(words: Any) -> Any:
