@@ -115,6 +115,33 @@ def test_images_with_a_client_column(tmp_path: Path) -> None:
     assert said.std == pytest.approx([train.std()], abs=1e-4)
 
 
+def labelled_images(path: Path, names: list[str], labels: list[int]) -> Path:
+    pixels = np.random.default_rng(0).integers(0, 256, (len(labels), 4, 4), dtype=np.uint8)
+    columns = {"image": list(pixels), "label": labels, "client": [path.stem] * len(labels)}
+    kinds = {
+        "image": datasets.Image(),
+        "label": datasets.ClassLabel(names=names),
+        "client": datasets.Value("string"),
+    }
+    datasets.Dataset.from_dict(columns, features=datasets.Features(kinds)).to_parquet(path)
+    return path
+
+
+def test_names_of_image_labels_are_numbered_alike_at_all_sites(tmp_path: Path) -> None:
+    ours = labelled_images(tmp_path / "a.parquet", ["cat", "dog"], [0, 1] * 5)
+    others = labelled_images(tmp_path / "b.parquet", ["dog", "cat"], [1, 0] * 5)
+    alike = labelled_images(tmp_path / "c.parquet", ["cat", "dog"], [1, 0] * 5)
+    a, b, c = (site.read(path).introduce() for path in (ours, others, alike))
+    enrol([a, c], run=1)
+    with pytest.raises(UserError, match="name labels, or order them, in different ways"):
+        enrol([a, b], run=1)
+    for path in (ours, others):  # images 0, 2, ... are of cats in both
+        data = site.read(path, labels=("bird", "cat", "dog"))
+        assert (data.y.tolist(), data.classes) == ([1, 2] * 5, 3)
+    with pytest.raises(UserError, match="labels that are known, cat, cow, got 'dog'"):
+        site.read(others, labels=("cat", "cow"))
+
+
 def test_the_server_learns_counts_and_no_example(tmp_path: Path) -> None:
     said = site.read(archive(tmp_path)).at(site="clinic").introduce()
     assert [(m.name, m.examples) for m in said.members] == [("clinic/ann", 14), ("clinic/bob", 6)]

@@ -16,7 +16,8 @@ Three layouts:
 Where nothing says what is for validation and testing, 15 % of each client's examples are for each.
 
 Labels may be words. Each site sees some of them, so that all number them alike by one list of their
-names, in order: the run's ``task.labels``, or one that the site is told.
+names, in order: the run's ``task.labels``, or one that the site is told. Labels of images that are
+numbers with names (``ClassLabel`` of ``datasets``) are numbered anew by it.
 """
 
 import tempfile
@@ -209,6 +210,11 @@ def _targets(
 ) -> tuple[Tensor, int, Sequence[str]]:
     """Returns (N,) labels or floats, the number of labels, and the names of words."""
     y, classes = held["y"], _classes(held.get("classes"), problems)
+    names = tuple(held.get("names", ()))
+    if names and not labels:  # by which sites are compared
+        return *arrays.targets(y, classes, problems), names
+    if names:  # numbered by this site's own list of them
+        y, classes = np.array(names, dtype=object)[y.numpy()], None
     if not labels:
         if arrays.is_text(np.asarray(y)):
             problems.append(
@@ -256,7 +262,8 @@ def _classes(said: Any, problems: list[str]) -> int | None:
 
 
 def _from_npz(path: Path) -> dict[str, Any]:
-    return dict(arrays.read_npz(path, needed=("x", "y", "client")))
+    held = arrays.read_npz(path, needed=("x", "y", "client"))
+    return {name: values for name, values in held.items() if name != "names"}
 
 
 def _from_rows(path: Path) -> dict[str, Any]:
@@ -306,6 +313,8 @@ def _columns(splits: Mapping[str, Any], path: Path) -> dict[str, Any]:
     else:
         examples = readers.images(lambda config: splits, str(path), client="")
         columns |= {"x": examples.x, "y": examples.y, "classes": examples.classes}
+        label = features[readers.label_column(features, str(path))]
+        columns["names"] = getattr(label, "names", None) or ()
     if "split" in names:
         columns["split"] = np.array(_listed(splits, "split"))
     elif len(splits) > 1:
