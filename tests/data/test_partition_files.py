@@ -181,6 +181,18 @@ def test_the_division_of_a_regression_is_read_back(tmp_path, name):
     assert read.fingerprint == build(TaskConfig(**options), seed=0).fingerprint
 
 
+def test_the_division_of_labels_in_an_order_of_their_own_is_read_back(tmp_path):
+    words = np.array(["mild", "none", "severe", "worst"])[np.arange(240) % 4]
+    np.savez(tmp_path / "mine.npz", x=np.ones((240, 2)), y=words)
+    order, path = ("none", "mild", "severe", "worst"), tmp_path / "dealt.npz"
+    own = [f"task={tmp_path / 'mine.npz'}", f"task.labels={','.join(order)}", "task.clients=4"]
+    with pytest.raises(SystemExit, match="0"):
+        main(["export-partition", "fedavg", *own, "--out", str(path)])
+    options = {"name": str(tmp_path / "mine.npz"), "labels": order, "clients": 4}
+    read = build(TaskConfig(**options, partition="file", partition_file=path), seed=0)
+    assert read.fingerprint == build(TaskConfig(**options), seed=0).fingerprint
+
+
 def test_a_run_on_the_file_gives_the_same_numbers(tmp_path):
     path = tmp_path / "dealt.npz"
     config = TaskConfig(clients=4, novel=0.25)

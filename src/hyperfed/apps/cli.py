@@ -32,7 +32,7 @@ from hyperfed.apps.flower.commands import move, node, superexec
 from hyperfed.apps.guard import STOPPED, Tell, divide
 from hyperfed.apps.printing import Json, print_json, print_table, say, table
 from hyperfed.apps.status import show_status
-from hyperfed.data import datasets, partition_files, tables, tasks
+from hyperfed.data import partition_files, tables, tasks
 from hyperfed.data.own import rows_like
 from hyperfed.errors import EngineLostError, LostEverybodyError, UserError, one_line
 from hyperfed.methods import METHODS
@@ -295,7 +295,7 @@ def export_partition(
             "a partition to export must be of data that are here, got engine=flower, whose sites "
             "keep theirs; leave the engine out"
         )
-    examples = datasets.load(loaded.task.name, loaded.task.data_dir, loaded.task.columns)
+    examples = tasks.load(loaded.task)
     partition = tasks.divide(loaded.task, examples, loaded.seed)
     partition_files.write(out, partition, examples.y.numpy())
     sides = {"train": partition.train, "val": partition.val, "test": partition.test}

@@ -45,6 +45,7 @@ __all__ = [
     "build",
     "divide",
     "from_arrays",
+    "load",
     "newcomer",
     "remote",
     "settings_of",
@@ -76,9 +77,7 @@ def build(config: TaskConfig, seed: int, *, served: TaskConfig | None = None) ->
             "hyperfed.open_run(FOLDER, task) or hyperfed.resume(FOLDER, task), or start a run "
             "whose data and model are files: task=FILE task.model=FILE.py:NET"
         )
-    examples = datasets.load(config.name, config.data_dir, config.columns)
-    if config.labels is not None:
-        examples = own_files.numbered_by(examples, config.labels)
+    examples = load(config)
     config, served = (fitted(settings, examples) for settings in (config, served or config))
     partition = divide(config, examples, seed)
     if served.novel_alpha != config.novel_alpha:
@@ -122,6 +121,16 @@ def build(config: TaskConfig, seed: int, *, served: TaskConfig | None = None) ->
         columns=replace(config.columns, features=examples.features or None),
         **({} if examples.classes else regression),
     )
+
+
+def load(config: TaskConfig) -> Examples:
+    """Loads the data of a task, whose labels are numbered as its settings say.
+
+    Raises:
+        UserError: the data cannot be had, or have other labels.
+    """
+    examples = datasets.load(config.name, config.data_dir, config.columns)
+    return examples if config.labels is None else own_files.numbered_by(examples, config.labels)
 
 
 @dataclass(frozen=True)
