@@ -363,6 +363,14 @@ def test_a_newcomer_brings_its_own_data_to_the_task():
     assert newcomer(task, X[:7]).unlabelled
 
 
+def test_whole_numbers_are_no_labels_of_a_newcomer_to_a_regression():
+    y = np.linspace(-3, 3, len(X))
+    task = from_arrays(X, y, client=CLIENT, model=linear(1))
+    came = newcomer(task, X[:3], [-3, 0, 2])
+    assert came.y.tolist() == [-3, 0, 2]
+    assert came.y.dtype == task.y.dtype
+
+
 def test_a_newcomer_chooses_among_several_sizes():
     task = from_arrays(X, Y, client=CLIENT, model={"small": linear, "large": linear})
     assert newcomer(task, X[:7], size="small").size_of(0) == "small"

@@ -271,6 +271,9 @@ def newcomer(task: Task, x: Any, y: Any = None, *, size: str | None = None) -> T
     targets = torch.zeros(len(inputs) if inputs.ndim else 0, dtype=task.y.dtype)
     if y is not None:
         y = arrays.label_numbers(y, task.labels, problems)
+        if not task.classes:  # of a few numbers all may be whole, and are no labels for that
+            y = arrays.to_tensor(y, "y")
+            y = y if y.is_complex() else y.to(task.y.dtype)
         targets, _ = arrays.targets(y, task.classes or None, problems)
         arrays.same_length(problems, x=inputs, y=targets)
         targets = targets.to(task.y.dtype)
