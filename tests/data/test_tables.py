@@ -155,6 +155,13 @@ def test_labels_that_are_no_numbers_from_0_keep_their_names(
     assert newcomer(task, alone).y.tolist() == numbers[:1]
 
 
+def test_classes_that_are_given_say_how_labels_of_a_frame_are_numbered() -> None:
+    task = Task.from_frame(table(label=1 + np.arange(N) % 2), model=nn.Linear(2, 3), classes=3)
+    assert (task.classes, task.labels, task.y[:4].tolist()) == (3, (), [1, 2, 1, 2])
+    words = Task.from_frame(table(label=[*"ab" * 12]), model=nn.Linear(2, 3), classes=3)
+    assert (words.classes, words.labels, words.y[:4].tolist()) == (3, ("a", "b"), [0, 1, 0, 1])
+
+
 def test_a_text_is_its_bytes_with_the_end_last(tmp_path: Path) -> None:
     assert tables.tokens(np.array(["ab", "ü", ""]), None).tolist() == [[98, 99], [196, 189], [0, 0]]
     assert tables.tokens(np.array(["ab"]), 3).tolist() == [[0, 98, 99]]

@@ -208,7 +208,7 @@ def from_frame(
             f"{', '.join(map(str, frame))}; name it with client="
         )
     y, usual = rows.y, {"split": rows.split, "name": "table"}
-    if y is not None and not options.get("labels"):
+    if y is not None and not options.get("labels") and options.get("classes") is None:
         y, options["labels"] = tables.numbered(y)
     task = from_arrays(rows.x, y, client=rows.client, **usual | options)
     return replace(task, columns=replace(columns, features=rows.features))
