@@ -411,6 +411,9 @@ def fails():
     raise RuntimeError("no such layer")
 
 
+GAPS = np.ma.masked_equal([0, 2] * 6, 2)
+
+
 def stacked_in_an_array():
     """Twelve rows as a table's column holds them."""
     rows = np.empty(12, object)
@@ -442,6 +445,9 @@ def stacked_in_an_array():
         ({"x": {"a": torch.ones(6, 2)}}, "x must be one array .* of all .*, got dict; put it"),
         ({"y": {"a": torch.ones(6)}}, "y must be one array .*, got dict; put it together"),
         ({"y": None}, "y must be one array .*, got NoneType; put"),
+        ({"x": GAPS[:, None]}, "x must have a value everywhere, got some that are masked; fill or"),
+        ({"y": GAPS}, "y must have a value everywhere, got some that are masked"),
+        ({"y": GAPS, "labels": ["a", "b", "c"]}, "y must have a value everywhere, got some"),
         ({"y": [[0], [1]] * 6}, r"y must have shape \(N,\), .* got \(12, 1\) .*; flatten it"),
         ({"y": [["a"], ["b"]] * 6}, r"y must have shape \(N,\), .* got \(12, 1\)"),
         ({"x": [["a"]] * 12}, "x must hold numbers, got dtype <U1"),

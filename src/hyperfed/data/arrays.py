@@ -127,7 +127,7 @@ def label_numbers(
         problems: what must hold and does not is appended here.
         integers: whether integers may be names; where not, they are numbers.
     """
-    if isinstance(y, Tensor):
+    if isinstance(y, Tensor) or np.ma.is_masked(y):
         return y
     values = np.asarray(y)
     words_alone = not all(label.lstrip("-").isdecimal() for label in labels)
@@ -346,6 +346,10 @@ def to_tensor(array: Any, name: str) -> Tensor:
     """
     if isinstance(array, Tensor):
         return array.detach().cpu()
+    if np.ma.is_masked(array):  # what is below the mask is any number
+        raise UserError(
+            f"{name} must have a value everywhere, got some that are masked; fill or drop them"
+        )
     try:
         array = np.asarray(array)
     except ValueError as error:

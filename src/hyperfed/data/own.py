@@ -365,7 +365,7 @@ def minus_squared_error(output: Tensor, y: Tensor) -> Tensor:
 
 def _numbered(y: Any, problems: list[str]) -> tuple[Any, tuple[str, ...]]:
     """Numbers labels that are words, and returns their names; anything else as it is."""
-    if isinstance(y, Tensor):
+    if isinstance(y, Tensor) or np.ma.is_masked(y):
         return y, ()
     try:
         values = np.asarray(y)
