@@ -6,7 +6,7 @@ from torch import nn
 
 from hyperfed import functional, trees
 from hyperfed.system.randomness import generator, seeded
-from toys import FEATURES
+from toys import CLASSES, FEATURES, Assigning
 
 
 class Tied(nn.Module):
@@ -94,6 +94,25 @@ def test_features_of_tokens_that_count_nothing_are_zero(tail: nn.Module, masked:
     assert torch.equal(found, expected.flatten(1))
     _, plain = functional.outputs_and_features(net, trees.model_of(net), x)
     assert torch.equal(plain, seen.flatten(1))
+
+
+def test_buffers_that_a_network_assigns_to_are_kept_in_training_alone() -> None:
+    net = Assigning().double()
+    model = trees.model_of(net)
+    before = trees.clone(model)
+    x = torch.randn(8, FEATURES, dtype=torch.float64, generator=generator(0, "x"))
+    output, buffers = functional.forward(net, model, x)
+    same, features, again = functional.forward_with_features(net, model, x)
+    assert buffers.keys() == again.keys() == {"mean", "passes", "mask"}
+    for found in (buffers, again):
+        torch.testing.assert_close(found["mean"], 0.1 * torch.tanh(net.body(x)).mean(0))
+        assert found["passes"] == 1
+        assert len(found["mask"]) == 1
+    assert output.shape == same.shape == (8, CLASSES)
+    assert features.shape == (8, 4)
+    functional.apply(net, model, x)
+    torch.testing.assert_close(model, before, rtol=0, atol=0)
+    torch.testing.assert_close(trees.model_of(net), before, rtol=0, atol=0)
 
 
 def test_statistics_forget_what_was_no_number() -> None:

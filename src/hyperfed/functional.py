@@ -27,7 +27,8 @@ def apply(module: nn.Module, model: Model, x: Tensor, *more: Tensor, train: bool
     Args:
         module: the architecture. Of its own weights only frozen ones are used. It must not be
             shared by threads.
-        model: as ``trees.model_of`` gives it. Under ``train`` buffers change in place.
+        model: as ``trees.model_of`` gives it. Under ``train`` its buffers change, in place or for
+            what the network assigns to them.
         x: (B, ...) what the network takes.
         more: further arguments of the network, where it takes any.
         train: the mode that batch-norm and dropout see.
@@ -43,6 +44,8 @@ def apply(module: nn.Module, model: Model, x: Tensor, *more: Tensor, train: bool
             entries[key] = model[name]
         with _spared(found.norms) if train and len(x) == 1 else nullcontext():
             output: Tensor = module(x, *more)
+        if train:
+            model |= found.assigned(model)
     finally:
         for (_, entries, key), tensor in zip(places, own, strict=True):
             entries[key] = tensor
@@ -99,6 +102,7 @@ class _Places:
         frozen = set(trees.frozen_parts(module))
         trained = [part for part in module.modules() if part not in frozen]
         self.norms = [part for part in trained if isinstance(part, _BatchNorm)]
+        self._of_buffers = [place for place in self.places if place[0] in self.buffers]
         self._still = [part for part in frozen if any(True for _ in part.buffers(recurse=False))]
         self.hold_still()
 
@@ -106,6 +110,19 @@ class _Places:
         """Puts frozen batch-norm back into evaluation mode: its statistics stay as they are."""
         for part in self._still:
             part.training = False
+
+    def assigned(self, model: Model) -> Model:
+        """Returns what a network that ran with a model has put in the place of buffers.
+
+        Such as by ``self.mean = 0.9 * self.mean + 0.1 * x.mean(0)``, which writes nothing in place.
+        What is of another shape, such as a mask made anew for longer inputs, is of this pass alone.
+        """
+        now = [(name, entries.get(key), model[name]) for name, entries, key in self._of_buffers]
+        return {
+            name: value.detach().to(before.dtype)
+            for name, value, before in now
+            if value is not before and isinstance(value, Tensor) and value.shape == before.shape
+        }
 
 
 _PLACES: WeakKeyDictionary[nn.Module, _Places] = WeakKeyDictionary()
@@ -125,7 +142,7 @@ def outputs_and_features(
 
     Args:
         module: the architecture; its own weights are not used. It must not be shared by threads.
-        model: every parameter and buffer of ``module``. Under ``train`` buffers change in place.
+        model: every parameter and buffer of ``module``. Under ``train`` buffers change as there.
         x: (B, ...) what the network takes.
         y: (B, T) labels of tokens. A linear layer's features of those that count nothing, whose
             label is below 0, are zero.
@@ -186,9 +203,9 @@ def forward(module: nn.Module, model: Model, x: Tensor) -> tuple[Tensor, Model]:
     Returns:
         the output and the buffers after the pass, {} where there are none.
     """
-    # Batch-norm writes its statistics in place: into copies.
-    buffers = {name: model[name].clone() for name in _places_of(module).buffers}
-    return apply(module, model | buffers, x, train=True), buffers
+    own = _with_own_buffers(module, model)
+    output = apply(module, own, x, train=True)
+    return output, {name: own[name] for name in _places_of(module).buffers}
 
 
 def forward_with_features(
@@ -199,8 +216,14 @@ def forward_with_features(
     Returns:
         the output, the features (B, F) of :func:`outputs_and_features`, and the buffers.
     """
-    buffers = {name: model[name].clone() for name in _places_of(module).buffers}
-    return *outputs_and_features(module, model | buffers, x, y, train=True), buffers
+    own = _with_own_buffers(module, model)
+    output, features = outputs_and_features(module, own, x, y, train=True)
+    return output, features, {name: own[name] for name in _places_of(module).buffers}
+
+
+def _with_own_buffers(module: nn.Module, model: Model) -> Model:
+    """Returns a model with copies of its buffers: batch-norm writes its statistics in place."""
+    return model | {name: model[name].clone() for name in _places_of(module).buffers}
 
 
 def batch_statistics(module: nn.Module, model: Model, inputs: Iterable[Tensor]) -> Model:

@@ -22,6 +22,7 @@ from probe import Client as Probe
 from probe import Config as ProbeConfig
 from together import EVEN, RAGGED, Recorded, both, close, left
 from toys import (
+    Assigning,
     Normed,
     Stemmed,
     TwoLayers,
@@ -149,6 +150,18 @@ def test_batch_norm_has_the_statistics_of_each_client() -> None:
     means, counts = replies[1]["norm.running_mean"], replies[1]["norm.num_batches_tracked"]
     assert len(means.unique(dim=0)) == 3
     assert counts.tolist() == [3, 3, 3]
+
+
+def test_buffers_that_a_network_assigns_to_are_each_clients() -> None:
+    replies = []
+    for each in both("fedavg", task={"net": Assigning, "examples": EVEN}):
+        cohort = each.engine.cohort([0, 1, 2], 0, training=True)
+        model = each.task.outline().initial()
+        replies.append(cohort.ask(each.method.Client.train_model, model, batches=Steps(3, 8)))
+    assert each.engine.together
+    close(*replies)
+    assert len(replies[1]["mean"].unique(dim=0)) == 3
+    assert replies[1]["passes"].tolist() == [3, 3, 3]
 
 
 # What the engine is built with.
