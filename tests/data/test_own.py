@@ -407,6 +407,15 @@ class Recurrent(nn.Module):
         return self.body(x[..., None])
 
 
+class Turning(nn.Linear):
+    def __init__(self):
+        super().__init__(2, 3)
+        self.register_buffer("turn", torch.polar(torch.ones(2), torch.ones(2)), persistent=False)
+
+    def forward(self, x):
+        return super().forward((x * self.turn).imag)
+
+
 def fails():
     raise RuntimeError("no such layer")
 
@@ -440,6 +449,7 @@ def stacked_in_an_array():
         ({"model": lambda: None}, "got one that makes None"),
         ({"model": {}}, "model must be a network, or one for each size"),
         ({"model": Recurrent}, "must return a tensor, got tuple"),
+        ({"model": Turning}, "real parameters and buffers .* but turn is torch.complex64; keep"),
         ({"model": nn.Identity, "x": torch.ones(12, 3)}, "must have parameters to train"),
         ({"x": [[1.0], [1.0, 2.0]] * 6}, "x must be one array, with rows of one shape"),
         ({"x": {"a": torch.ones(6, 2)}}, "x must be one array .* of all .*, got dict; put it"),

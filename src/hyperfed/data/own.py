@@ -495,6 +495,14 @@ def try_models(
                 f"model {size!r} must have parameters to train, but has none or all are frozen; "
                 "set requires_grad of some"
             )
+        moving = {**trees.parameters_of(network), **trees.buffers_of(network)}
+        if unreal := [name for name, value in moving.items() if value.is_complex()]:
+            problems.append(  # a mean of them would be that of their real parts
+                f"model {size!r} must have real parameters and buffers where they are not frozen, "
+                f"but {unreal[0]} is {moving[unreal[0]].dtype}; keep torch.view_as_real of it, and "
+                "take torch.view_as_complex of that in forward"
+            )
+            continue
         try:
             with torch.no_grad(), seeded(seed, "lazy", size):
                 if any(map(is_lazy, [*network.parameters(), *network.buffers()])):
