@@ -14,9 +14,10 @@ from torch import Tensor
 
 from hyperfed import engines, trees
 from hyperfed.engines import EngineConfig, Faults
+from hyperfed.engines.local.loop import LoopEngine
 from hyperfed.engines.masking import HEAVIEST, SMALLEST, UNIT, Masking, least
 from hyperfed.errors import UserError
-from hyperfed.federation import AllLostError, Cohort
+from hyperfed.federation import AllLostError, Cohort, step
 from hyperfed.methods import METHODS, fedavg
 from hyperfed.methods.fedavg import Client
 from hyperfed.runs import config as configuration
@@ -101,6 +102,23 @@ def test_whole_numbers_stay_as_they_were_sent_and_variances_are_none_below_zero(
     assert not torch.equal(model["norm.running_var"], torch.ones(4).double())
     sent = {"norm.running_var": torch.tensor([0.1]).double()}
     assert Masking(1.0).mean(torch.tensor([-UNIT]), 1, sent)["norm.running_var"] == 0
+
+
+class Differing(Client):
+    @step(like="model", bounded="reply")
+    def change(self, model: Tree) -> Tree:
+        return trees.subtract(model, self.train_model(model))
+
+
+def test_the_mean_of_differences_is_one() -> None:
+    config = fedavg.Config(**ONE_STEP)
+    means = []
+    for masking in (None, Masking(5.0)):
+        engine = LoopEngine(TASK, Differing, config, seed=0, masking=masking)
+        cohort = engine.cohort([0, 1, 3], 0, training=True)
+        sent = TASK.outline().initial()
+        means.append(cohort.mean(Differing.change, sent, batches=config.batches))
+    torch.testing.assert_close(means[1], means[0], rtol=0, atol=5.0 * 2**-32)
 
 
 def test_sums_are_those_of_integers_modulo_2_to_the_64() -> None:

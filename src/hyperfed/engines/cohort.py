@@ -27,7 +27,7 @@ from hyperfed.engines.replies import (
     expected_structure,
     refusal,
 )
-from hyperfed.engines.updates import UNCOVERED, PrivateUpdates, bounded
+from hyperfed.engines.updates import UNCOVERED, PrivateUpdates, bounded, centre_of
 from hyperfed.errors import UserError
 from hyperfed.federation import AllLostError, Client, Each, StepInfo
 from hyperfed.task import Task
@@ -327,15 +327,16 @@ class EngineCohort:
         if masking is None or not self.state.training:
             return trees.weighted_mean(self.ask(step, *payload, batches=batches), self.weight)
         function, info = find_step(self._engine.client, step.__dict__["step"].name)
-        centre = promised(function, info, Call(0, 0, 0, info.name, payload))
-        assert centre is not None, "of what is averaged, a step's mark says what it is like"
+        like = promised(function, info, Call(0, 0, 0, info.name, payload))
+        assert like is not None, "of what is averaged, a step's mark says what it is like"
+        centre = centre_of(like, like, info)  # zeros of a difference
         total = masking.total(self, step, payload, batches)
         weight = self.weight
         try:
             mean = masking.mean(total, int(weight.sum()), trees.exact(centre))
         except ValueError as error:
             self.give_up(str(error))
-        return trees.as_told(mean, float(weight.max() / weight.sum()), centre)
+        return trees.as_told(mean, float(weight.max() / weight.sum()), like)
 
     def gather(
         self,
