@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.utils.parametrizations import spectral_norm
 
 from hyperfed import training, trees
 from hyperfed.errors import UserError
@@ -364,6 +365,8 @@ def test_a_task_needs_classes_and_a_linear_last_layer() -> None:
 
     with pytest.raises(UserError, match=r"must end in an nn.Linear.* got Conv1d"):
         Federation("fed_rod", make_task(convolution))
+    with pytest.raises(UserError, match=r"must end in an nn.Linear.* got ParametrizedLinear"):
+        Federation("fed_rod", make_task(lambda: spectral_norm(nn.Linear(FEATURES, CLASSES))))
 
 
 def test_a_linear_layer_without_a_bias_will_do() -> None:

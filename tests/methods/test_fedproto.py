@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 from hyperfed.errors import UserError
 from hyperfed.task import Task
@@ -177,3 +178,5 @@ def test_a_task_must_have_classes_and_a_linear_head() -> None:
     headless = {"base": nn.Sequential(nn.Linear(FEATURES, CLASSES), nn.BatchNorm1d(CLASSES))}
     with pytest.raises(UserError, match=r"must end in an nn.Linear .* got BatchNorm1d"):
         Federation("fedproto", make_task(models=headless))
+    with pytest.raises(UserError, match=r"must end in an nn.Linear .* got ParametrizedLinear"):
+        Federation("fedproto", make_task(lambda: spectral_norm(nn.Linear(FEATURES, CLASSES))))

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 from hyperfed import functional, trees
 from hyperfed.engines.local.loop import LoopEngine
@@ -328,7 +329,15 @@ class Ending(nn.Sequential):
         super().__init__(nn.Linear(FEATURES, CLASSES), nn.BatchNorm1d(CLASSES))
 
 
-@pytest.mark.parametrize("net", [Ending, lambda: nn.Linear(FEATURES, CLASSES)])
+class Normalised(TwoLayers):
+    """Its last layer's weight is made from another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = spectral_norm(self.head)
+
+
+@pytest.mark.parametrize("net", [Ending, Normalised, lambda: nn.Linear(FEATURES, CLASSES)])
 def test_a_target_without_a_linear_layer_after_others_takes_no_projection_head(net: Any) -> None:
     with pytest.raises(UserError, match="must end with a linear layer after others"):
         Federation("moon", make_task(net), projection=PROJECTED)

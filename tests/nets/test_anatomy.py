@@ -2,9 +2,11 @@
 
 import pytest
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
+from hyperfed import trees
 from hyperfed.errors import UserError
-from hyperfed.nets import MLP, CharLSTM, LeNet, LeNetBN, OmniglotNet, head_names
+from hyperfed.nets import MLP, CharLSTM, LeNet, LeNetBN, OmniglotNet, head_names, layers_of
 
 
 class TestHeadNames:
@@ -31,6 +33,17 @@ class TestHeadNames:
     def test_several_layers(self, layers, modules):
         expected = tuple(f"{name}.{kind}" for name in modules for kind in ("weight", "bias"))
         assert head_names(OmniglotNet((1, 28, 28), 3), layers) == expected
+
+    @pytest.mark.parametrize("norm", [weight_norm, spectral_norm])
+    def test_what_a_weight_is_made_from_is_of_its_layer(self, norm):
+        model = nn.Sequential(norm(nn.Linear(2, 3)), nn.ReLU(), norm(nn.Linear(3, 4)))
+        parameters = trees.parameters_of(model)
+        assert set(head_names(model)) == {name for name in parameters if name.startswith("2.")}
+        assert "2.bias" in head_names(model)
+        assert set(head_names(model, 2)) == set(parameters)
+        layers = {name: set(entries) for name, entries in layers_of(model).items()}
+        entries = trees.model_of(model)
+        assert layers == {k: {name for name in entries if name.startswith(k)} for k in ("0", "2")}
 
     @pytest.mark.parametrize("layers", [-1, 3])
     def test_layers_the_model_does_not_have(self, layers):

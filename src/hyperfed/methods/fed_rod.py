@@ -28,6 +28,7 @@ from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.utils.parametrize import is_parametrized
 
 from hyperfed import federation, functional
 from hyperfed.errors import UserError
@@ -174,7 +175,7 @@ class Server(federation.Server):
         check_classes("Fed-RoD", outline)
         for target in outline.models.values():
             last = target.get_submodule(head_names(target)[0].rpartition(".")[0])
-            if not isinstance(last, nn.Linear):
+            if not isinstance(last, nn.Linear) or is_parametrized(last):
                 raise UserError(
                     "a target of Fed-RoD must end in an nn.Linear, to which a linear head can be "
                     f"added, got {type(last).__name__}; choose another target or method"

@@ -27,6 +27,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from hyperfed import federation
 from hyperfed.errors import UserError
@@ -196,7 +197,7 @@ def projected(target: nn.Module, outputs: int) -> nn.Module:
     """
     place = head_names(target)[0].rpartition(".")[0]
     last = target.get_submodule(place)
-    if not place or not isinstance(last, nn.Linear):
+    if not place or not isinstance(last, nn.Linear) or is_parametrized(last):
         raise UserError(
             "a target for method.projection must end with a linear layer after others, this one's "
             f"last is a {type(last).__name__}; choose another target, or method.projection=none"

@@ -1,9 +1,11 @@
 """What tells the parts of a network apart: its head, its batch normalisation, its layers."""
 
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from hyperfed import trees
 from hyperfed.errors import UserError
@@ -110,11 +112,26 @@ class _Part(NamedTuple):
 
 
 def _entries(model: nn.Module) -> Iterator[_Part]:
-    """Yields the modules of a network in the order of definition."""
+    """Yields the modules of a network in the order of definition.
+
+    What a weight is made from (``torch.nn.utils.parametrizations``) is of the module that has it.
+    """
     trained, moving = trees.parameters_of(model), trees.buffers_of(model)  # a tied one once
+    owner = {
+        part: module
+        for module in model.modules()
+        if is_parametrized(module)
+        for part in module.get_submodule("parametrizations").modules()
+    }
+    parameters: defaultdict[nn.Module, list[str]] = defaultdict(list)
+    buffers: defaultdict[nn.Module, list[str]] = defaultdict(list)
     for prefix, module in model.named_modules():
-        parameters, buffers = (
-            tuple(name for name, _ in named(prefix=prefix, recurse=False) if name in kept)
-            for named, kept in ((module.named_parameters, trained), (module.named_buffers, moving))
-        )
-        yield _Part(prefix, module, parameters, buffers)
+        own = owner.get(module, module)
+        for held, named, kept in (
+            (parameters, module.named_parameters, trained),
+            (buffers, module.named_buffers, moving),
+        ):
+            held[own] += [name for name, _ in named(prefix=prefix, recurse=False) if name in kept]
+    for prefix, module in model.named_modules():
+        if module not in owner:
+            yield _Part(prefix, module, tuple(parameters[module]), tuple(buffers[module]))
