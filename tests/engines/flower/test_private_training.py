@@ -182,6 +182,18 @@ def test_the_server_s_records_have_what_sites_say_was_spent(tmp_path: Path) -> N
     }
 
 
+def test_a_client_that_has_answered_often_is_heard(tmp_path: Path) -> None:
+    """What it has spent travels with each reply, which may be no longer than an honest one."""
+    before = torch.full((5000,), 1e3, dtype=torch.float64)
+    for node, clients in ((1, (0, 1)), (2, (2, 3))):
+        kept = releases.KeptReleases(tmp_path / str(node))
+        for client in clients:
+            kept.write(f"{client:06d}", {"multipliers": before})
+    engine = served(tmp_path, replace(PRIVATE, multiplier=2 * Z))
+    told = engine.released[0]["multipliers"]
+    assert sorted(told.tolist()) == sorted([*before.tolist(), 2 * Z])
+
+
 def test_what_sites_say_was_spent_does_not_end_the_run_of_a_trusted_server(tmp_path: Path) -> None:
     served(tmp_path, replace(PRIVATE, multiplier=Z))  # all of epsilon, of noise of their own
     central = replace(PRIVATE, where="central", multiplier=Z)

@@ -145,6 +145,14 @@ def test_no_server_has_to_reckon_with_what_no_noise_costs(told: list[float]) -> 
         wire.unpack_response(content)
 
 
+@pytest.mark.parametrize("times", [0, -1, 1.5, 10**12, wire.MOST_SPENT])
+def test_no_server_makes_a_list_of_as_many_answers_as_a_site_says(times: float) -> None:
+    tree, meta = checkpoints.loads(wire.pack_response(Response(1, 2, {0: {}})), "it")
+    told = meta | {"spent": {"0": [[2.0, times], [3.0, 1]]}}
+    with pytest.raises(WireError):
+        wire.unpack_response(checkpoints.dumps(tree, told))
+
+
 @pytest.mark.parametrize("told", [[1e-6], [1e9], [1e-6] * wire.MOST_SPENT])
 def test_whatever_sites_may_say_was_spent_has_an_epsilon(told: list[float]) -> None:
     content = wire.pack_response(Response(1, 2, {0: {}}, frozenset(), {0: told}))

@@ -7,6 +7,7 @@ clients alike travels once.
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -155,9 +156,7 @@ class _Response:
     serial: int
     errors: dict[int, tuple[str, str]]
     remembers: list[int]
-    spent: dict[int, Annotated[list[_Multiplier], Field(max_length=MOST_SPENT)]] = Field(
-        default_factory=dict
-    )
+    spent: dict[int, list[tuple[_Multiplier, PositiveInt]]] = Field(default_factory=dict)
 
 
 _WEIGHTS = "weights"
@@ -251,7 +250,11 @@ def pack_response(response: Response) -> bytes:
         "serial": response.serial,
         "errors": errors,
         "remembers": sorted(response.remembers),
-        "spent": {str(place): list(told) for place, told in response.spent.items()},
+        # How often each, so that it is no longer where a client has answered for years.
+        "spent": {
+            str(place): list(map(list, Counter(told).items()))
+            for place, told in response.spent.items()
+        },
     }
     return dumps(replies, meta)
 
@@ -267,8 +270,14 @@ def unpack_response(content: bytes) -> Response:
         raise WireError("a reply must hold one tree for each call; ask for it again")
     answers: dict[int, Tree | Exception] = {int(name): reply for name, reply in tree.items()}
     answers |= {place: _raised(*error) for place, error in found.errors.items()}
+    if any(sum(times for _, times in told) > MOST_SPENT for told in found.spent.values()):
+        raise WireError(f"a client must have given {MOST_SPENT} answers with noise at most")
+    spent = {
+        place: [multiplier for multiplier, times in told for _ in range(times)]
+        for place, told in found.spent.items()
+    }
     remembers = frozenset(found.remembers)
-    return Response(found.session, found.serial, answers, remembers, found.spent)
+    return Response(found.session, found.serial, answers, remembers, spent)
 
 
 def read_introduction(content: bytes) -> Introduction:
