@@ -17,6 +17,7 @@ from hyperfed.engines.replies import BadReplyError
 from hyperfed.engines.updates import PrivateUpdates, bounded, without_negative_variances
 from hyperfed.errors import UserError
 from hyperfed.federation import AllLostError, Each, step
+from hyperfed.methods import fedavg, fedper
 from hyperfed.task import Task
 from hyperfed.trees import Tree
 from toys import Federation, Normed, make_task, short
@@ -329,6 +330,34 @@ def test_of_other_data_the_same_is_another_question(data: str, kind: type[LoopEn
     for task in (TASK, ELSEWHERE):
         torch.testing.assert_close(told_of(task, released, kind), first, rtol=0, atol=0)
     assert len(released[NOVEL]["multipliers"]) == 2
+
+
+COMPUTED_BY: dict[str, dict[str, Any]] = {
+    "another rate": {"config": fedavg.Config(local_lr=0.7)},
+    "another method": {"config": fedper.Config()},
+    "another seed": {"seed": 1},
+}
+
+
+@pytest.mark.parametrize("kind", [LoopEngine, VmappedEngine])
+@pytest.mark.parametrize("changed", COMPUTED_BY)
+def test_by_other_settings_the_same_is_another_question(
+    changed: str, kind: type[LoopEngine]
+) -> None:
+    """Whose first model is the same; a site keeps one account for all runs."""
+    released: dict[int, Tree] = {}
+    usual: dict[str, Any] = {"config": fedavg.Config(), "seed": 0}
+
+    def told(config: Any, seed: int) -> Tensor:
+        ours = kind(TASK, Client, config, seed=seed, private=FREE)
+        ours.released = released
+        vector: Tensor = asked(ours, "vector", change(0.3), clients=2)["vector"][1]
+        return vector
+
+    first, other = told(**usual), told(**usual | COMPUTED_BY[changed])
+    assert (other - first).norm() > 0.1 * SIGMA
+    torch.testing.assert_close(told(**usual), first, rtol=0, atol=0)
+    assert len(released[1]["multipliers"]) == 2
 
 
 def test_what_older_runs_have_let_out_is_asked_anew() -> None:

@@ -178,7 +178,10 @@ def execute(
         return answer
     if not finite:  # that it diverged would tell of its data
         answer = replace(answer, memory=memory)
-    return let_out(call, answer, client, private, data=data, noise=noise, limits=limits)
+    about = hash_of_settings(config, seed)
+    return let_out(
+        call, answer, client, private, about=about, data=data, noise=noise, limits=limits
+    )
 
 
 def noise_of(call: Call, seed: int, *, secret: bool) -> Callable[[str], Noise]:
@@ -204,6 +207,7 @@ def let_out(
     client: type[Client],
     private: PrivateUpdates,
     *,
+    about: str,
     data: Callable[[int], str],
     noise: Callable[[str], Noise],
     limits: Sequence[tuple[float, float]] = (),
@@ -217,6 +221,7 @@ def let_out(
         answer: what the step made of it.
         client: the method's Client.
         private: how answers are made private.
+        about: a hash of what the step computes by (:func:`hash_of_settings`).
         data: returns a hash of a client's data (:func:`hash_of_data`).
         noise: of the question that is named.
         limits: (epsilon, delta) that hold for all that the client lets out.
@@ -231,8 +236,9 @@ def let_out(
     centre = centre_of(answer.tree, promised(step, info, call), info)
     told = offset(answer.tree, centre, private.clip)
     keep = told.numel() <= KEPT
-    # Asked again in its round, a step draws other batches: that is another question.
-    more = [call.turn, data(call.client)] if keep else [call.turn]
+    # Asked again in its round, a step draws other batches: that is another question. So is the
+    # same step of another method, or at another rate, in a run of its own.
+    more = [call.turn, about, data(call.client)] if keep else [call.turn]
     releases = Releases(call.released, lambda sigma: call.question(sigma, *more), noise, limits)
     noisy = releases.release(
         told, private.sensitivity, private, private.epsilon, keep=keep, run=private.run
@@ -301,6 +307,11 @@ def hash_of_data(task: Task, client: int) -> str:
             told.append(hash_of(task.transform(task.x[rows].cpu())))
             told += [hash_of(task.y[rows].cpu())] if labelled else []
     return hash_of(*told)
+
+
+def hash_of_settings(config: Any, seed: int) -> str:
+    """Returns a hash of a method's settings, and of the seed, from which batches are drawn."""
+    return hash_of(type(config).__module__, repr(config), str(seed))
 
 
 def draw(call: Call, task: Task, seed: int) -> Tensor:
