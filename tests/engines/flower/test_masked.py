@@ -270,6 +270,19 @@ def test_a_client_is_not_in_a_sum_with_what_does_not_learn(tmp_path: Path) -> No
     assert ours.round(EVERYONE).state.lost == {1: "the reply is not finite"}
 
 
+def test_a_client_that_has_other_examples_by_now_is_in_no_sum(tmp_path: Path) -> None:
+    """It would weigh what it has, of what the server divides by what it had."""
+    ours = Sites("fedavg", TASK, tmp_path)
+    ours.round(EVERYONE)
+    more = [rows.repeat(5) if c == 3 else rows for c, rows in enumerate(TASK.train)]
+    ours.sites[3].source = Shard(replace(TASK, train=more), [3])
+    assert "must go on with the examples" in ours.round(EVERYONE, 1).state.lost[3]
+    loop = Federation("fedavg", TASK, {"masking": SUMS}, **short("fedavg"))
+    loop.round(EVERYONE)
+    loop.round([0, 1, 2, 4], 1)
+    equal(ours.server.state(), loop.server.state())
+
+
 def test_secrets_are_new_after_a_kill_in_between(tmp_path: Path) -> None:
     """The server dies before the sum is uncovered; a new one does the same round again."""
     ours = Sites("fedavg", TASK, tmp_path)

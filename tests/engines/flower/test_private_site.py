@@ -140,7 +140,7 @@ def test_a_client_whose_data_changed_does_not_answer_of_those_before(tmp_path: P
     changed = Site(data(scale=2.0), tmp_path, itpfl.Client, config(), seed=0)
     refused = asked(changed, request(2, run=2))
     assert "within epsilon 0.3 at delta 0.01" in str(refused)
-    assert torch.equal(descriptor(site_in(tmp_path), request(3, run=2)), first)
+    assert torch.equal(descriptor(site_in(tmp_path), request(3, run=3)), first)
 
 
 @pytest.mark.parametrize("novel", [0, 3])

@@ -28,6 +28,7 @@ from hyperfed.engines.local.loop import LoopEngine
 from hyperfed.errors import UserError
 from hyperfed.federation import step
 from hyperfed.system.locks import Lock, is_held
+from hyperfed.task import Task
 from hyperfed.training import Steps
 from hyperfed.trees import Tree
 from toys import make_task
@@ -71,9 +72,9 @@ def request(serial: int = 1, *clients: int, cohort: int = 0, **changes: Any) -> 
     return replace(made, **changes)
 
 
-def site_in(folder: Path, config: Any = None) -> Site:
+def site_in(folder: Path, config: Any = None, task: Task | None = None) -> Site:
     """A new process of the site, as it were."""
-    return Site(Shard(make_task(), (0, 1, 2)), folder, Client, config, seed=0)
+    return Site(Shard(task or make_task(), (0, 1, 2)), folder, Client, config, seed=0)
 
 
 def counts(answers: Any, name: str = "memory") -> dict[int, int]:
@@ -147,6 +148,45 @@ def test_a_draft_is_nothing_to_other_cohorts_until_it_is_named(tmp_path: Path) -
     assert counts(named.answers, "scratch") == {0: 1, 1: 1}
 
 
+def changed_for(client: int, change: str) -> Task:
+    """The task, of which one client has something else."""
+    task = make_task()
+    train, test = list(task.train), list(task.test)
+    own = train[client]
+    if change == "an example more":
+        train[client] = torch.cat([own, train[3][:1]])
+    elif change == "one to train on that was to test on":
+        train[client] = torch.cat([own[1:], test[client][:1]])
+        test[client] = torch.cat([test[client][1:], own[:1]])
+    elif change == "another order":
+        train[client] = own.flip(0)
+    else:
+        task.y[own[0]] = (task.y[own[0]] + 1) % 3
+    return replace(task, train=train, test=test)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "an example more",
+        "one to train on that was to test on",
+        "another order",
+        "another label",
+    ],
+)
+def test_a_client_goes_on_with_the_examples_that_it_began_a_run_with(
+    change: str, tmp_path: Path
+) -> None:
+    """Its server counts with their number, and it may be tested on what it was trained on."""
+    site_in(tmp_path).answer(request())
+    changed = site_in(tmp_path, task=changed_for(0, change))
+    answers = changed.answer(request(2)).answers
+    assert "client 000000 must go on with the examples" in str(answers[0])
+    assert isinstance(answers[1], dict)
+    assert isinstance(changed.answer(request(1, run=2)).answers[0], dict)
+    assert counts(site_in(tmp_path).answer(request(3)).answers) == {0: 2, 1: 3}
+
+
 def test_a_fresh_client_begins_with_nothing(tmp_path: Path) -> None:
     site_in(tmp_path).answer(request(1))
     calls = [replace(call, cohort=1, fresh=True) for call in request().calls]
@@ -161,7 +201,8 @@ def test_versions_that_are_not_kept_are_dropped_and_missed(tmp_path: Path) -> No
         asked = request(cohort + 1, 0, cohort=cohort, begin=begin, keep=kept)
         last = site_in(tmp_path).answer(asked)
     assert counts(last.answers) == {0: 3}
-    files = sorted(path.name for path in (tmp_path / "run-1" / "_000000").iterdir())
+    kept = (tmp_path / "run-1" / "_000000").glob("*.safetensors")
+    files = sorted(path.name for path in kept)
     assert files == ["10-0.safetensors", "10-1.safetensors", "10-2.safetensors"]
     site_in(tmp_path).answer(request(4, 0, cohort=3, begin={0: (10, 0)}, keep={0: [(10, 0)]}))
     back = site_in(tmp_path).answer(request(5, 0, cohort=4, begin={0: (10, 2)}))

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from hyperfed import trees
-from hyperfed.data.examples import Normalize, fingerprint_of_frozen
+from hyperfed.data.examples import Normalize, fingerprint_of_frozen, hash_of
 from hyperfed.data.roster import Frame, Introduction, Member
 from hyperfed.engines.calls import Answer, Call, find_step, promised
 from hyperfed.engines.flower import wire
@@ -300,6 +300,7 @@ class Site:
                     answers[place] = draft.reply
                     remembers |= {place} if draft.memory else set()
                     continue
+                store.keep_to_data(name, _hash_of_examples(task, call.client))
                 begin = Answer({}, *_beginning(request, call, name, store, draft))
                 masks = draft.masks if draft is not None else {}
                 if is_exchange(call) and self._masking is not None:
@@ -453,6 +454,12 @@ def _outlines(task: Task) -> dict[str, list[tuple[str, list[int]]]]:
         size: [(name, [*entry.shape]) for name, entry in trees.model_of(model).items()]
         for size, model in task.models.items()
     }
+
+
+def _hash_of_examples(task: Task, client: int) -> str:
+    """Returns a hash of a client's examples in their order, and of what each is for."""
+    parts = (task.train[client], task.val[client], task.test[client])
+    return hash_of(*(values[rows] for rows in parts for values in (task.x, task.y)))
 
 
 def _beginning(

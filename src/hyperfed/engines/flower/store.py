@@ -5,7 +5,7 @@ latest call in a cohort: its memory, its scratch, what it must know to mask, and
 one file that is written whole or not at all. While the cohort is open it is a draft. It becomes a
 version of the client's memory when the server names it as what a later cohort begins with, so
 nothing has to be committed at the site: a message that is lost, late or repeated cannot commit too
-much or too little.
+much or too little. Beside these files ``data`` says by a hash which examples the client has.
 """
 
 import json
@@ -136,6 +136,30 @@ class Store:
                     f"a run must go on with the {changed[0]} that it began with at this site; "
                     "start a new run"
                 )
+
+    def keep_to_data(self, client: str, digest: str) -> None:
+        """Has a client have the same examples in a run for as long as that lasts.
+
+        Of others it could train on what it is tested on, and its server counts with their number.
+
+        Args:
+            client: its name.
+            digest: a hash of them, and of what each is for.
+
+        Raises:
+            RefusedError: it began with others.
+            UserError: the disk refuses.
+        """
+        path = self._folder / file_name(client) / "data"
+        if lexists(path):
+            if path.read_text() != digest:
+                raise RefusedError(
+                    f"client {client} must go on with the examples that it began this run with, in "
+                    "their order, but has others; put those back, or start a new run"
+                )
+            return
+        path.parent.mkdir(mode=PRIVATE, exist_ok=True)
+        atomic_write(path, digest.encode())
 
     def draft(self, client: str, version: Version) -> Draft | None:
         """Returns what a client remembers after its latest call in a cohort, if it had any."""
