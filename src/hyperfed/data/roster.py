@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -251,7 +252,7 @@ def enrol(
     problems: list[str] = []
     everyone = [member for site in introductions for member in site.members]
     names = [member.name for member in everyone]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
+    if twice := sorted(name for name, times in Counter(names).items() if times > 1):
         problems.append(f"a client must be at one site, but {', '.join(twice[:3])} is at several")
     kinds = {(site.shape, site.dtype): _at(site) for site in introductions}
     if len(kinds) != 1:

@@ -405,6 +405,28 @@ def test_sites_that_do_not_fit_together_are_refused(sites: Any, message: str) ->
         enrol(sites, run=1)
 
 
+def test_names_of_a_large_site_are_not_compared_one_by_one() -> None:
+    """A site may say a million, of whom nobody knows anything yet."""
+    compared = []
+
+    class Name(str):
+        __slots__ = ()
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            compared.append(other)
+            return str.__eq__(self, other)
+
+    members = [Member("a", 10, 2, 2) for _ in range(2000)]
+    for number, member in enumerate(members):
+        object.__setattr__(member, "name", Name(max(number, 1)))
+    site = Introduction((), shape=(5,), dtype="torch.float32", classes=3)
+    object.__setattr__(site, "members", members)
+    with pytest.raises(UserError, match="at one site, but 1 is at several"):
+        enrol([site], run=1)
+    assert len(compared) < 10 * len(members)
+
+
 def test_each_client_must_say_its_size_where_there_are_several() -> None:
     with pytest.raises(UserError, match="one of the targets S, L, got none for a"):
         enrol([introduction("a")], run=1, sizes=("S", "L"))
