@@ -6,7 +6,7 @@ differ from what it would have been: all its state is in one file, written whole
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property, partial
@@ -43,7 +43,7 @@ from hyperfed.system.locks import Lock
 from hyperfed.system.provenance import commit, versions
 from hyperfed.trees import Tree
 from hyperfed.trees.aggregation import Rule
-from hyperfed.trees.checkpoints import load_latest, load_state, save_latest
+from hyperfed.trees.checkpoints import load_latest, load_state, previous, save_latest
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -600,7 +600,20 @@ class Run(Served):
         except UNUSABLE as error:
             raise unfit(error) from error
         self._unproven = True
+        self._tell_of_checkpoint_before()
         self._tell_of_checkpoint()
+
+    def _tell_of_checkpoint_before(self) -> None:
+        """Has sites keep what the older of two checkpoints refers to: the newer may be lost yet."""
+        if self.folder is None or not isinstance(self.task, RemoteTask) or self.task.link is None:
+            return
+        before = previous(self.folder.state)
+        if self._newest_is_whole and before.exists():
+            # Where it cannot be read, nobody will go on from it.
+            with suppress(UserError, *UNUSABLE):
+                tree, _ = load_state(before)
+                best = tree["best"]["memory"] if "best" in tree else {}
+                self.engine.saved(numbered(tree["memory"]), numbered(best))
 
     def _load(self, tree: Tree, meta: Mapping[str, Any]) -> None:
         saved = [tree["server"], *([tree["best"]["server"]] if "best" in tree else [])]

@@ -592,6 +592,33 @@ def test_sites_keep_what_two_checkpoints_and_whoever_holds_a_memory_refer_to(
     assert kept == [3, 5, 7, 8]
 
 
+def test_a_run_that_was_resumed_can_be_resumed_from_the_checkpoint_before(tmp_path: Path) -> None:
+    """Sites drop what no checkpoint refers to, and a resumed server has read but one of two."""
+    task, module = make_task(), METHODS["fedper"]
+    keys = {"rounds": 6, "checkpoint_every": 2, "evaluate_every": 6, "cohort": 1.0}
+    config = from_keys("fedper", keys | {"method": ONE_STEP, "engine": {"name": "flower"}})
+    sites = sites_of(task, module, config.settings, tmp_path, {7: [0, 1], 11: [2, 3]})
+
+    def there() -> Task:
+        return remote(task, DirectLink(sites), sites)
+
+    def until(run: Run, round: int) -> None:
+        for progress in run.train():
+            assert progress.lost == ()
+            if progress.round == round:
+                break
+        run.close()
+
+    run = Run.start(config, tmp_path / "runs", there())
+    assert run.folder is not None
+    until(run, 4)  # of which and of 2 there are checkpoints
+    until(Run.resume(run.folder.path, there()), 5)
+    run.folder.state.write_bytes(b"torn")
+    again = Run.resume(run.folder.path, there())
+    assert again.round == 2
+    until(again, 6)
+
+
 def test_too_few_sites_are_told(tmp_path: Path) -> None:
     ours, _ = both("fedper", tmp_path)
     link = GridLink(ours.grid)
