@@ -3,17 +3,34 @@
 hyperfed export RUN --client 3 --format torch-export --out model.pt2
 python examples/serve.py model.pt2 8000
 curl localhost:8000 --data '[[0.1, 0.2, ...]]'      # raw examples; the answer is a list of labels
+
+Labels are called as the task calls them; of a regression the answer has the predicted numbers.
 """
 
 import json
 import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
 
 import torch
 
-program = torch.export.load(sys.argv[1])
+said = {"hyperfed": ""}
+program = torch.export.load(sys.argv[1], extra_files=said)
+about = json.loads(said["hyperfed"])
 (example,), _ = program.example_inputs  # zeros of the input's type
 model = program.module()
+
+
+def answer(output: torch.Tensor) -> list[Any]:
+    if not about["classes"]:
+        return output.tolist()
+    labels = output[:, : about["classes"]].argmax(dim=1)  # a network may have outputs beyond them
+    return called(labels.tolist()) if about["labels"] else labels.tolist()
+
+
+def called(number: Any) -> Any:
+    several = isinstance(number, list)  # where there is a label for every token, lists of lists
+    return [called(each) for each in number] if several else about["labels"][number]
 
 
 class Answer(BaseHTTPRequestHandler):
@@ -21,10 +38,10 @@ class Answer(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         x = torch.tensor(json.loads(body), dtype=example.dtype)
         with torch.no_grad():
-            labels = model(x).argmax(dim=1).tolist()
+            found = answer(model(x))
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(json.dumps(labels).encode())
+        self.wfile.write(json.dumps(found).encode())
 
 
 server = HTTPServer(("127.0.0.1", int(sys.argv[2])), Answer)

@@ -175,14 +175,12 @@ def test_what_onnx_needs_is_told(tmp_path, monkeypatch):
         export_model(task.models["base"], task, tmp_path / "model.onnx")
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_the_example_serves_what_was_exported(tmp_path, monkeypatch):
-    task, path = images(), tmp_path / "model.pt2"
-    hyperfed.export_model(task.models["base"], task, path)
+def served(path: Path, rows: Tensor, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What the example answers to raw rows."""
     answers: list[Any] = []
 
     def ask(url: str) -> None:
-        body = json.dumps(task.x.tolist()).encode()
+        body = json.dumps(rows.tolist()).encode()
         with urllib.request.urlopen(url, data=body, timeout=60) as reply:
             answers.append(json.loads(reply.read()))
 
@@ -196,7 +194,34 @@ def test_the_example_serves_what_was_exported(tmp_path, monkeypatch):
     monkeypatch.setattr(HTTPServer, "serve_forever", serve_once)
     monkeypatch.setattr(sys, "argv", ["serve.py", str(path), "0"])
     runpy.run_path(str(ROOT / "examples" / "serve.py"))
-    assert answers == [expected(task.models["base"], task).argmax(1).tolist()]
+    (answer,) = answers
+    return answer
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_example_serves_what_was_exported(tmp_path, monkeypatch):
+    task, path = images(), tmp_path / "model.pt2"
+    hyperfed.export_model(task.models["base"], task, path)
+    found = expected(task.models["base"], task).argmax(1).tolist()
+    assert served(path, task.x, monkeypatch) == found
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_example_calls_labels_as_the_task_does_and_leaves_numbers(tmp_path, monkeypatch):
+    rng = np.random.default_rng(0)
+    x, client, path = rng.normal(size=(12, 4)), np.arange(12) % 2, tmp_path / "model.pt2"
+    net = nn.Linear(4, 5)  # with more outputs than there are classes
+    words = from_arrays(x, np.array(["fall", "sit", "walk"] * 4), client=client, model=lambda: net)
+    hyperfed.export_model(net, words, path)
+    numbers = net(words.x)[:, :3].argmax(1).tolist()
+    assert served(path, words.x, monkeypatch) == [words.labels[number] for number in numbers]
+
+    one = nn.Linear(4, 1)
+    values = from_arrays(x, rng.normal(size=12), client=client, model=lambda: one)
+    hyperfed.export_model(one, values, path)
+    torch.testing.assert_close(
+        torch.tensor(served(path, values.x, monkeypatch)), one(values.x).detach()
+    )
 
 
 def test_format_and_ending_say_the_same_or_one_of_them_does(tmp_path: Path) -> None:
