@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import time
+from collections import deque
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -328,6 +329,28 @@ def test_a_job_that_nobody_listens_to_any_more_stops_and_goes_on_later(folder: P
     whole = planned(folder, "like-sampled", out=folder.parent / "whole")[0]
     told(whole)
     assert numbers(job.folder) == numbers(whole.folder)
+
+
+def test_nobody_is_served_by_a_training_that_was_stopped(folder: Path) -> None:
+    """Its process alone was told to stop, so that the command goes on."""
+    table = folder / "made" / "table1.toml"
+    table.write_text(TABLE.replace("evaluate_every = 2", "evaluate_every = 1"))
+    trained, _, served = planned(folder)
+
+    def gone(message: tuple[object, ...]) -> None:
+        if message[0] == "round":
+            raise BrokenPipeError
+
+    carry_out(trained, gone)
+    ((kind, why, ours),) = told(served)
+    assert (kind, ours) == ("failed", False)
+    assert f"{trained.folder} must be done to serve clients otherwise" in str(why)
+    assert not served.folder.exists()
+    team = side_by_side._Team(deque([served]), 1)
+    team.outcome.stopped.append(trained)
+    assert not team.hire()
+    assert not team.workers
+    assert team.outcome.stopped == [trained, served]
 
 
 def test_a_job_goes_on_where_its_settings_say(folder: Path) -> None:

@@ -374,9 +374,18 @@ def _new(job: Job) -> RunFolder:
 
 
 def _serve(job: Job) -> bool:
-    """Serves the novel clients of a run that is done by the settings of this cell."""
+    """Serves the novel clients of a run that is done by the settings of this cell.
+
+    Raises:
+        UserError: it is not done, so that a record of it would have numbers of fewer rounds.
+    """
     assert job.trained is not None
     with closing(Run.open(job.trained)) as run:
+        if not run.summary:
+            raise UserError(
+                f"{job.trained} must be done to serve clients otherwise, but is at round "
+                f"{run.round} of {run.config.rounds}; give the same command again"
+            )
         with closing(run.served_otherwise(_serving(job, run.config))) as served:
             novel, data = served.evaluate_novel(), served.task.fingerprint
         ours = replace(job.config, device=served.config.device, engine=served.config.engine)

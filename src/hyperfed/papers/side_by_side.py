@@ -101,6 +101,10 @@ class _Team:
                     self._waiting.remove(job)
                     self.outcome.failed.append((job, why))
                 continue
+            if any(other.folder == job.trained for other in self.outcome.stopped):
+                self._waiting.remove(job)  # its process alone was told to stop
+                self.outcome.stopped.append(job)
+                continue
             self._waiting.remove(job)
             ours, theirs = _CONTEXT.Pipe(duplex=False)
             process = _CONTEXT.Process(target=_process, args=(job, theirs), daemon=True)
