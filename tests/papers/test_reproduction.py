@@ -353,6 +353,26 @@ def test_nobody_is_served_by_a_training_that_was_stopped(folder: Path) -> None:
     assert team.outcome.stopped == [trained, served]
 
 
+def test_a_record_that_is_served_has_no_checkpoint_of_a_training_of_its_own(folder: Path) -> None:
+    """It was begun alone and stopped, and the whole table is asked for afterwards."""
+    table = folder / "made" / "table1.toml"
+    table.write_text(TABLE.replace("evaluate_every = 2", "evaluate_every = 1"))
+    (alone,) = planned(folder, "unlike-sampled")
+
+    def gone(message: tuple[object, ...]) -> None:
+        if message[0] == "round":
+            raise BrokenPipeError
+
+    carry_out(alone, gone)
+    trained, served = planned(folder, "*like-sampled")
+    assert (served.folder, served.trained) == (alone.folder, trained.folder)
+    for job in (trained, served):
+        assert told(job)[-1] == ("done",)
+    with pytest.raises(UserError, match="there must be a checkpoint"):
+        Run.open(served.folder)
+    assert not (served.folder / "status.json").exists()
+
+
 def test_a_job_goes_on_where_its_settings_say(folder: Path) -> None:
     """It was begun with a GPU, of which there is none here."""
     (job,) = planned(folder, "like-sampled")

@@ -10,8 +10,8 @@ import math
 import re
 import shlex
 import signal
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from os.path import relpath
@@ -32,6 +32,7 @@ from hyperfed.runs.progress import watch
 from hyperfed.runs.run import Progress, Run
 from hyperfed.runs.settings import RunConfig
 from hyperfed.system.files import atomic_write, refused
+from hyperfed.system.locks import Lock
 
 ONE_CORE = "engine.cores=1"
 """Setting by which a process keeps one core busy, and numbers do not depend on the machine's."""
@@ -377,7 +378,8 @@ def _serve(job: Job) -> bool:
     """Serves the novel clients of a run that is done by the settings of this cell.
 
     Raises:
-        UserError: it is not done, so that a record of it would have numbers of fewer rounds.
+        UserError: it is not done, so that a record of it would have numbers of fewer rounds; or
+            another process trains where the record goes.
     """
     assert job.trained is not None
     with closing(Run.open(job.trained)) as run:
@@ -389,14 +391,38 @@ def _serve(job: Job) -> bool:
         with closing(run.served_otherwise(_serving(job, run.config))) as served:
             novel, data = served.evaluate_novel(), served.task.fingerprint
         ours = replace(job.config, device=served.config.device, engine=served.config.engine)
-        folder = _new(replace(job, config=ours))
-        folder.truncate_after(0)
-        for evaluation in (*(e for e in run.evaluations if e.split != "novel"), novel):
-            folder.append(evaluation)
-        configuration.make_portable(folder.config)
-        ended = {**run.summary, **numbers_of_novel(novel, novel)}
-        folder.write_summary(ended | {"data_fingerprint": data})  # what newcomers have is in it
+        with _cleared(job.folder):
+            folder = _new(replace(job, config=ours))
+            folder.truncate_after(0)
+            for evaluation in (*(e for e in run.evaluations if e.split != "novel"), novel):
+                folder.append(evaluation)
+            configuration.make_portable(folder.config)
+            ended = {**run.summary, **numbers_of_novel(novel, novel)}
+            folder.write_summary(ended | {"data_fingerprint": data})  # what newcomers have is in it
     return True
+
+
+@contextmanager
+def _cleared(path: Path) -> Iterator[None]:
+    """Keeps others out of a folder, without what a training of its own that was stopped has left.
+
+    Its models are not those that the record is of, and would be taken for them.
+
+    Raises:
+        UserError: another process trains there, or the disk refuses.
+    """
+    if not path.exists():
+        yield
+        return
+    folder, lock = RunFolder(path), Lock(path)
+    try:
+        for left in (*folder.state.parent.glob("*"), folder.status, folder.log):
+            left.unlink(missing_ok=True)
+        yield
+    except OSError as error:
+        raise refused(path, error) from error
+    finally:
+        lock.release()
 
 
 def _serve_further(job: Job, stopping: _Stopping) -> bool:
