@@ -73,10 +73,14 @@ def test_the_label_shift_of_a_task_by_hand():
     assert label_shift(task_of([0], [], [1])).total_variation == 1  # who has nothing counts not
 
 
+def test_newcomers_are_compared_with_a_single_known_client() -> None:
+    found = label_shift(task_of([0, 1], [0], [2], novel=2))
+    assert found == LabelShift(None, (1 / 2, 1), (pytest.approx(math.log(2)), None))
+
+
 def test_a_task_without_labels_to_compare_has_no_label_shift():
     nothing = LabelShift()
     assert label_shift(task_of([0], [1], classes=0)) == nothing
-    assert label_shift(task_of([0], [1], novel=1)) == nothing  # one client to train
     at_sites = task_of([0], [1], y=torch.zeros(0, dtype=torch.int64))
     assert label_shift(at_sites) == nothing
 

@@ -97,10 +97,10 @@ def label_shift(task: Task) -> LabelShift:
     share = count / count.sum(dim=1, keepdim=True)  # (clients, classes), nan without examples
     known = share[: len(task.known)]
     known = known[known.isfinite().all(dim=1)]
-    if len(known) < 2:
+    if not len(known):
         return LabelShift()
     pairs = len(known) * (len(known) - 1)
-    mean = float(total_variation(known, known).sum()) / pairs  # 0 to itself
+    mean = float(total_variation(known, known).sum()) / pairs if pairs else None  # 0 to itself
     variation: list[float | None] = []
     divergence: list[float | None] = []
     for row in share[len(task.known) :, None]:  # (1, classes); all at once would fill the memory
