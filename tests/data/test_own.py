@@ -500,6 +500,13 @@ def test_given_classes_say_how_labels_are_numbered():
     assert task.classes == 9
 
 
+def test_classes_that_are_not_as_many_as_the_labels_are_refused():
+    with pytest.raises(UserError, match="classes must be as many as the labels, 3, got 5; leave"):
+        from_arrays(X, Y, client=CLIENT, model=linear(5), labels=["a", "b", "c"], classes=5)
+    task = from_arrays(X, Y, client=CLIENT, model=linear(), labels=["a", "b", "c"], classes=3)
+    assert (task.classes, task.labels) == (3, ("a", "b", "c"))
+
+
 def test_tokens_that_count_for_nothing_are_no_class_that_a_client_has():
     """Who has but classes 1 and 2 is asked, in a masked accuracy, for one of these."""
     net = nn.Sequential(nn.Embedding(2, 4), nn.Linear(4, 3))

@@ -83,7 +83,7 @@ def from_arrays(
             of all, rounded.
         unlabelled: novel clients have no training labels.
         seed: of the splits, the initial weights and the sizes that are dealt.
-        classes: number of labels; the largest label + 1 where None.
+        classes: number of labels; that of ``labels`` or the largest label + 1 where None.
         labels: names of the labels 0, 1, ...; those that ``y`` holds where it holds words.
         loss: (output, y) -> scalar. Cross entropy for labels, mean squared error for floats.
         score: (output, y) -> (B,), whose mean models are judged by, under the function's name; more
@@ -98,6 +98,11 @@ def from_arrays(
     inputs = arrays.features(x, problems)
     usable = not problems
     if labels:
+        if classes not in (None, len(labels)):
+            problems.append(
+                f"classes must be as many as the labels, {len(labels)}, got {classes}; leave "
+                "classes out, or name the other labels, too"
+            )
         y = arrays.label_numbers(y, labels, problems, integers=False)
         classes = len(labels)
     else:
