@@ -100,6 +100,18 @@ def test_columns_may_be_numbered_as_those_of_an_array_are() -> None:
     assert list(frame) == [0, 1, "label", "client"]
 
 
+@pytest.mark.parametrize("twice", ["age", "client", "label"])
+def test_two_columns_of_one_name_are_refused(tmp_path: Path, twice: str) -> None:
+    frame = table().rename(columns={"height": twice})
+    told = f"a column must have a name of its own, got 2 called '{twice}'; rename"
+    with pytest.raises(UserError, match=told):
+        from_frame(frame)
+    with pytest.raises(UserError, match=told):  # of which pandas makes "age.1"
+        datasets.load(saved(frame, tmp_path / "mine.csv"))
+    with pytest.raises(UserError, match="got 2 called '0'"):
+        from_frame(table().rename(columns={"age": 0, "height": "0"}))
+
+
 def test_columns_of_one_shape_are_channels() -> None:
     first, second = np.arange(N * 5).reshape(N, 5), -np.arange(N * 5).reshape(N, 5)
     frame = table(age=None, height=None, a=list(first), b=list(second))

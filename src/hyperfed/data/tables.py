@@ -18,7 +18,8 @@ Rows are counted from 0, the first below a file's column names.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -153,10 +154,15 @@ def read_csv(paths: Sequence[Path], columns: Columns) -> tuple[Any, list[int]]:
             said = {columns.client or "client", columns.split or "split", target}
             kinds = dict.fromkeys(said, str)
             parts.append(pandas.read_csv(path, dtype=kinds, low_memory=False, **empty))
+            # As they are written: of the second of two names pandas makes another.
+            written = pandas.read_csv(path, header=None, nrows=1, dtype=str, **empty)
         except UNREADABLE as error:
             raise UserError(
                 f"{path} must be a readable table, but is not: {one_line(str(error))}"
             ) from error
+        problems: list[str] = []
+        _check_names(list(written.loc[0]), said | {*(columns.features or header)}, problems)
+        arrays.raise_all(problems, f"{path} does not hold usable columns")
         if {*header} != {*parts[0]}:
             raise UserError(
                 f"{path} must have the columns of {paths[0]}, {', '.join(parts[0])}, got "
@@ -221,6 +227,8 @@ def rows_of(
     picked = _picked(table, names, columns, problems, label=label)
     arrays.raise_all(problems, f"the columns of {what} are {', '.join(names) or 'none'}")
     client, target, split, features = picked
+    _check_names(names, {client, target, split, *features}, problems)
+    arrays.raise_all(problems, f"{what} does not hold usable columns")
     parts = [_values(table[name], name, problems) for name in features]
     whose = "" if client else ", or say which column tells whose a row is (client)"
     x, text = _features(parts, features, length, problems, whose)
@@ -303,6 +311,15 @@ def _picked(
     if not features:
         problems.append("there must be features beside client, target and split, got none")
     return client, target, split, features
+
+
+def _check_names(names: Sequence[str], used: Set[str | None], problems: list[str]) -> None:
+    """Tells which of the columns that are used has the name of another, too."""
+    problems += [
+        f"a column must have a name of its own, got {count} called {name!r}; rename or drop them"
+        for name, count in Counter(names).items()
+        if count > 1 and name in used
+    ]
 
 
 def _values(column: Any, name: str, problems: list[str]) -> Array:
