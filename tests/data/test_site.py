@@ -17,6 +17,7 @@ from hyperfed.apps import cli
 from hyperfed.data import arrays, site, tasks
 from hyperfed.data.arrays import PARTS
 from hyperfed.data.roster import Frame, enrol
+from hyperfed.data.tables import Columns
 from hyperfed.data.tasks import TaskConfig
 from hyperfed.engines.calls import Call
 from hyperfed.engines.flower.policy import Policy
@@ -140,6 +141,33 @@ def test_names_of_image_labels_are_numbered_alike_at_all_sites(tmp_path: Path) -
         assert (data.y.tolist(), data.classes) == ([1, 2] * 5, 3)
     with pytest.raises(UserError, match="labels that are known, cat, cow, got 'dog'"):
         site.read(others, labels=("cat", "cow"))
+
+
+@pytest.mark.parametrize("lists", [False, True])
+def test_names_of_labels_of_tables_are_numbered_alike_at_all_sites(
+    tmp_path: Path, lists: bool
+) -> None:
+    def saved(name: str, names: list[str], labels: list[int]) -> Path:
+        features = {"x": [[0.0, 1.0]] * 10} if lists else {"age": [0.0] * 10}
+        columns = features | {"y": labels, "client": [name] * 10}
+        rows = datasets.Dataset.from_dict(columns)
+        path = tmp_path / f"{name}.parquet"
+        rows.cast_column("y", datasets.ClassLabel(names=names)).to_parquet(path)
+        return path
+
+    ours, others = saved("a", ["cat", "dog"], [0, 1] * 5), saved("b", ["dog", "cat"], [1, 0] * 5)
+    a, b = (site.read(path).introduce() for path in (ours, others))
+    assert (a.labels, b.labels, b.classes) == (("cat", "dog"), ("dog", "cat"), 2)
+    named = Columns(target="y", client="client")
+    for path in (ours, others):
+        for columns in (None, named):
+            data = site.read(path, labels=("bird", "cat", "dog"), columns=columns)
+            assert (data.y.tolist(), data.classes) == ([1, 2] * 5, 3)
+    with pytest.raises(UserError, match="labels that are known, cat, cow, got 'dog'"):
+        site.read(others, labels=("cat", "cow"))
+    unlabelled = saved("c", ["cat", "dog"], [0, -1] * 5)
+    with pytest.raises(UserError, match=r"labels must lie in 0\.\.1, got -1"):
+        site.read(unlabelled, labels=("cat", "dog"))
 
 
 def test_the_server_learns_counts_and_no_example(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ Three layouts:
 Where nothing says what is for validation and testing, 15 % of each client's examples are for each.
 
 Labels may be words. Each site sees some of them, so that all number them alike by one list of their
-names, in order: the run's ``task.labels``, or one that the site is told. Labels of images that are
-numbers with names (``ClassLabel`` of ``datasets``) are numbered anew by it.
+names, in order: the run's ``task.labels``, or one that the site is told. Labels that are numbers
+with names (``ClassLabel`` of ``datasets``) are numbered anew by it.
 """
 
 import tempfile
@@ -211,10 +211,11 @@ def _targets(
     """Returns (N,) labels or floats, the number of labels, and the names of words."""
     y, classes = held["y"], _classes(held.get("classes"), problems)
     names = tuple(held.get("names", ()))
-    if names and not labels:  # by which sites are compared
-        return *arrays.targets(y, classes, problems), names
     if names:  # numbered by this site's own list of them
-        y, classes = np.array(names, dtype=object)[y.numpy()], None
+        numbers, known = arrays.targets(y, len(names), problems)
+        if not labels or problems:  # sites are compared by the names
+            return numbers, known, names
+        y, classes = np.array(names, dtype=object)[numbers.numpy()], None
     if not labels:
         if arrays.is_text(np.asarray(y)):
             problems.append(
@@ -247,7 +248,34 @@ def _from_table(path: Path, columns: Columns) -> dict[str, Any]:
     held = {"x": rows.x, "y": rows.y, "client": rows.client}
     if rows.split is not None:
         held["split"] = rows.split
-    return held if rows.classes is None else held | {"classes": np.array(rows.classes)}
+    if rows.classes is not None:
+        held["classes"] = np.array(rows.classes)
+    return held | {"names": _label_names(path, columns) if path.suffix == ".parquet" else ()}
+
+
+def _label_names(path: Path, columns: Columns) -> Sequence[str]:
+    """Returns the names of a parquet file's labels that are numbers with names; () of others."""
+    from pyarrow import parquet
+
+    schema = parquet.read_schema(path)
+    if b"huggingface" not in (schema.metadata or {}):
+        return ()
+    import datasets  # takes seconds to import
+
+    try:
+        features = datasets.Features.from_arrow_schema(schema)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{path} must say what datasets (Hugging Face) takes for the kinds of its columns, but "
+            f"does not ({one_line(str(error))}); write it anew"
+        ) from error
+    usual = next((name for name in tables.TARGETS if name in features), "")
+    return _names_of(features.get(columns.target or usual))
+
+
+def _names_of(kind: Any) -> Sequence[str]:
+    """Returns the names of labels by the kind of their column, ``ClassLabel``; () of another."""
+    return getattr(kind, "names", None) or ()
 
 
 def _classes(said: Any, problems: list[str]) -> int | None:
@@ -310,11 +338,11 @@ def _columns(splits: Mapping[str, Any], path: Path) -> dict[str, Any]:
             raise UserError(f"the lists of {path} must have one length; pad them") from error
         if columns["x"].dtype == object:
             raise UserError(f"the lists in column x of {path} must hold numbers alone; convert it")
+        columns["names"] = _names_of(features["y"])
     else:
         examples = readers.images(lambda config: splits, str(path), client="")
         columns |= {"x": examples.x, "y": examples.y, "classes": examples.classes}
-        label = features[readers.label_column(features, str(path))]
-        columns["names"] = getattr(label, "names", None) or ()
+        columns["names"] = _names_of(features[readers.label_column(features, str(path))])
     if "split" in names:
         columns["split"] = np.array(_listed(splits, "split"))
     elif len(splits) > 1:
