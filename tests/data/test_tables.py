@@ -3,6 +3,7 @@
 import io
 import shutil
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from hyperfed.data import arrays, datasets, model_files, site, tables
+from hyperfed.data import arrays, datasets, hub, model_files, site, tables
 from hyperfed.data.division import fitted
 from hyperfed.data.own import Task, newcomer, rows_like
 from hyperfed.data.roster import Frame, Member, Roster
@@ -594,6 +595,52 @@ def test_ids_of_csv_files_in_a_folder_are_as_they_are_written(tmp_path: Path) ->
     saved(table()[["client", "label", "age"]], tmp_path / "more" / "b.csv")
     with pytest.raises(UserError, match=r"b\.csv must have the columns of .*a\.csv"):
         datasets.load(str(tmp_path / "more"))
+
+
+@pytest.mark.usefixtures("cached")
+@pytest.mark.parametrize("ending", ["tsv", "csv.gz", "tsv.xz"])
+def test_ids_are_as_they_are_written_whatever_a_csv_file_is_called(
+    tmp_path: Path, ending: str
+) -> None:
+    frame = table(client=["01", "1", "NA"] * 8, label=["010", "10"] * 12)
+    apart = "\t" if "tsv" in ending else ","
+    frame.to_csv(tmp_path / f"mine.{ending}", index=False, sep=apart)
+    found = datasets.load(str(tmp_path))
+    assert (found.names, found.labels) == (("01", "1", "NA"), ("010", "10"))
+    assert found.x.tolist() == torch.tensor(frame[["age", "height"]].to_numpy()).float().tolist()
+
+
+@pytest.mark.usefixtures("cached")
+def test_ids_of_csv_files_that_a_readme_names_are_as_they_are_written(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    saved(table(client=["01", "1"] * 12), tmp_path / "data" / "mine.csv")
+    named = "configs:\n- config_name: one\n  data_files: data/*.csv\n"
+    (tmp_path / "README.md").write_text(f"---\n{named}---\n")
+    assert datasets.load(str(tmp_path)).names == ("01", "1")
+    (tmp_path / "README.md").write_text(f"---\n{named}  sep: ;\n---\n")
+    assert hub.csv_files(tmp_path, str(tmp_path / "scratch")) == {}  # which is read as it says
+
+
+@pytest.mark.usefixtures("cached")
+def test_csv_files_in_archives_are_refused_as_their_ids_would_be_guessed(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "data.zip", "w") as file:
+        file.writestr("mine.csv", table(client=["01", "1"] * 12).to_csv(index=False))
+    with pytest.raises(UserError, match=r"must not be in archives, .* got data\.zip; unpack it"):
+        datasets.load(str(tmp_path))
+
+
+@pytest.mark.usefixtures("cached")
+@pytest.mark.parametrize("other", ["b.parquet", "b.jsonl", "b.tsv.gz"])
+def test_a_folder_of_tables_of_several_kinds_is_refused(tmp_path: Path, other: str) -> None:
+    saved(table(), tmp_path / "a.parquet")
+    saved(table(), tmp_path / "c.csv")
+    (tmp_path / other).touch()
+    with pytest.raises(UserError, match=r"tables must be of one kind, .* would be left out"):
+        datasets.load(str(tmp_path))
+    (tmp_path / "c.csv").unlink()
+    (tmp_path / other).unlink(missing_ok=True)
+    saved(table(), tmp_path / "a.parquet")
+    assert len(datasets.load(str(tmp_path))) == N
 
 
 def test_labels_that_clients_code_in_their_own_ways_have_no_names(tmp_path: Path) -> None:

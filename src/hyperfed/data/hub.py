@@ -9,7 +9,7 @@ somebody's own folder all is read or nothing: the library leaves out what it tak
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import Any
@@ -25,6 +25,15 @@ SPLITS = (
     "test", "testing", "eval", "evaluation",
 )  # fmt: skip
 """Folders and files that name a split to the library, which tells capitals apart."""
+
+TABLES = (".arrow", ".csv", ".jsonl", ".ndjson", ".parquet", ".tsv")
+"""How files with rows of a table end; one of .json or .txt often says something about them."""
+
+CSV = {".csv": ",", ".tsv": "\t"}
+"""How CSV files end, and what is between their columns."""
+
+PACKED = (".bz2", ".gz", ".xz")
+"""Endings after those, by which pandas unpacks a file."""
 
 
 def load(
@@ -66,24 +75,36 @@ def load(
 def csv_files(folder: Path, cache_dir: str) -> dict[str, list[Path]]:
     """Returns the files of a folder by split, where all of them are CSV files.
 
-    Of any other folder, or one whose README says what is there, it is {}, and so it is where
-    something is wrong, which :func:`load` tells.
+    Of any other folder, or one whose README says how they are to be read, it is {}, and so it is
+    where something is wrong, which :func:`load` tells.
     """
-    if next(folder.rglob("*.csv"), None) is None:
+    if not any(_kind(path) in CSV for path in folder.rglob("*")):
         return {}
     try:
         _check_layout(folder)
-        if _named_data(folder):
-            return {}
+        _check_named_data(folder)
+        named = bool(_named_data(folder))
         with _library(offline=True) as datasets:
             builder = datasets.load_dataset_builder(str(folder), cache_dir=cache_dir)
-            _check_whole(folder, builder)
+            if not named:
+                _check_whole(folder, builder)
     except Exception:  # whatever a folder makes several libraries raise
         return {}
     split_files = builder.config.data_files.items()
     found = {str(split): [Path(path) for path in paths] for split, paths in split_files}
-    every = [path for paths in found.values() for path in paths]
-    return found if all(path.suffix == ".csv" for path in every) else {}
+    kinds = {_kind(path) for paths in found.values() for path in paths}
+    if not kinds <= {*CSV} or (named and not _plain(builder, kinds)):
+        return {}
+    return found
+
+
+def _plain(builder: Any, kinds: Set[str]) -> bool:
+    """Whether a README leaves it to the endings of CSV files how they are read."""
+    usual = type(builder.config)(sep=builder.config.sep).pd_read_csv_kwargs
+    separators = {CSV[kind] for kind in kinds}
+    options = builder.config.pd_read_csv_kwargs
+    typed = builder.config.features or builder.info.features
+    return not typed and options == usual and separators == {builder.config.sep}
 
 
 @contextmanager
@@ -136,7 +157,8 @@ def _check_whole(folder: Path, builder: Any) -> None:
     """Raises ``OSError`` where the library would leave out files, or train on those for testing.
 
     One file or folder that is called as a split is, such as val, and it reads no others. Where none
-    is, as it finds Train and Test, everything is for training.
+    is, as it finds Train and Test, everything is for training. Of tables of several kinds it reads
+    one. Nor is a CSV file read that only the library can read, which guesses what ids are.
     """
     from datasets.data_files import FILES_TO_IGNORE
 
@@ -144,18 +166,31 @@ def _check_whole(folder: Path, builder: Any) -> None:
     read = {Path(path) for paths in builder.config.data_files.values() for path in paths}
     kinds = {path.suffix.lower() for path in read if path.stem != "metadata"}
     kinds.update(getattr(builder, "EXTENSIONS", ()))
+    rows = {_kind(path) for path in read} & {*TABLES}
     left = [
         path.relative_to(root)
         for path in sorted(root.rglob("*"))
-        if path.suffix.lower() in kinds and path not in read and path.name not in FILES_TO_IGNORE
+        if (path.suffix.lower() in kinds or (rows and _kind(path) in TABLES))
+        and (path not in read and path.name not in FILES_TO_IGNORE)
     ]
-    if left := [
-        path for path in left if not any(part.startswith((".", "__")) for part in path.parts)
-    ]:
+    left = [path for path in left if not any(part.startswith((".", "__")) for part in path.parts)]
+    if others := [path for path in left if rows and _kind(path) in {*TABLES} - rows]:
+        raise OSError(
+            f"its tables must be of one kind, got {others[0]} beside others that end in "
+            f"{', '.join(sorted(rows))}, so that {len(others)} of its files would be left out; "
+            "convert or remove them"
+        )
+    if left:
         raise OSError(
             f"{len(left)} of its files would be left out, such as {left[0]}, because others are "
             "called as splits are (train, val, dev, test, ...) by their name or that of a folder; "
             "rename those, or have all files below folders of splits"
+        )
+    guessed = [path.name for path in sorted(read) if _kind(path) not in CSV]
+    if type(builder.config).__name__ == "CsvConfig" and guessed:
+        raise OSError(
+            "CSV files must not be in archives, of which it would be guessed what their ids are, "
+            f"got {guessed[0]}; unpack it"
         )
     common = os.path.commonpath(read) if read else root
     tops = sorted({path.relative_to(common).parts[0] for path in read if path != Path(common)})
@@ -166,6 +201,12 @@ def _check_whole(folder: Path, builder: Any) -> None:
             f"its splits must be called in small letters, such as train and test, or all of it is "
             f"for training, got {', '.join(tops[:4])}; rename them"
         )
+
+
+def _kind(path: PurePath) -> str:
+    """Returns how the name of a file ends, in small letters, before what tells how it is packed."""
+    packed = path.suffix.lower() in PACKED
+    return (PurePath(path.stem) if packed else path).suffix.lower()
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -136,6 +136,8 @@ UNREADABLE = (
 def read_csv(paths: Sequence[Path], columns: Columns) -> tuple[Any, list[int]]:
     """Reads CSV files as one table, of which pandas is not to guess what ids and labels are.
 
+    One that is called ``.tsv`` has tabs between its columns.
+
     Returns:
         a ``DataFrame``, and the number of rows of each file.
 
@@ -148,6 +150,7 @@ def read_csv(paths: Sequence[Path], columns: Columns) -> tuple[Any, list[int]]:
     empty: dict[str, Any] = {"keep_default_na": False, "na_values": [""]}
     parts: list[Any] = []
     for path in paths:
+        empty["sep"] = "\t" if ".tsv" in path.suffixes[-2:] else ","
         try:
             header = list(pandas.read_csv(path, nrows=0, **empty))
             target = columns.target or next((name for name in TARGETS if name in header), "")
