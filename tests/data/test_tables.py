@@ -554,6 +554,60 @@ def test_a_folder_of_save_to_disk_is_told_apart(tmp_path: Path, splits: bool) ->
         datasets.load(str(folder))
 
 
+UNCLOSED = pytest.mark.filterwarnings(  # of files that the library reads
+    "ignore:unclosed file:ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
+)
+
+
+def with_metadata(folder: Path, **clients: list[str]) -> str:
+    """Images of a folder each, and a metadata.csv that says whose they are."""
+    rng = np.random.default_rng(0)
+    for place, ids in clients.items():
+        (folder / place).mkdir(parents=True)
+        lines = ["file_name,client,label"]
+        for number, client in enumerate(ids):
+            pixels = rng.integers(0, 256, (4, 4), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / place / f"{number}.png")
+            lines.append(f"{number}.png,{client},{number % 2}")
+        (folder / place / "metadata.csv").write_text("\n".join(lines))
+    return str(folder)
+
+
+@UNCLOSED
+@pytest.mark.usefixtures("cached")
+def test_ids_of_metadata_that_would_be_one_are_refused(tmp_path: Path) -> None:
+    padded = datasets.load(with_metadata(tmp_path / "padded", a=["07", "08", "10"]))
+    assert padded.names == ("7", "8", "10")
+    together = with_metadata(tmp_path / "together", a=["07", "7", "08"])
+    apart = with_metadata(tmp_path / "apart", a=["07", "08"], b=["7", "8"])
+    for folder in (together, apart):
+        with pytest.raises(UserError, match="one way, got 07 and 7 in column 'client'"):
+            datasets.load(folder)
+    with pytest.raises(UserError, match="one way, got 07 and 7 in column 'client'"):
+        site.read(together)
+
+
+@UNCLOSED
+@pytest.mark.usefixtures("cached")
+def test_images_that_metadata_do_not_list_are_refused(tmp_path: Path) -> None:
+    folder = with_metadata(tmp_path / "all", a=["7", "8", "9"])
+    shutil.copy(Path(folder) / "a" / "0.png", Path(folder) / "a" / "9.png")
+    with pytest.raises(UserError, match=r"1 of its images would be left out, such as a/9\.png"):
+        datasets.load(folder)
+    with pytest.raises(UserError, match="of its images would be left out"):
+        site.read(folder)
+
+
+@UNCLOSED
+@pytest.mark.usefixtures("cached")
+def test_images_of_several_metadata_files_are_in_the_order_of_their_names(tmp_path: Path) -> None:
+    places = [*"abcdef"]
+    folder = with_metadata(tmp_path / "all", **{place: [place] * 2 for place in places})
+    found = datasets.load(folder)
+    assert found.client is not None
+    assert [found.names[client] for client in found.client] == [p for p in places for _ in "12"]
+
+
 @pytest.mark.usefixtures("cached")
 def test_a_folder_of_classes_is_nobodys(tmp_path: Path) -> None:
     pictures(tmp_path / "all")

@@ -9,7 +9,7 @@ somebody's own folder all is read or nothing: the library leaves out what it tak
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import Any
@@ -63,7 +63,10 @@ def load(
             if whole and cache_dir is not None and not _named_data(Path(source)):
                 builder = datasets.load_dataset_builder(source, cache_dir=cache_dir)
                 _check_whole(Path(source), builder)
-            return datasets.load_dataset(source, config, cache_dir=cache_dir)
+            splits = datasets.load_dataset(source, config, cache_dir=cache_dir)
+            if whole and cache_dir is not None and not _named_data(Path(source)):
+                _check_metadata(Path(source), builder, splits)
+            return splits
     except Exception as error:  # whatever a folder makes several libraries raise
         from datasets.exceptions import DatasetsError
 
@@ -142,6 +145,14 @@ def _check_named_data(folder: Path) -> None:
             raise ValueError(f"{folder} must name data within it, but names {name[:100]!r}")
 
 
+def whole(folder: Path) -> Path | None:
+    """Returns a folder of which all is read; None where a README says which data there are."""
+    try:
+        return None if _named_data(folder) else folder
+    except Exception:  # whatever a README makes several libraries raise, which load tells
+        return None
+
+
 def _named_data(folder: Path) -> list[str]:
     """Returns all words by which a README says which data of a folder there are."""
     from huggingface_hub import DatasetCard
@@ -201,6 +212,57 @@ def _check_whole(folder: Path, builder: Any) -> None:
             f"its splits must be called in small letters, such as train and test, or all of it is "
             f"for training, got {', '.join(tops[:4])}; rename them"
         )
+
+
+def _check_metadata(folder: Path, builder: Any, splits: Any) -> None:
+    """Puts images of which metadata files tell in an order that does not vary.
+
+    Raises:
+        OSError: the metadata do not list all images, or pandas makes one id of two in them.
+    """
+    read = {str(split): [*map(Path, paths)] for split, paths in builder.config.data_files.items()}
+    metadata = {split: [p for p in paths if p.stem == "metadata"] for split, paths in read.items()}
+    if type(builder.config).__name__ != "ImageFolderConfig" or not any(metadata.values()):
+        return
+    listed: set[Path] = set()
+    for split, rows in splits.items():
+        paths = image_paths(rows)
+        listed.update(map(Path, paths))
+        if len(metadata[split]) > 1:  # which the library takes in the order of a set
+            splits[split] = rows.select(sorted(range(len(paths)), key=paths.__getitem__))
+    images = {p for paths in read.values() for p in paths if p.suffix.lower() in builder.EXTENSIONS}
+    if left := sorted(images - listed):
+        raise OSError(
+            f"{len(left)} of its images would be left out, such as "
+            f"{left[0].relative_to(folder.resolve())}, because its metadata files list others "
+            "alone; list all, or remove those"
+        )
+    _check_guesses([p for paths in metadata.values() for p in paths if p.suffix == ".csv"])
+
+
+def _check_guesses(paths: Sequence[Path]) -> None:
+    """Raises ``OSError`` where pandas makes one number of two words of a column of CSV files."""
+    import pandas
+
+    if not paths:
+        return
+    guessed = pandas.concat([pandas.read_csv(path) for path in paths], ignore_index=True)
+    written = pandas.concat([pandas.read_csv(path, dtype=str) for path in paths], ignore_index=True)
+    for name in guessed.select_dtypes("integer"):
+        ways = written.groupby(guessed[name])[name].unique()
+        if odd := [sorted(each) for each in ways if len(each) > 1]:
+            raise OSError(
+                "its metadata.csv must write a number in one way, got "
+                f"{' and '.join(odd[0][:2])} in column {name!r}, which would be one; write words, "
+                "or a metadata.jsonl in its place"
+            )
+
+
+def image_paths(rows: Any) -> list[str]:
+    """Returns the path of each image of a split, as the library knows it."""
+    image = next(key for key, kind in rows.features.items() if type(kind).__name__ == "Image")
+    cells = rows.with_format("arrow")[:].column(image).combine_chunks()
+    return [str(path) for path in cells.field("path").to_pylist()]
 
 
 def _kind(path: PurePath) -> str:
