@@ -609,6 +609,29 @@ def test_images_of_several_metadata_files_are_in_the_order_of_their_names(tmp_pa
 
 
 @pytest.mark.usefixtures("cached")
+def test_images_that_tell_of_no_persons_but_are_not_of_classes_alone_are_refused(
+    tmp_path: Path,
+) -> None:
+    folder = Path(pictures(tmp_path / "all"))
+    shutil.copytree(folder / "bob", tmp_path / "one" / "bob")
+    with pytest.raises(UserError, match=r"of two people or more, got those of bob alone; name"):
+        datasets.load(str(tmp_path / "one"))
+    for person in ("ann", "bob"):
+        shutil.copytree(folder / person, tmp_path / "sessions" / person / "first")
+    with pytest.raises(UserError, match=r"person/class/.*, got ann/first/cat/"):
+        datasets.load(str(tmp_path / "sessions"))
+
+
+@pytest.mark.usefixtures("cached")
+def test_splits_that_are_called_by_more_than_one_word_are_no_persons(tmp_path: Path) -> None:
+    found = datasets.load(pictures(tmp_path / "all", ("train_set", "test_set")))
+    assert (found.names, int(found.held_out.sum())) == (("ann", "bob"), 16)
+    for split in ("train_set", "test_set"):
+        shutil.copytree(tmp_path / "all" / split / "ann", tmp_path / "classes" / split)
+    assert datasets.load(str(tmp_path / "classes")).client is None
+
+
+@pytest.mark.usefixtures("cached")
 def test_a_folder_of_classes_is_nobodys(tmp_path: Path) -> None:
     pictures(tmp_path / "all")
     examples = datasets.load(str(tmp_path / "all" / "ann"))

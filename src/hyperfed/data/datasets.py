@@ -112,8 +112,9 @@ def _digits() -> Examples:
 
 def _load_rows(name: str, data_dir: Path | None, columns: Columns) -> Examples:
     known = KNOWN.get(name)
-    read = known.read if known else partial(own_files.read_rows, columns=columns)
     folder = _folder(name, data_dir)
+    own_rows = partial(own_files.read_rows, columns=columns, folder=folder and hub.whole(folder))
+    read = known.read if known else own_rows
     source = str(folder) if folder else known.hub if known else name
     if source is None:
         raise UserError(
@@ -121,7 +122,7 @@ def _load_rows(name: str, data_dir: Path | None, columns: Columns) -> Examples:
             f" data_dir (or HYPERFED_DATA) to a folder that holds {name}/"
         )
     files = _files(folder) if folder else source
-    reader = known.read.__name__ if known else f"all files, {columns}"
+    reader = known.read.__name__ if known else f"whole folders, {columns}"
 
     def build() -> Examples:
         # The rows of a local folder are decoded once: no second copy of them stays on disk.

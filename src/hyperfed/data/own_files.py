@@ -5,6 +5,7 @@ tables. Images in ``person/class/*.png``, below a folder for each split or not, 
 whose folder they are in.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePath
@@ -104,8 +105,16 @@ def numbered_by(examples: Examples, labels: Sequence[str]) -> Examples:
     return replace(changed, fingerprint=fingerprint_of(changed.tensors()))
 
 
-def read_rows(rows: readers.Rows, name: str, columns: Columns | None = None) -> Examples:
+def read_rows(
+    rows: readers.Rows, name: str, columns: Columns | None = None, folder: Path | None = None
+) -> Examples:
     """Reads what ``datasets.load_dataset`` has opened: images with a label, or a table.
+
+    Args:
+        rows: opens it.
+        name: of the result.
+        columns: which is what.
+        folder: that it has opened, all of it; None of the hub's.
 
     Raises:
         UserError: no examples; lists all that is wrong.
@@ -114,7 +123,7 @@ def read_rows(rows: readers.Rows, name: str, columns: Columns | None = None) -> 
     splits = rows(None)
     features = next(iter(splits.values())).features
     if any(type(kind).__name__ == "Image" for kind in features.values()):
-        return _images(rows, splits, features, name, columns)
+        return _images(rows, splits, name, columns, folder)
     import pandas
 
     table = pandas.concat([held.to_pandas() for held in splits.values()], ignore_index=True)
@@ -126,11 +135,12 @@ def read_rows(rows: readers.Rows, name: str, columns: Columns | None = None) -> 
 def _images(
     rows: readers.Rows,
     splits: Mapping[str, Any],
-    features: Mapping[str, Any],
     name: str,
     columns: Columns,
+    folder: Path | None,
 ) -> Examples:
     """Reads images, and of whom they are by a column or by the folders that they are in."""
+    features = next(iter(splits.values())).features
     absent = [key for key in (columns.client, columns.target, columns.split) if key is not None]
     if columns.features is not None or any(key not in features for key in absent):
         raise UserError(
@@ -139,12 +149,14 @@ def _images(
         )
     column = columns.client or "client"
     examples = readers.images(rows, name, client=column, label=columns.target)
+    kind = features[columns.target or readers.label_column(features, name)]
+    labels = tuple(getattr(kind, "names", None) or ())
     client = examples.client
     names: tuple[str, ...] = ()
     if column in features:
         ids, _ = readers.ids_of(splits, column, name)
         names = tuple(str(identity) for identity in ids)
-    elif (people := _people(splits, features)) is not None:
+    elif (people := _people(splits, labels, name, folder)) is not None:
         ids, number = np.unique(people, return_inverse=True)
         client, names = torch.from_numpy(number), tuple(str(identity) for identity in ids)
     problems: list[str] = []
@@ -156,30 +168,70 @@ def _images(
     if words is not None:
         part = torch.from_numpy(arrays.parts(words, len(examples), problems))
     arrays.raise_all(problems, f"{name} does not hold usable examples")
-    kind = features[columns.target or readers.label_column(features, name)]
-    labels = tuple(getattr(kind, "names", None) or ())
     return replace(examples, client=client, names=names, labels=labels, part=part)
 
 
-def _people(splits: Mapping[str, Any], features: Mapping[str, Any]) -> list[str] | None:
-    """Returns for each image of ``person/class/file`` the person; None in any other layout."""
-    image = next(key for key, kind in features.items() if type(kind).__name__ == "Image")
-    paths = [
-        PurePath(str(path))
-        for held in splits.values()
-        for path in held.with_format("arrow")[:]
-        .column(image)
-        .combine_chunks()
-        .field("path")
-        .to_pylist()
+def _people(
+    splits: Mapping[str, Any], labels: Sequence[str], name: str, folder: Path | None
+) -> list[str] | None:
+    """Returns for each image of ``person/class/file`` the person; None of ``class/file``.
+
+    Raises:
+        UserError: labels are names of folders in any other layout of a folder.
+    """
+    places = [
+        (split, PurePath(path).parts[:-1])
+        for split, rows in splits.items()
+        for path in hub.image_paths(rows)
     ]
-    folders = [path.parts[:-1] for path in paths]
-    common = 0  # parts that all have: those of the folder that was given, and above it
-    while all(len(parts) > common and parts[common] == folders[0][common] for parts in folders):
-        common += 1
-    below = [parts[common:] for parts in folders]
-    if all(parts and parts[0] in hub.SPLITS for parts in below):  # else it is who is called so
+    below = [parts for _, parts in places]
+    root = folder.resolve().parts if folder else ()
+    if any(parts[: len(root)] != root for parts in below):
+        root = ()  # where it begins is not to be told, such as of an archive
+    if {*labels} != {parts[-1] for parts in below if parts}:
+        root = ()  # a person's images may lie in any folders
+    least = 2 if root else 0  # person and class, unless only what all have can be left out
+    below = _without_common([parts[len(root) :] for parts in below], least)
+    if _are_splits([split for split, _ in places], below):  # else it is who is called so
         below = [parts[1:] for parts in below]
-    if any(len(parts) != 2 for parts in below):
+        below = _without_common(below, least) if root else below
+    people = [parts[0] for parts in below if len(parts) == 2]
+    found = len(people) == len(below)
+    if not root:
+        return people if found else None
+    if all(len(parts) == 1 for parts in below):
         return None
-    return [person for person, _ in below]
+    if found and (len(set(people)) > 1 or len(splits) > 1):
+        return people
+    if found:
+        raise UserError(
+            f"images of {name} must be in class/*.png, nobody's, or in person/class/*.png of two "
+            f"people or more, got those of {people[0]} alone; name the folder {people[0]} in its "
+            "place, so that its images are dealt by task.partition, or add those of others"
+        )
+    raise UserError(
+        f"images of {name} must be in class/*.png or person/class/*.png, below a folder for each "
+        f"split or not, got {PurePath(*below[0])}/; move them, or say whose they are in a column "
+        "client of a metadata.csv"
+    )
+
+
+def _without_common(places: list[tuple[str, ...]], least: int) -> list[tuple[str, ...]]:
+    """Leaves out the first folders that all have in common, but for so many as must stay."""
+    common = 0
+    while all(
+        len(parts) > common + least and parts[common] == places[0][common] for parts in places
+    ):
+        common += 1
+    return [parts[common:] for parts in places]
+
+
+def _are_splits(splits: Sequence[str], places: Sequence[tuple[str, ...]]) -> bool:
+    """Whether the first folder of each image is that of its split."""
+    tops = {(split, *parts[:1]) for split, parts in zip(splits, places, strict=True)}
+    names = [top[1] if len(top) > 1 else "" for top in tops]
+    words = [{*re.split(r"[-._ 0-9]", name)} for name in names]
+    of_one = len(names) == len({*splits})
+    return all(name in hub.SPLITS for name in names) or (
+        of_one and all(each & {*hub.SPLITS} for each in words)
+    )
