@@ -331,7 +331,7 @@ class Server(federation.Server):
             gradient = weighted_mean(reply, here)
             if self.config.cohort_reduction == "sum":
                 mean, buffers = partition(gradient, parameters_of(self.encoder))
-                gradient = tree_map(lambda by: by * here.sum(), mean) | buffers
+                gradient = tree_map(lambda by: by * here.sum().to(by.dtype), mean) | buffers
             self.descend_encoder(gradient)
         elif learning:
             self.train_encoder(clients)

@@ -1,6 +1,7 @@
 """IT-PFL-HN, end to end: hypernetwork and encoder descend one loss together, seen in one piece."""
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from methods.itpfl.checks import (
     inputs,
     state,
 )
-from toys import CLASSES, FEATURES, TwoLayers, client_loss, logits
+from toys import CLASSES, FEATURES, Federation, TwoLayers, client_loss, logits, make_task
 
 
 def check_end_to_end(clients: list[int], **settings: Any) -> None:
@@ -156,6 +157,27 @@ def test_end_to_end_serves_several_sizes_and_averages_batch_norm(reduction: str)
     torch.testing.assert_close({n: after[n] for n in total}, expected, **CLOSE)
     found = {n: v.double() for n, v in after.items() if n in buffers}
     torch.testing.assert_close(found, {n: v.double() for n, v in buffers.items()}, **CLOSE)
+
+
+def test_end_to_end_a_number_by_itself_is_trained_in_its_precision() -> None:
+    """PyTorch would make float64 of one that is multiplied by another."""
+
+    class Scaled(TwoLayers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.tensor(0.5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(self.scale * x)
+
+    task = make_task()
+    task = replace(task, x=task.x.float(), models={"base": Scaled()})
+    ours = Federation("itpfl", task, encoder="end_to_end", cohort_reduction="sum", local_steps=1)
+    before = encoder_of(ours)
+    ours.round([0, 1], 0)
+    moved = {name: before[name] - value for name, value in encoder_of(ours).items()}
+    assert {value.dtype for value in moved.values()} == {torch.float32}
+    assert [name for name, value in moved.items() if "scale" in name and value != 0]
 
 
 def test_end_to_end_a_model_is_made_of_one_batch() -> None:
