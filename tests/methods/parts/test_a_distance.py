@@ -248,3 +248,15 @@ def test_mutant_errors_on_what_was_fitted_are_caught(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(a_distance, "_halves", lambda client: (right(client)[0],) * 2)
     with pytest.raises(AssertionError):
         check_distance()
+
+
+def test_in_bfloat16_clients_answer_in_float32() -> None:
+    """What is like the classifier is of its precision, or it is no answer."""
+    task = toy()
+    models = {"base": task.models["base"].float()}
+    task = dataclasses.replace(task, x=task.x.float(), models=models)
+    engine = LoopEngine(task, Client, None, seed=0, precision="bf16")
+    novel = engine.cohort(list(NOVEL), 0, training=False, fresh=True)
+    classifier = a_distance.separate(novel, novel.known, STEPS)
+    assert {value.dtype for value in classifier.values()} == {torch.float32}
+    assert a_distance.a_distance(novel, novel.known, STEPS).argmin(dim=1)[1] == 1

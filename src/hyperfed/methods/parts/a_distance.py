@@ -113,7 +113,8 @@ def separation_gradient(client: Client, classifier: Model, side: Tree) -> Model:
     """
     x, _ = _halves(client)
     residual = torch.sigmoid(_logits(x, classifier)) - side["label"].to(x.dtype)  # (n, P)
-    return {"weight": residual.T @ x / len(x), "bias": residual.mean(dim=0)}
+    product = (residual.T @ x).to(x.dtype)  # which autocast computes in bfloat16
+    return {"weight": product / len(x), "bias": residual.mean(dim=0)}
 
 
 @step
