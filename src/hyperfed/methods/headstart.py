@@ -71,6 +71,7 @@ class Config(pefll.Config, PersonalConfig):
             ``optimizer``, ``momentum`` and ``weight_decay`` belong; a hypernetwork in ``chunks``
             learns by it alone.
         descriptor_size: as of PeFLL; it does not grow with the number of clients here.
+        start: of no consequence here, where all models begin as the target whatever it says.
         common_lr: by how much of a cohort's mean delta the common model moves; 1 as in FedAvg.
         pseudo_count: examples of every class that a client counts beside its own, so that no class
             is impossible; None leaves the biases as they are made. Of a task with classes, and a
