@@ -112,7 +112,8 @@ def step(
             in private training (:mod:`hyperfed.engines.updates`), unless it replies with nothing.
         reads: what the reply depends on of a client's examples, of which a site counts those behind
             a reply: a share of each batch, rounded up; "val", the validation examples where there
-            are any; or "kept", what an earlier step of the round left in ``scratch["x"]``.
+            are any; "kept", what an earlier step of the round left in ``scratch["x"]``; or 0 of a
+            step that looks at no data at all, such as a draw, which private training leaves alone.
     """
     bounded = bounded or (None if like is None else "change")
 

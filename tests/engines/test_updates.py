@@ -52,6 +52,10 @@ class Client(federation.Client):
     def silent(self, own: Tree) -> Tree:
         return {}
 
+    @step(like="model", reads=0)
+    def drawn(self, model: Tree, own: Tree) -> Tree:
+        return self.model(model, own)
+
 
 SENT: Tree = {
     "running_mean": torch.linspace(-1, 1, 3).double(),
@@ -108,6 +112,16 @@ def test_an_answer_is_scaled_down_to_the_clip_with_its_buffers_and_without_whole
     vector = asked(engine(private), "vector", own)["vector"][0]
     expected = alone * min(1, CLIP / float(alone.norm()))
     torch.testing.assert_close(vector, expected, atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("kind", [LoopEngine, VmappedEngine])
+@pytest.mark.parametrize("where", ["local", "central"])
+def test_an_answer_that_depends_on_no_data_is_as_it_is_and_costs_nothing(
+    where: Any, kind: type[LoopEngine]
+) -> None:
+    ours, own = engine(replace(FREE, where=where), kind), change(1e6)
+    torch.testing.assert_close(from_sent(asked(ours, "drawn", own)), flat(own))
+    assert not ours.released
 
 
 def test_an_answer_of_several_parts_is_scaled_as_one() -> None:

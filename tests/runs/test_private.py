@@ -12,6 +12,7 @@ import torch
 
 import hyperfed
 from hyperfed.errors import UserError
+from hyperfed.methods import METHODS
 from hyperfed.runs.config import from_keys
 from hyperfed.runs.private import cohort_of
 from hyperfed.runs.run import Run
@@ -145,6 +146,30 @@ def test_a_newcomer_s_exchanges_are_answers_and_a_second_time_is_refused() -> No
     assert run.summary["privacy"]["epsilon_spent"] == pytest.approx(50, rel=1e-6)
     with pytest.raises(UserError, match=r"must stay within epsilon 50 at delta 0\.001"):
         run.evaluate_novel(draws=2)
+
+
+@pytest.mark.parametrize("method", ["pfedhn", "mh_pfedhn"])
+def test_a_newcomer_begins_at_a_draw_of_its_own_for_nothing(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which says nothing of its data, so that it is neither shortened nor blurred."""
+    begun: list[torch.Tensor] = []
+    fit = METHODS[method].fit_rows
+
+    def fit_rows(rows: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
+        begun.append(rows.detach().clone())
+        return fit(rows, *others, **options)
+
+    monkeypatch.setattr(METHODS[method], "fit_rows", fit_rows)
+    own = {"novel_rounds": 3} | ({"novel_start": "random"} if method == "pfedhn" else {})
+    at = {}
+    for privacy in ({"where": "local"}, {"where": "central"}, {"epsilon": None}):
+        run = train(method, 50.0, task=TASK | {"novel": 2}, own=own, privacy=privacy)
+        at[privacy.get("where")] = begun[-1]
+        if privacy == {"where": "local"}:
+            assert {len(run.engine.released[c]["multipliers"]) for c in (6, 7)} == {3}
+    torch.testing.assert_close(at["local"], at[None], rtol=0, atol=0)
+    torch.testing.assert_close(at["central"], at[None], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("hidden", "kept"), [(4, True), (100, False)])

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hyperfed import trees
 from hyperfed.data.examples import hash_of
 from hyperfed.engines.replies import DivergedError, check_tree
-from hyperfed.engines.updates import KEPT, UNCOVERED, PrivateUpdates, centre_of, moved, offset
+from hyperfed.engines.updates import KEPT, PrivateUpdates, centre_of, is_covered, moved, offset
 from hyperfed.federation import EVALUATION_BATCH, Client, StepInfo
 from hyperfed.privacy import Noise, Releases, secret_noise, seeded_noise
 from hyperfed.system.randomness import generator
@@ -230,9 +230,9 @@ def let_out(
         BadReplyError: the reply is not like what it is promised to be like.
         UserError: the reply is no update, or what the client may let out is spent.
     """
-    if private.where == "central" or not answer.tree or call.step in UNCOVERED:
-        return answer
     step, info = find_step(client, call.step)
+    if private.where == "central" or not answer.tree or not is_covered(info):
+        return answer
     centre = centre_of(answer.tree, promised(step, info, call), info)
     told = offset(answer.tree, centre, private.clip)
     keep = told.numel() <= KEPT

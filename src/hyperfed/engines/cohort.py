@@ -27,7 +27,7 @@ from hyperfed.engines.replies import (
     expected_structure,
     refusal,
 )
-from hyperfed.engines.updates import UNCOVERED, PrivateUpdates, bounded, centre_of
+from hyperfed.engines.updates import PrivateUpdates, bounded, centre_of, is_covered
 from hyperfed.errors import UserError
 from hyperfed.federation import AllLostError, Client, Each, StepInfo
 from hyperfed.task import Task
@@ -560,7 +560,7 @@ class EngineCohort:
     def _bounded(self, question: Question, reply: Reply, like: Tree | None) -> Reply:
         """Returns a reply as a trusted server may use it: no longer than ``privacy.clip``."""
         private, info = self._engine.private, question.info
-        if private is None or private.where == "local" or not reply.tree or info.name in UNCOVERED:
+        if private is None or private.where == "local" or not reply.tree or not is_covered(info):
             return reply
         like = None if like is None else trees.to(like, self._engine.device)
         return Reply(bounded(reply.tree, like, info, private.clip), reply.structure)

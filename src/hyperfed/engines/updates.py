@@ -34,6 +34,11 @@ VARIANCE = "running_var"
 """How batch-norm calls what must not be below zero."""
 
 
+def is_covered(info: StepInfo) -> bool:
+    """Returns whether what a step answers must be bounded, and needs noise: not of no data."""
+    return info.name not in UNCOVERED and info.reads != 0
+
+
 @dataclass(frozen=True)
 class PrivateUpdates:
     """How answers are made private; a :class:`hyperfed.privacy.Mechanism`.

@@ -159,7 +159,7 @@ class Client(federation.Client):
         _, self.memory["buffers"] = partition(trained, self.parameters)
         return subtract(model, trained)
 
-    @step(like="embedding")
+    @step(like="embedding", reads=0)
     def draw_embedding(self, embedding: Tree) -> Tree:
         """Returns {"embedding": (chunks * e,)} as all are before training.
 

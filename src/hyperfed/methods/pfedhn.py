@@ -107,7 +107,7 @@ class Client(federation.Client):
         _, self.memory["buffers"] = partition(trained, self.parameters)
         return subtract(model, trained)
 
-    @step(like="mean")
+    @step(like="mean", reads=0)
     def draw_embedding(self, mean: Tree) -> Tree:
         """Returns {"embedding": (l,)} as a learned one is before training, N(0, 1).
 

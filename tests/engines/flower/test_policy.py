@@ -454,6 +454,14 @@ def test_the_smallest_evaluation_is_of_each_split(tmp_path: Path) -> None:
     assert "counts of an evaluation must be of 7 examples at least here, came 6" in told
 
 
+def test_a_reply_that_depends_on_no_example_needs_none_behind_it(tmp_path: Path) -> None:
+    start = {"embedding": torch.zeros(4)}
+    here = site_in(tmp_path, pfedhn, pfedhn.Config(), methods=("pfedhn",), smallest_reply=10**6)
+    assert asked(here, "draw_embedding", 3, start)["embedding"].shape == (4,)
+    told = str(asked(here, "train_model", 3, MODEL, serial=2))
+    assert "a reply must be of 1000000 examples at least here" in told
+
+
 def test_a_site_has_a_budget_whatever_a_run_says(tmp_path: Path) -> None:
     settings = itpfl.Config(epsilon=0.3, budget=1e9, embedding_size=6)
     encoder = _encoder(settings)

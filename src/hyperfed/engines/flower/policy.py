@@ -178,6 +178,8 @@ class Policy:
             if info.like is not None:
                 self._check_plan(call.batches, config.batches, behind)
             behind = len({*draw(call, task, seed).tolist()})
+        if info.reads == 0:
+            return 0
         if info.reads == "val":
             if held_out := len(task.val[call.client]):
                 return held_out  # few of which are refused where they are read
