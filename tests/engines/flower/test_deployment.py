@@ -228,7 +228,9 @@ def test_a_node_killed_in_mid_run_comes_back_with_what_its_clients_remember(
     Nor could a site keep to its epsilon that had lost its account.
     """
     seen = runs(federation, 0), runs(federation, 1)
-    settings = ("rounds=6", "evaluate_every=6", "engine.timeout=120", "privacy.epsilon=1.0")
+    # Of longer noise a model may say the same of all examples, and a site evaluates none that does.
+    private = ("privacy.epsilon=1.0", "privacy.clip=0.01")
+    settings = ("rounds=6", "evaluate_every=6", "engine.timeout=120", *private)
     start(federation, "away", "fedper", *settings)
     with ExitStack() as holding:
         with held(federation, 1, seen[1]):
@@ -258,8 +260,7 @@ def test_a_node_killed_in_mid_run_comes_back_with_what_its_clients_remember(
     # Its clients were lost while it was away, and were served with their heads afterwards.
     assert {lost["client"] for lost in test["lost"]} == set(range(10, 20))
     assert all("its site" in lost["reason"] for lost in test["lost"])
-    # Where one was not served, the log says why: it has happened on a slow machine.
-    assert all(count > 0 for count in test["count"]), federation.log("superexec")[-5000:]
+    assert all(count > 0 for count in test["count"]), test["missed"]
     assert said["summary"]["rounds"] == 6
 
     # Each answer is on its account, and what was before the kill still is.
@@ -272,9 +273,9 @@ def test_a_node_killed_in_mid_run_comes_back_with_what_its_clients_remember(
     assert [len(answers) - in_vain[name] for name, answers in sorted(after.items())] == [
         6 - times[client] for client in range(10, 20)
     ]
-    private = said["summary"]["privacy"]
-    assert private["epsilon_spent"] == pytest.approx(1)
-    assert private["noise"] == "drawn at the sites, by their operating systems"
+    told = said["summary"]["privacy"]
+    assert told["epsilon_spent"] == pytest.approx(1)
+    assert told["noise"] == "drawn at the sites, by their operating systems"
 
 
 def test_a_node_that_is_told_to_end_says_goodbye(federation: Deployment) -> None:
