@@ -113,8 +113,7 @@ def _digits() -> Examples:
 def _load_rows(name: str, data_dir: Path | None, columns: Columns) -> Examples:
     known = KNOWN.get(name)
     folder = _folder(name, data_dir)
-    own_rows = partial(own_files.read_rows, columns=columns, folder=folder and hub.whole(folder))
-    read = known.read if known else own_rows
+    read = known.read if known else partial(own_files.read_rows, columns=columns, folder=folder)
     source = str(folder) if folder else known.hub if known else name
     if source is None:
         raise UserError(

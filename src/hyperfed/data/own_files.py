@@ -114,7 +114,7 @@ def read_rows(
         rows: opens it.
         name: of the result.
         columns: which is what.
-        folder: that it has opened, all of it; None of the hub's.
+        folder: that it has opened; None of what is on the hub.
 
     Raises:
         UserError: no examples; lists all that is wrong.
@@ -123,7 +123,7 @@ def read_rows(
     splits = rows(None)
     features = next(iter(splits.values())).features
     if any(type(kind).__name__ == "Image" for kind in features.values()):
-        return _images(rows, splits, name, columns, folder)
+        return _images(rows, splits, name, columns, folder and hub.whole(folder))
     import pandas
 
     table = pandas.concat([held.to_pandas() for held in splits.values()], ignore_index=True)
