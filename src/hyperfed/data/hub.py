@@ -60,12 +60,12 @@ def load(
             if local:
                 _check_layout(Path(source))
                 _check_named_data(Path(source))
-            if whole and cache_dir is not None and not _named_data(Path(source)):
-                builder = datasets.load_dataset_builder(source, cache_dir=cache_dir)
-                _check_whole(Path(source), builder)
+            if not (whole and local) or _named_data(Path(source)):
+                return datasets.load_dataset(source, config, cache_dir=cache_dir)
+            builder = datasets.load_dataset_builder(source, cache_dir=cache_dir)
+            _check_whole(Path(source), builder)
             splits = datasets.load_dataset(source, config, cache_dir=cache_dir)
-            if whole and cache_dir is not None and not _named_data(Path(source)):
-                _check_metadata(Path(source), builder, splits)
+            _check_metadata(Path(source), builder, splits)
             return splits
     except Exception as error:  # whatever a folder makes several libraries raise
         from datasets.exceptions import DatasetsError
