@@ -4,48 +4,53 @@ Nothing of it stays in memory between two messages, so each may be answered by a
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import torch
 
 from hyperfed import trees
 from hyperfed.data.examples import Normalize, fingerprint_of_frozen, hash_of
 from hyperfed.data.roster import Frame, Introduction, Member
-from hyperfed.engines.calls import Answer, Call, find_step, promised
+from hyperfed.engines.calls import Answer, Call
 from hyperfed.engines.flower import wire
 from hyperfed.engines.flower.diary import Diary
-from hyperfed.engines.flower.pairwise import STEPS, cover, is_exchange
-from hyperfed.engines.flower.policy import COUNTING, Policy, RefusedError, guarded, is_evaluation
+from hyperfed.engines.flower.gate import Admitted, Gate
+from hyperfed.engines.flower.pairwise import STEPS, is_exchange
+from hyperfed.engines.flower.policy import Policy, RefusedError
 from hyperfed.engines.flower.releases import KeptReleases
-from hyperfed.engines.flower.store import (
-    Draft,
-    LostMemoryError,
-    Store,
-    SupersededError,
-    make_private,
-)
-from hyperfed.engines.flower.wire import Request, Response, SiteError, Version
+from hyperfed.engines.flower.store import Draft, Store, make_private
+from hyperfed.engines.flower.wire import Request, Response, Version
+from hyperfed.engines.local.loop import LoopEngine
 from hyperfed.engines.local.vmap import best_engine
-from hyperfed.engines.masking import SMALLEST, Masking
-from hyperfed.engines.replies import BadReplyError, DivergedError
+from hyperfed.engines.masking import Masking
 from hyperfed.engines.updates import PrivateUpdates
 from hyperfed.errors import UserError, one_line
 from hyperfed.federation import Client
 from hyperfed.system.devices import CPU
 from hyperfed.system.locks import alone
 from hyperfed.task import Task
-from hyperfed.training import Precision, UnlabelledError
+from hyperfed.training import Precision
 from hyperfed.trees import Tree
 from hyperfed.trees.checkpoints import load_state, save_state
 
-OURS = (UserError, UnlabelledError, BadReplyError, DivergedError, LostMemoryError, SupersededError)
-"""Errors whose words are all our own."""
 
-Cover: TypeAlias = Callable[[Tree], tuple[Tree, Tree]]
-"""Returns the masked part that a reply makes, and what the site is to know of its masks."""
+@dataclass(frozen=True)
+class Answered:
+    """What a call came to.
+
+    Attributes:
+        reply: what is answered, or what was raised.
+        remembers: whether its client has a memory after it.
+        behind: how many examples are behind the reply, where a policy asks.
+    """
+
+    reply: Tree | Exception
+    remembers: bool = False
+    behind: int = 0
 
 
 class Source(Protocol):
@@ -161,16 +166,24 @@ class Site:
         metrics: Sequence[str] = (),
     ) -> None:
         self.source, self.state = source, state
-        self._method, self._policy, self._private = method, policy, private
         self._name = method or client.__module__
         known = is_dataclass(config) and not isinstance(config, type)
         self._settings = asdict(config) if known else {}
-        self._masking, self._metrics = masking, tuple(metrics)
-        self._smallest = SMALLEST if policy is None else policy.smallest_sum
-        self._client = client if policy is None else guarded(client, policy)
+        self._policy, self._masking, self._metrics = policy, masking, tuple(metrics)
         self._config, self._seed = config, seed
         self._workers, self._cores = workers, cores_per_client
         self._precision, self._device = precision, device
+        self._gate = Gate(
+            client,
+            config,
+            state,
+            seed=seed,
+            method=method,
+            policy=policy,
+            private=private,
+            masking=masking,
+            metrics=self._metrics,
+        )
 
     def handle(self, content: bytes) -> bytes:
         """Answers a request as it came over the network.
@@ -186,10 +199,7 @@ class Site:
     def answer(self, request: Request) -> Response:
         """Runs the calls of a request, but none that has been answered before."""
         try:
-            if self._policy is not None:  # before anything of the message is kept
-                self._policy.check_run(
-                    self._method, self._config, self._private, self._metrics, self._masking
-                )
+            self._gate.check_run()  # before anything of the message is kept
             task = self._with_frozen(request, self.source.task(request.frame, request.names))
             task = replace(task, metrics=self._metrics)
             store = Store(self.state, request.run)
@@ -200,26 +210,21 @@ class Site:
                 store.keep_to(self._name, _outlines(task), self._settings)
                 return self._answer(request, task, store, released)
         except Exception as error:  # concerns all that this message called, and nobody else
-            everyone = dict.fromkeys(range(len(request.calls)), error)
-            self._note(request, everyone, {})
+            everyone = dict.fromkeys(range(len(request.calls)), Answered(error))
+            self._note(request, everyone)
             return Response(request.session, request.serial, self._told(everyone))
 
-    def _note(
-        self,
-        request: Request,
-        answers: Mapping[int, Tree | Exception],
-        behind: Mapping[int, int],
-    ) -> None:
+    def _note(self, request: Request, answers: Mapping[int, Answered]) -> None:
         """Writes into the audit log what is about to be answered."""
         if self._policy is None:
             return
         make_private(self.state)
         diary = Diary(self.state, self._policy)
         for place, call in enumerate(request.calls):
-            answer, decision = answers[place], "answered"
-            if isinstance(answer, Exception):
-                kind = "refused" if isinstance(answer, RefusedError) else type(answer).__name__
-                decision = one_line(f"{kind}: {answer}")
+            reply, decision = answers[place].reply, "answered"
+            if isinstance(reply, Exception):
+                kind = "refused" if isinstance(reply, RefusedError) else type(reply).__name__
+                decision = one_line(f"{kind}: {reply}")
             diary.note(
                 run=request.run,
                 session=request.session,
@@ -228,24 +233,13 @@ class Site:
                 client=one_line(request.names[call.client]),
                 step=one_line(call.step),
                 bytes_in=sum(trees.count_bytes(tree) for tree in call.payload),
-                bytes_out=0 if isinstance(answer, Exception) else trees.count_bytes(answer),
-                examples=behind.get(place, 0),
+                bytes_out=0 if isinstance(reply, Exception) else trees.count_bytes(reply),
+                examples=answers[place].behind,
                 decision=decision,
             )
 
-    def _told(self, answers: Mapping[int, Tree | Exception]) -> Mapping[int, Tree | Exception]:
-        """Returns answers as they may leave: of errors that are not in our words the kind alone.
-
-        Theirs may quote an example, as PyTorch's of a label for which a model has no output.
-        """
-        if self._policy is None:
-            return answers
-        return {
-            place: SiteError(f"{type(answer).__name__}: its site's audit log says more")
-            if isinstance(answer, Exception) and not isinstance(answer, OURS)
-            else answer
-            for place, answer in answers.items()
-        }
+    def _told(self, answers: Mapping[int, Answered]) -> dict[int, Tree | Exception]:
+        return {place: self._gate.told(answer.reply) for place, answer in answers.items()}
 
     def _with_frozen(self, request: Request, task: Task) -> Task:
         """Returns the task with what is frozen in the run's targets.
@@ -274,9 +268,43 @@ class Site:
     def _answer(
         self, request: Request, task: Task, store: Store, released: KeptReleases
     ) -> Response:
-        engine = best_engine(self._device)(
+        """Runs those calls that are admitted, and answers all."""
+        answers: dict[int, Answered] = {}
+        to_run: dict[int, Admitted] = {}
+        with closing(self._engine(request, task)) as engine:
+            for place, call in enumerate(request.calls):
+                try:
+                    found = self._find(request, call, task, store)
+                    if isinstance(found, Admitted):
+                        let_out = released.read(request.names[call.client])
+                        engine.released.setdefault(call.client, let_out)
+                        engine.memories.note(found.call, found.begin)
+                        to_run[place] = found
+                    else:
+                        answers[place] = found
+                except Exception as error:
+                    answers[place] = Answered(error)
+            answers |= self._run(request, to_run, engine, store, released)
+        for client, name in request.names.items():
+            opened = [(request.session, cohort) for cohort in request.open]
+            store.prune(name, _needed(request, client, opened))
+        self._note(request, answers)
+        spent = {
+            place: released.multipliers(request.names[call.client])
+            for place, call in enumerate(request.calls)
+        }
+        return Response(
+            request.session,
+            request.serial,
+            self._told(answers),
+            frozenset(place for place, answer in answers.items() if answer.remembers),
+            {place: told for place, told in spent.items() if told},
+        )
+
+    def _engine(self, request: Request, task: Task) -> LoopEngine:
+        return best_engine(self._device)(
             task,
-            self._client,
+            self._gate.client,
             self._config,
             seed=self._seed,
             workers=self._workers,
@@ -284,155 +312,53 @@ class Site:
             precision=self._precision,
             device=self._device,
             secret=True,
-            limits=() if self._policy is None else self._policy.limits,
-            private=self._with_noise(request),
+            limits=self._gate.limits,
+            private=self._gate.with_noise(request),
         )
-        answers: dict[int, Tree | Exception] = {}
-        remembers: set[int] = set()
-        behind: dict[int, int] = {}
-        to_run: dict[int, Call] = {}
-        covering: dict[int, Cover] = {}
-        for place, call in enumerate(request.calls):
-            name, version = request.names[call.client], (request.session, call.cohort)
-            try:
-                draft = store.draft(name, version)
-                if draft is not None and draft.serial == request.serial:
-                    answers[place] = draft.reply
-                    remembers |= {place} if draft.memory else set()
-                    continue
-                store.keep_to_data(name, _hash_of_examples(task, call.client))
-                begin = Answer({}, *_beginning(request, call, name, store, draft))
-                masks = draft.masks if draft is not None else {}
-                if is_exchange(call) and self._masking is not None:
-                    told, masks = STEPS[call.step](masks, *call.payload, smallest=self._smallest)
-                    kept = Draft(request.serial, begin.memory, begin.scratch, told, masks)
-                    store.write(name, version, kept, lasting=True)
-                    answers[place] = told
-                    remembers |= {place} if begin.memory else set()
-                    continue
-                plain = call
-                if call.masked:
-                    plain, covering[place] = self._covering(call, masks, task)
-                self._check_private(plain, task)
-                behind[place] = self._allowed(plain, name, task, begin.scratch)
-                engine.released.setdefault(call.client, released.read(name))
-            except Exception as error:
-                answers[place] = error
-                continue
-            engine.memories.note(plain, begin)
-            to_run[place] = plain
-        let_out = dict(engine.released)
-        try:
-            replies = engine.answer(list(to_run.values()))
-        finally:
-            engine.close()
+
+    def _find(self, request: Request, call: Call, task: Task, store: Store) -> Answered | Admitted:
+        """Returns the answer to a call that needs no engine, or the call as one may run it."""
+        name, version = request.names[call.client], (request.session, call.cohort)
+        draft = store.draft(name, version)
+        if draft is not None and draft.serial == request.serial:
+            return Answered(draft.reply, remembers=bool(draft.memory))
+        store.keep_to_data(name, _hash_of_examples(task, call.client))
+        begin = Answer({}, *_beginning(request, call, name, store, draft))
+        masks = {} if draft is None else draft.masks
+        if is_exchange(call) and self._masking is not None:
+            smallest = self._gate.smallest_sum
+            told, masks = STEPS[call.step](masks, *call.payload, smallest=smallest)
+            kept = Draft(request.serial, begin.memory, begin.scratch, told, masks)
+            store.write(name, version, kept, lasting=True)
+            return Answered(told, remembers=bool(begin.memory))
+        return self._gate.admit(call, name, task, begin, masks)
+
+    def _run(
+        self,
+        request: Request,
+        to_run: Mapping[int, Admitted],
+        engine: LoopEngine,
+        store: Store,
+        released: KeptReleases,
+    ) -> dict[int, Answered]:
+        """Runs calls, and keeps what came of them on the disk before it leaves."""
+        before = dict(engine.released)
+        replies = engine.answer([admitted.call for admitted in to_run.values()])
         for client, name in request.names.items():
-            if client in let_out and engine.released[client] is not let_out[client]:
-                released.write(name, engine.released[client])  # before it leaves
-        for (place, call), came in zip(to_run.items(), replies, strict=True):
+            if client in before and engine.released[client] is not before[client]:
+                released.write(name, engine.released[client])
+        answers = {}
+        for (place, admitted), came in zip(to_run.items(), replies, strict=True):
+            call = admitted.call
             memory, scratch = engine.memories.of(call)
-            reply, masks = self._leaving(came, call, covering.get(place))
-            answers[place] = reply
+            reply, masks = self._gate.leaving(came, admitted)
             if not isinstance(reply, Exception):
-                name, version = request.names[call.client], (request.session, call.cohort)
                 draft = Draft(request.serial, memory, scratch, reply, masks)
-                store.write(name, version, draft, lasting=place in covering)
-            remembers |= {place} if memory else set()
-        for client, name in request.names.items():
-            opened = [(request.session, cohort) for cohort in request.open]
-            store.prune(name, _needed(request, client, opened))
-        self._note(request, answers, behind)
-        spent = {
-            place: released.multipliers(request.names[call.client])
-            for place, call in enumerate(request.calls)
-        }
-        spent = {place: told for place, told in spent.items() if told}
-        leaving = self._told(answers)
-        return Response(request.session, request.serial, leaving, frozenset(remembers), spent)
-
-    def _covering(self, call: Call, masks: Tree, task: Task) -> tuple[Call, Cover]:
-        """Returns a masked call as its client runs it, and what makes of its reply what leaves.
-
-        Raises:
-            RefusedError: the reply would be no update.
-        """
-        masking, told = self._masking, call.payload[-1]
-        plain = replace(call, payload=call.payload[:-1], masked=False)
-        step, info = find_step(self._client, call.step)
-        like = promised(step, info, plain)
-        if masking is None or like is None:
-            raise RefusedError(f"the reply to {call.step} is not to be masked in this run")
-        weight = len(task.train[call.client]) if self._private is None else 1
-
-        def covered(reply: Tree) -> tuple[Tree, Tree]:
-            part = masking.part(reply, like, info, weight)
-            return cover(masks, part, told, smallest=self._smallest)
-
-        return plain, covered
-
-    def _leaving(
-        self, reply: Tree | Exception, call: Call, covered: Cover | None
-    ) -> tuple[Tree | Exception, Tree]:
-        """Returns a reply as it may leave the site, and what is to be known of its masks."""
-        if isinstance(reply, Exception):
-            return reply, {}
-        if covered is not None:
-            try:
-                return covered(reply)
-            except Exception as error:
-                return error, {}
-        if self._masking is not None and reply and call.step not in COUNTING:
-            return RefusedError(f"the reply to {call.step} must be masked in this run"), {}
-        return reply, {}
-
-    def _allowed(self, call: Call, name: str, task: Task, scratch: Tree) -> int:
-        """Returns the number of examples behind the reply to a call that the policy allows.
-
-        Raises:
-            RefusedError: it does not.
-        """
-        if self._policy is None:
-            return 0
-        found = self._policy.check_call(
-            call, self._client, self._config, task, seed=self._seed, scratch=scratch
-        )
-        if is_evaluation(call, self._client):
-            Diary(self.state, self._policy).evaluate(name)
-        return found
-
-    def _with_noise(self, request: Request) -> PrivateUpdates | None:
-        """Returns how answers are made private, with as much noise as a request says.
-
-        Where the policy has a limit for all runs, the run's epsilon is for the run alone: both are
-        known to be spent from the site's disk.
-
-        Raises:
-            UserError: it says none, though there must be some.
-        """
-        private = self._private
-        if private is None or private.where == "central":
-            return private
-        if request.multiplier is None:
-            raise UserError(
-                "a request must say how much noise answers are to have, but this does not"
-            )
-        run = 0 if self._policy is None else request.run
-        return replace(private, multiplier=request.multiplier, run=run)
-
-    def _check_private(self, call: Call, task: Task) -> None:
-        """Finds out whether the answer to a call lets out no more than it may.
-
-        Raises:
-            UserError: the client's answers are to have noise, and this one would have none.
-        """
-        private = getattr(self._config, "mechanism", None) is not None
-        if private and call.client in task.novel_ids and call.step not in COUNTING:
-            _, info = find_step(self._client, call.step)
-            if not info.private:
-                raise UserError(
-                    "a client whose answers are private must be asked for no other, but was asked "
-                    f"to {call.step}; leave it out, or make it no novel one"
-                )
+                version = (request.session, call.cohort)
+                lasting = admitted.covered is not None
+                store.write(request.names[call.client], version, draft, lasting=lasting)
+            answers[place] = Answered(reply, bool(memory), admitted.behind)
+        return answers
 
 
 def _check_distinct(request: Request) -> None:
