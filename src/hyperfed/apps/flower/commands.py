@@ -11,8 +11,9 @@ from typer import Argument, Option
 
 from hyperfed.apps.flower import policies
 from hyperfed.apps.printing import Json, print_json, print_table, say, table
+from hyperfed.data.arrays import PARTS
 from hyperfed.data.roster import Roster
-from hyperfed.data.site import columns_named, listed
+from hyperfed.data.site import SiteData, columns_named, listed
 from hyperfed.data.site import read as read_site
 from hyperfed.engines.flower.store import check_writable, clean
 from hyperfed.errors import UserError, one_line
@@ -116,24 +117,19 @@ def node(
             finally:
                 lock.release()
         start = _starts(given, superlink, root_certificates, key, insecure=insecure)
-    parts = ("train", "val", "test")
-    counts = {
-        name: dict(zip(parts, map(len, rows), strict=True))
-        for name, rows in (found.rows if found else {}).items()
-    }
+    learns = policies.explain(allowed, found)
     if as_json:
         classes = found.classes if found else None
-        learns = policies.explain(allowed, found)
-        told = {"clients": counts, "classes": classes, "learns": learns}
+        told = {"clients": _counts(found), "classes": classes, "learns": learns}
         print_json({**told, "start": None, **start})
         return
-    if counts:
-        shown = table("client", *parts)
-        for name, of in counts.items():
-            shown.add_row(name, *(str(of[part]) for part in parts))
+    if found is not None:
+        shown = table("client", *PARTS)
+        for name, of in _counts(found).items():
+            shown.add_row(name, *(str(of[part]) for part in PARTS))
         print_table(shown)
     if check:
-        print("\n".join(policies.explain(allowed, found)))
+        print("\n".join(learns))
     said = {"start": "here", "supernode": "or here", "register": "before, at the operator's"}
     for name, line in start.items():
         print(f"{said[name]}:\n{line}")
@@ -193,6 +189,14 @@ def superexec(
 
     serve(SuperLink.of(superlink, root_certificates, None, insecure=insecure), say)
     os._exit(0)  # at once: a thread may still try to reach a SuperLink that is gone
+
+
+def _counts(found: SiteData | None) -> dict[str, dict[str, int]]:
+    """Returns client -> part -> how many examples it has for it."""
+    return {
+        name: dict(zip(PARTS, map(len, rows), strict=True))
+        for name, rows in (found.rows if found else {}).items()
+    }
 
 
 def _serve(
