@@ -1,9 +1,14 @@
-"""A small table, and records of its cells as runs leave them, made by hand."""
+"""A small table, records of its cells as runs leave them, made by hand, and reports of them."""
 
+import json
 from pathlib import Path
 from typing import Any
 
-from hyperfed.runs import config
+import pytest
+
+from hyperfed.apps.cli import main
+from hyperfed.papers import measured
+from hyperfed.runs import config, experiments
 from hyperfed.runs.folder import RunFolder
 from hyperfed.runs.records import summarise
 
@@ -87,3 +92,38 @@ def record(
         }
     )  # fmt: skip
     return run.path
+
+
+def collected(folder: Path) -> Any:
+    """Returns all records, those of a cell apart from the others."""
+    return measured.collect(folder / "results", experiments.find_all(folder / "experiments"))
+
+
+def written(folder: Path, name: str, *options: str) -> str:
+    """Returns the report that the command writes."""
+    out = folder / name
+    records = ["--records", str(folder / "results"), "--experiments", str(folder / "experiments")]
+    with pytest.raises(SystemExit) as leaving:
+        main(["report", "--out", str(out), *records, *options])
+    assert leaving.value.code == 0
+    return out.read_text()
+
+
+def row(text: str, beginning: str) -> list[str]:
+    """Returns the cells of the only row of a report's tables that begins so."""
+    (line,) = [line for line in text.splitlines() if line.startswith(f"| {beginning} |")]
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def untested(path: Path) -> None:
+    """Has no client of a record have an example to test on."""
+    nobody = summarise(
+        round=4, split="test", clients=[0, 1, 2, 3], count=[0] * 4, correct=[0] * 4,
+        loss=[0.0] * 4, masked_correct=[0] * 4, zeroed_correct=[0] * 4,
+        bytes_down=0, bytes_up=0, seconds=0.0,
+    )  # fmt: skip
+    (path / "metrics.jsonl").unlink()
+    RunFolder(path).append(nobody)
+    summary = json.loads((path / "summary.json").read_text())
+    gone = [key for key in summary if "accuracy" in key]
+    (path / "summary.json").write_text(json.dumps(summary | dict.fromkeys(gone)))

@@ -1,0 +1,165 @@
+"""The report's tables of papers: what each line says beside what was published."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hyperfed.apps.cli import main
+from hyperfed.papers import lines, origin, report
+from hyperfed.runs import experiments
+from hyperfed.runs.statistics import Spread
+from made_tables import TABLE, collected, make_table, record, row, untested, written
+
+
+def test_the_report_says_what_was_measured_and_by_which_budget(folder: Path) -> None:
+    record(folder, "local", 0, [5, 5, 5, 5], **{"method.local_steps": 7})
+    record(folder, "fedavg", 0, [6, 6, 7, 5])
+    record(folder, "fedavg", 1, [6, 6, 6, 7])
+    record(folder, "trained", 0, [9, 9, 9, 9])
+    record(folder, "fedavg", 3, [2, 2, 2, 2], place="all/fedavg")
+    (folder / "results" / "about.md").write_text("Said by hand.\n")
+    text = written(folder, "report.md")
+    assert text.startswith("# Measured\n\nSaid by hand.\n\n## In short\n")
+    assert row(text, "`made/table1`")[2:] == ["3", "3", "2", "1 of 1"]
+    # 60 % and 62.5 %; over Local one seed, on whose clients it gains 1, 1, 2 and 0 of ten.
+    assert row(text, "FedAvg") == [
+        *("FedAvg", "60 ± 2", "61.2 ± 1.8", "2", "**reproduced**", "55.0"),
+        *("+10.0 [-3.0, 23.0] noise, 1 seed", "-30.0 [-43.0, -17.0], 1 seed", "4 × 2 × 50 steps"),
+        *("4", "1.5", "15312.5"),
+    ]
+    assert row(text, "Local")[4:7] == ["none (1)", "50.0", "–"]
+    assert "- (1) other settings: method.local_steps=7 for 50" in text
+    assert row(text, "FedAvg, trained on")[4:8] == [
+        "none (2)",
+        "90.0",
+        "+40.0 [40.0, 40.0]",
+        "best",
+    ]
+    assert "Budgets differ: Local 4 rounds of 2 with 7 steps; FedAvg 4 rounds of 2 with 50" in text
+    assert "- Nothing is known." in text
+    assert "- FedAvg: It is the usual one." in text
+    assert "## `all`" in text
+    assert row(text, "fedavg")[1:4] == ["1", "20.0", "20.0"]
+    assert "figure made" not in text
+
+
+def test_gains_over_local_are_over_its_first_row_alone(folder: Path) -> None:
+    record(folder, "local", 0, [5, 5, 5, 5])
+    record(folder, "local", 1, [1, 1, 1, 1], rounds=3)
+    record(folder, "fedavg", 1, [6, 6, 7, 5])
+    record(folder, "fedavg", 0, [6, 6, 7, 5])
+    assert row(written(folder, "report.md"), "FedAvg")[6] == "+10.0 [-3.0, 23.0] noise, 1 seed"
+
+
+def test_the_best_is_so_on_the_seeds_that_both_have(folder: Path) -> None:
+    """FedAvg has the higher mean, of the easier seed alone."""
+    for place in ("", "aside/"):
+        record(folder, "local", 0, [9, 9, 9, 9], place=place and f"{place}local")
+        record(folder, "local", 1, [2, 2, 2, 2], place=place and f"{place}local")
+        record(folder, "fedavg", 0, [6, 6, 6, 6], place=place and f"{place}fedavg")
+    text = written(folder, "report.md")
+    for local, fedavg in (("Local", "FedAvg"), ("local", "fedavg")):
+        assert row(text, local)[7] == "best"
+        assert row(text, fedavg)[7] == "-30.0 [-30.0, -30.0]"
+
+
+def test_the_best_is_so_by_what_the_table_measures(folder: Path) -> None:
+    make_table(folder, TABLE.replace('"test_accuracy"', '"test_masked_accuracy"'))
+    for row_of, correct, masked in (("local", 5, 0.9), ("fedavg", 7, 0.8)):
+        path = record(folder, row_of, 0, [correct] * 4)
+        said = json.loads((path / "metrics.jsonl").read_text())
+        said |= {"masked_accuracy": masked, "client_masked_accuracy": [masked] * 4}
+        (path / "metrics.jsonl").write_text(f"{json.dumps(said)}\n")
+        told = json.loads((path / "summary.json").read_text())
+        told["test_masked_accuracy"] = masked
+        (path / "summary.json").write_text(json.dumps(told))
+    text = written(folder, "report.md")
+    assert row(text, "Local")[7] == "best"
+    assert row(text, "FedAvg")[6:8] == ["-10.0 [-10.0, -10.0]"] * 2
+
+
+def test_lines_that_are_judged_by_unlike_metrics_are_not_compared(folder: Path) -> None:
+    make_table(folder, TABLE.replace('"test_accuracy"', '"test_masked_accuracy"'))
+    lacking = record(folder, "local", 0, [5, 5, 5, 5])
+    told = json.loads((lacking / "summary.json").read_text())
+    del told["test_masked_accuracy"]
+    (lacking / "summary.json").write_text(json.dumps(told))
+    record(folder, "fedavg", 0, [6, 6, 7, 5])
+    text = written(folder, "report.md")
+    assert row(text, "Local")[6:8] == row(text, "FedAvg")[6:8] == ["–", "–"]
+    record(folder, "trained", 0, [9, 9, 9, 9])
+    assert row(written(folder, "report.md"), "FedAvg, trained on")[6:8] == ["–", "best"]
+
+
+def test_a_miss_has_its_sign_and_unlike_budgets_are_said_whatever_they_differ_in(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(folder, "fedavg", 0, [9, 9, 9, 9])
+    record(folder, "trained", 0, [9, 9, 9, 9], cohort=0.6)  # 2.4 of four, and would be 3 of five
+    drawn: list[Any] = []
+    monkeypatch.setattr(lines, "draw_cells", lambda curves, *_: drawn.extend(curves) or "<svg/>")
+    text = report.of_papers(folder / "results", experiments.find_all(folder / "experiments")).text
+    assert row(text, "FedAvg")[4] == "missed by +30.0"
+    assert row(text, "FedAvg, trained on")[8] == "4 × 2 × 50 steps"
+    assert "Budgets differ" not in text
+    number = record(folder, "trained", 1, [9] * 4, cohort=0.6, **{"task.novel": 1})
+    (one,) = [
+        m for m in collected(folder)[0]["made/table1", "digits-trained"] if m.record.path == number
+    ]
+    assert lines.Line("", [one], "test_accuracy", "", Spread(0, None, 1), None, None).budget[1] == 2
+    shutil.rmtree(number)
+    assert drawn[0].points == [(4.0, 90.0)]  # MB both ways
+    record(folder, "local", 0, [5, 5, 5, 5], rounds=9)
+    text = report.of_papers(folder / "results", experiments.find_all(folder / "experiments")).text
+    assert "Budgets differ: Local 9 rounds of 2 with 50 steps; FedAvg 4 rounds of 2" in text
+
+
+def test_of_two_records_of_a_seed_the_latter_counts_and_the_report_says_which(
+    folder: Path,
+) -> None:
+    record(folder, "fedavg", 0, [1, 1, 1, 1])
+    record(folder, "fedavg", 1, [7, 7, 7, 7])
+    latter = record(folder, "fedavg", 0, [6, 6, 6, 6], place="made_again/x")
+    origin.Origin("made/table1", "digits-fedavg").write(latter)
+    shorter = record(folder, "fedavg", 0, [2, 2, 2, 2], place="short/x", rounds=2)
+    origin.Origin("made/table1", "digits-fedavg").write(shorter)  # by other settings
+    text = written(folder, "report.md")
+    whole, other = [line for line in text.splitlines() if line.startswith("| FedAvg |")]
+    assert whole.startswith("| FedAvg | 60 ± 2 | 65.0 ± 7.1 | 2 | missed by +5.0 |")
+    assert other.startswith("| FedAvg | 60 ± 2 | 20.0 | 1 | none (1) |")
+    (told,) = [line for line in text.splitlines() if "comes again" in line]
+    assert told == "- FedAvg: seed 0 comes again; `made/table1-digits-fedavg/seed0` is left out"
+
+
+def test_records_without_a_number_hide_none_of_the_same_cell(folder: Path) -> None:
+    untested(record(folder, "fedavg", 0, [6, 6, 6, 6]))
+    record(folder, "fedavg", 1, [7, 7, 7, 7], rounds=2)
+    assert row(written(folder, "report.md"), "FedAvg")[2:4] == ["70.0", "1"]
+
+
+def test_records_that_lack_what_is_measured_are_shown_by_plain_accuracy_without_a_verdict(
+    folder: Path,
+) -> None:
+    make_table(folder, TABLE.replace('"test_accuracy"', '"test_zeroed_accuracy"'))
+    record(folder, "fedavg", 0, [6, 6, 6, 6])
+    text = written(folder, "report.md")
+    assert row(text, "FedAvg")[1:5] == ["60 ± 2", "60.0", "1", "none (1)"]
+    lacking = (
+        "test_accuracy: these records lack test_zeroed_accuracy; not measured by these records"
+    )
+    assert f"- (1) {lacking}" in text
+
+
+def test_a_report_that_cannot_be_is_refused(folder: Path, capsys: Any) -> None:
+    for options, said in [
+        (["--out", "report.txt"], "must end in .html or .md, came report.txt"),
+        (["--out", "x.md", "--paper", "other"], "a paper must be one of made (in"),
+        (["--out", "x.md", "--records", "nowhere"], "must be in a folder, but nowhere is none"),
+    ]:
+        with pytest.raises(SystemExit) as leaving:
+            main(["report", "--experiments", str(folder / "experiments"), *options])
+        assert leaving.value.code == 2
+        assert said in capsys.readouterr().err
