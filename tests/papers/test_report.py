@@ -10,6 +10,8 @@ import pytest
 from hyperfed.apps.cli import main
 from hyperfed.papers import lines, origin, report
 from hyperfed.runs import experiments
+from hyperfed.runs.folder import RunFolder
+from hyperfed.runs.records import summarise
 from hyperfed.runs.statistics import Spread
 from made_tables import TABLE, collected, make_table, record, row, untested, written
 
@@ -163,3 +165,56 @@ def test_a_report_that_cannot_be_is_refused(folder: Path, capsys: Any) -> None:
             main(["report", "--experiments", str(folder / "experiments"), *options])
         assert leaving.value.code == 2
         assert said in capsys.readouterr().err
+
+
+def test_curves_are_means_over_seeds_at_what_all_of_them_evaluated(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(folder, "local", 0, [5, 5, 5, 5])
+    record(folder, "fedavg", 0, [6, 6, 6, 6])
+    more = summarise(
+        round=2, split="test", clients=[0, 1, 2, 3], count=[10] * 4, correct=[1] * 4,
+        loss=[1.0] * 4, masked_correct=[1] * 4, zeroed_correct=[1] * 4,
+        bytes_down=0, bytes_up=0, seconds=0.0,
+    )  # fmt: skip
+    RunFolder(record(folder, "fedavg", 1, [8, 8, 8, 8])).append(more)
+    drawn: list[Any] = []
+    monkeypatch.setattr(lines, "draw_cells", lambda curves, *_: drawn.extend(curves) or "<svg/>")
+    report.of_papers(folder / "results", experiments.find_all(folder / "experiments"))
+    assert {one.name: one.points for one in drawn} == {
+        "Local": [(0.0, 50.0)],
+        "FedAvg": [(4.0, 70.0)],
+    }
+
+
+def test_lines_are_compared_to_such_as_a_verdict_can_rest_on_where_there_are_any(
+    folder: Path,
+) -> None:
+    """The better trained on by other settings, of which Local has fewer right as well."""
+    for name, correct, keys in [
+        ("local", 4, {"rounds": 3}),
+        ("fedavg", 6, {}),
+        ("trained", 9, {"rounds": 3}),
+    ]:
+        record(folder, name, 0, [correct] * 4, **keys)
+    text = written(folder, "report.md")
+    assert row(text, "FedAvg")[6:8] == ["+20.0 [20.0, 20.0]", "best"]
+    assert row(text, "FedAvg, trained on")[7] == "+30.0 [30.0, 30.0]"
+    assert row(text, "Local")[6:8] == ["–", "-20.0 [-20.0, -20.0]"]
+    whole = record(folder, "local", 0, [5] * 4, place="whole/x")
+    origin.Origin("made/table1", "digits-local").write(whole)
+    assert row(written(folder, "report.md"), "FedAvg")[6:8] == ["+10.0 [10.0, 10.0]", "best"]
+    origin.Origin("made/table1", "digits-fedavg", scale=0.5).write(
+        folder / "results" / "made" / "table1-digits-fedavg" / "seed0"
+    )
+    text = written(folder, "report.md")
+    assert row(text, "FedAvg")[7] == "+10.0 [10.0, 10.0]"  # than Local, which alone counts
+
+
+def test_of_a_grid_the_best_point_alone_is_among_the_numbers_reproduced(folder: Path) -> None:
+    tried = 'about = "FedAvg"\ngrid."method.local_lr" = [0.1, 0.2, 0.3]'
+    text = TABLE.replace('about = "FedAvg"', tried).replace('like = "fedavg"\n', "")
+    make_table(folder, text)
+    for rate, correct in (("0.1", 6), ("0.2", 7), ("0.3", 5)):
+        record(folder, f"fedavg-local_lr{rate}", 0, [correct] * 4)
+    assert row(written(folder, "report.md"), "`made/table1`")[3:] == ["3", "3", "0 of 1"]

@@ -6,10 +6,8 @@ The point that is best by the table's first measure stands for its row beside ot
 from collections.abc import Mapping
 from itertools import product
 
-from hyperfed.metrics import ACCURACY
 from hyperfed.papers import measured
 from hyperfed.papers.measured import Cell, Measurement
-from hyperfed.runs import statistics
 from hyperfed.runs.experiments import Experiment
 from hyperfed.runs.statistics import Spread
 
@@ -33,20 +31,15 @@ def best(found: Found, experiment: Experiment, column: str, name: str) -> str | 
 
     Of those that count, if any; None for none, and where no two have a seed in common.
     """
-    measure = next(iter(experiment.measures.values()))
+    metric = next(iter(experiment.measures.values())).metric
     groups = {
-        row: group
+        row: (group, metric)
         for row in experiment.grids[name].points.values()
         if (group := _group(found, experiment, column, row))
-        and measured.over_seeds(group, measure.metric) is not None
+        and measured.over_seeds(group, metric) is not None
     }
-    counting = {row: group for row, group in groups.items() if group[0].counts} or groups
-    rows = list(counting)
-    if len(rows) < 2:
-        return next(iter(rows), None)
-    values = [measured.of_seeds(group, measure.metric) for group in counting.values()]
-    place = statistics.best(values, ACCURACY)
-    return None if place is None else rows[place]
+    place = measured.best(list(groups.values()))
+    return None if place is None else list(groups)[place]
 
 
 def matrix(

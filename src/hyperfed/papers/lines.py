@@ -6,7 +6,6 @@ from statistics import fmean
 from typing import Any
 
 from hyperfed.data.partitions import novel_number
-from hyperfed.metrics import ACCURACY
 from hyperfed.papers import grids, markdown, measured
 from hyperfed.papers.measured import UNITS, Cell, Measurement, Verdict
 from hyperfed.papers.svg import Curve, Dot, draw_cells
@@ -45,6 +44,11 @@ class Line:
         return [one.summary for one in self.group]
 
     @property
+    def counts(self) -> bool:
+        """Whether a verdict can rest on it."""
+        return self.group[0].counts
+
+    @property
     def method(self) -> str:
         """The name of its method."""
         return str(self.summaries[0]["method"])
@@ -72,9 +76,19 @@ class Line:
         return fmean(there) if there else None
 
     @property
-    def of_seeds(self) -> dict[tuple[int, str | None, str], float]:
-        """What the metric came to, by seed, data and metric."""
-        return measured.of_seeds(self.group, self.metric)
+    def curve(self) -> list[tuple[float, float]]:
+        """Accuracy in % by MB travelled both ways, of rounds that all seeds evaluated: means."""
+        each = [
+            {
+                e.round: ((e.bytes_down + e.bytes_up) / 1e6, 100 * e.accuracy)
+                for e in one.record.evaluations
+                if e.split == "test" and e.accuracy is not None
+            }
+            for one in self.group
+        ]
+        rounds = sorted(set(each[0]).intersection(*each[1:]))
+        places = [zip(*(of[number] for of in each), strict=True) for number in rounds]
+        return [(fmean(megabytes), fmean(accuracy)) for megabytes, accuracy in places]
 
     def against(self, other: "Line") -> Difference | None:
         """Compares it to another, client by client, where both are judged by one metric."""
@@ -107,7 +121,8 @@ def lines_of(
                 said = f"{published.value:g}"
                 said += "" if published.spread is None else f" ± {published.spread:g}"
             missed = None if published is None else mean.mean - published.value
-            verdict = verdict_on(experiment, measure, cell, group)
+            judged = experiment.judged(cell)
+            verdict = measured.verdict(group, metric, published, judged=judged)
             if own != metric:
                 verdict = Verdict(None, f"{own}: these records lack {metric}; {verdict.why}")
             yield Line(part.about, group, own, said, mean, verdict, missed)
@@ -123,18 +138,6 @@ def in_words(line: Line) -> str:
         if own < wanted:
             return f"scaled: {own / wanted:g} of the rounds; {line.verdict.why}"
     return line.verdict.why
-
-
-def verdict_on(
-    experiment: Experiment, measure: str, cell: str, group: Sequence[Measurement]
-) -> Verdict:
-    """Returns what records of a cell, all of the same settings, say of what was published."""
-    return measured.verdict(
-        group,
-        experiment.measures[measure].metric,
-        experiment.published(measure, cell),
-        judged=experiment.judged(cell),
-    )
 
 
 def table_of(lines: Sequence[Line], notes: list[str]) -> str:
@@ -158,12 +161,13 @@ def _row(line: Line, lines: Sequence[Line], notes: list[str]) -> list[str]:
         verdict = f"missed by {line.missed:+.1f}"
     cells = [line.about, line.published, markdown.spread(line.mean), str(line.mean.seeds), verdict]
     if percents:
-        best = statistics.best([other.of_seeds for other in lines], ACCURACY)
+        best = measured.best([(other.group, other.metric) for other in lines])
         to_best = "–"
-        if best is not None:
+        if best is not None and len(lines) > 1:
             to_best = "best" if line is lines[best] else _gain(line, line.against(lines[best]))
         # The first row that is Local's is the paper's; others have other budgets.
-        alone = (line.against(other) for other in lines if other.method == "local")
+        local = [other for other in lines if other.method == "local"]
+        alone = map(line.against, sorted(local, key=lambda other: not other.counts))
         over = "–" if line.method == "local" else _gain(line, next(filter(None, alone), None))
         cells += ["–" if line.worst is None else percent(line.worst), over, to_best]
     rounds, clients, local_work = line.budget
@@ -197,13 +201,7 @@ def figure(lines: Sequence[Line], notes: Sequence[str], measure: Measure) -> str
         name = line.about
         if line.verdict.why in notes:  # which tells it from other records of the same cell
             name += f" ({notes.index(line.verdict.why) + 1})"
-        record = line.group[0].record
-        points = [
-            ((e.bytes_down + e.bytes_up) / 1e6, 100 * e.accuracy)
-            for e in record.evaluations
-            if e.split == "test" and e.accuracy is not None
-        ]
-        curves.append(Curve(name, points))
+        curves.append(Curve(name, line.curve))
         published = line.published.split(" ± ")
         dots.append(
             Dot(

@@ -13,6 +13,7 @@ from hyperfed.data import datasets
 from hyperfed.data.division import OF_LABELLED
 from hyperfed.errors import UserError, one_line
 from hyperfed.methods import METHODS
+from hyperfed.metrics import ACCURACY
 from hyperfed.papers import agreement, origin
 from hyperfed.papers.origin import Origin
 from hyperfed.runs import comparison, config, statistics
@@ -292,6 +293,25 @@ def repeated(measurements: Sequence[Measurement]) -> list[Measurement]:
     """Returns the records of a cell that do not count, since a latter one has seed and settings."""
     kept = {id(one) for group in alike(measurements) for one in group}
     return [one for one in measurements if id(one) not in kept]
+
+
+def best(groups: Sequence[tuple[Sequence[Measurement], str]]) -> int | None:
+    """Returns which of some groups is best, by the seeds that they have in common.
+
+    Those that a verdict can rest on are compared, if there are any; one alone is the best of all.
+
+    Args:
+        groups: records that differ in seeds alone, and the accuracy that they are judged by.
+
+    Returns:
+        Its place; None where no two have a seed in common.
+    """
+    counting = [place for place, (group, _) in enumerate(groups) if group[0].counts]
+    places = counting or range(len(groups))
+    if len(places) == 1:
+        return places[0]
+    found = statistics.best([of_seeds(*groups[place]) for place in places], ACCURACY)
+    return None if found is None else places[found]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from hyperfed.errors import one_line
 from hyperfed.metrics import ACCURACY, Metric, named
 from hyperfed.papers import bound, grids, markdown, measured, owed
 from hyperfed.papers.computed import Computed, read_record
-from hyperfed.papers.lines import budgets, figure, in_words, lines_of, table_of, verdict_on
+from hyperfed.papers.lines import budgets, figure, in_words, lines_of, table_of
 from hyperfed.papers.measured import UNITS, Cell, Measurement
 from hyperfed.papers.others import compared
 from hyperfed.papers.svg import (
@@ -53,12 +53,13 @@ another division of the data. Of one seed there is no interval over seeds, so th
 then is clear on these clients, and how much another seed may change is not known. *1 seed* stands
 where no more of a line's seeds have both methods. Means over unlike seeds do not compare, so the
 best is what no other beats on the seeds of both, or is beaten by least. Of several rows of Local
-in a paper's table the gain is over the first with seeds of the line, the paper's own.
+in a paper's table the gain is over the first with seeds of the line, the paper's own. Where there
+are lines of all rounds, by the cell's settings and by code that stands, both are among these.
 *Worst tenth* is the accuracy of the clients that are served worst. Of records of before accuracy
 with other classes' logits at zero was told by client the three are dashes there. Models are those
 of the best round by validation data; *last round* has those of the last. *MB* is all that travelled
 in training, both ways, and *points/GB* accuracy by that; minutes are on the clock of a shared
-machine.
+machine. Curves are means over the seeds of a line.
 """
 
 OWED = """\
@@ -145,13 +146,13 @@ def _overview(found: Mapping[Cell, list[Measurement]], experiments: Sequence[Exp
     rows = []
     for experiment in experiments:
         cells = [found[experiment.id, c] for c in experiment.cells if (experiment.id, c) in found]
-        verdicts = [
-            verdict_on(experiment, measure, cell, group).reproduced
-            for cell in experiment.cells
-            for group in measured.alike(found.get((experiment.id, cell), []))
+        judged = [
+            line.verdict.reproduced
+            for column in experiment.columns
             for measure in experiment.measures
+            for line in lines_of(found, experiment, column, measure)
+            if line.verdict.reproduced is not None
         ]
-        judged = [verdict for verdict in verdicts if verdict is not None]
         rows.append(
             [
                 f"`{experiment.id}`",
