@@ -11,6 +11,7 @@ from finished_runs import finished
 from hyperfed.errors import UserError
 from hyperfed.metrics import RMSE
 from hyperfed.runs.comparison import Row, compare
+from hyperfed.runs.config import load
 from hyperfed.runs.seeds import asked_for, over_seeds, tables
 
 
@@ -46,6 +47,20 @@ def test_a_range_is_a_run_for_each_seed_and_anything_else_one_run():
         assert asked_for(settings) == [settings]
     with pytest.raises(UserError, match=r"got seed=2\.\.1; write seed=1\.\.2"):
         asked_for(["seed=2..1"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "seeds"),
+    [
+        (["seed=0..2", "seed=5"], [5]),
+        (["seed=5", " seed = 0..2"], [0, 1, 2]),
+        (["seed=0..2", "seed=3..4"], [3, 4]),
+        (["seed=2..1", "seed=7"], [7]),
+    ],
+)
+def test_of_seeds_that_are_given_twice_the_last_counts_as_of_every_key(settings, seeds):
+    runs = [load("fedavg", own) for own in asked_for([*settings, "rounds=5", "rounds=3"])]
+    assert [(run.seed, run.rounds) for run in runs] == [(seed, 3) for seed in seeds]
 
 
 def test_mean_and_spread_are_those_over_the_seeds_of_a_method():

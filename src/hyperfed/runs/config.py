@@ -58,6 +58,7 @@ def load(
             which ends in ``.toml``, or of a table and its cell, ``FILE.toml:CELL``
             (:mod:`hyperfed.runs.experiments`).
         overrides: ``key=value`` each. A value is read as a TOML literal; a bare word is a string.
+            Of a key that is given twice the last counts.
         methods: name -> module with ``Config`` and ``PRESETS``.
 
     Raises:

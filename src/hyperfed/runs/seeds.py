@@ -65,20 +65,27 @@ class OverSeeds:
 def asked_for(settings: Sequence[str]) -> list[list[str]]:
     """Returns the settings of each run: as they are, or one list for each seed of ``seed=0..2``.
 
+    Of several seeds or ranges the last counts, as of every key that is given twice.
+
     Raises:
         UserError: a range that ends before it begins.
     """
-    found = [match for setting in settings if (match := RANGE.fullmatch(setting))]
-    if not found:
+    of_seed = [setting for setting in settings if _is_seed(setting)]
+    match = RANGE.fullmatch(of_seed[-1]) if of_seed else None
+    if match is None:
         return [list(settings)]
-    first, last = (int(number) for number in found[-1].groups())  # as with other keys, the last
+    first, last = map(int, match.groups())
     if last < first:
         raise UserError(
             f"several seeds must be written from the smallest to the largest, got seed="
             f"{first}..{last}; write seed={last}..{first}"
         )
-    others = [setting for setting in settings if not RANGE.fullmatch(setting)]
+    others = [setting for setting in settings if not _is_seed(setting)]
     return [[*others, f"seed={seed}"] for seed in range(first, last + 1)]
+
+
+def _is_seed(setting: str) -> bool:
+    return setting.partition("=")[0].strip() == "seed"
 
 
 def over_seeds(rows: Sequence[Row]) -> list[OverSeeds]:
