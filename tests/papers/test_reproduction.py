@@ -20,6 +20,7 @@ from hyperfed.errors import UserError
 from hyperfed.papers import origin, reproduction, side_by_side
 from hyperfed.papers.reproduction import Job, carry_out
 from hyperfed.runs import config, records
+from hyperfed.runs.folder import RunFolder
 from hyperfed.runs.run import Run
 
 TABLE = """
@@ -173,6 +174,15 @@ def test_nobody_is_served_by_a_record_that_was_served_itself(folder: Path) -> No
     (there, alone) = planned(folder, "[uf]*-sampled")
     assert there.folder == served.folder
     assert there.done
+    assert alone.trained is None
+
+
+def test_nobody_is_served_by_a_record_whose_checkpoint_is_gone(folder: Path) -> None:
+    (job,) = planned(folder, "like-sampled")
+    assert told(job)[-1] == ("done",)
+    shutil.rmtree(job.folder / "checkpoint")
+    record, alone = planned(folder, "*like-sampled")
+    assert record.done
     assert alone.trained is None
 
 
@@ -354,23 +364,43 @@ def test_nobody_is_served_by_a_training_that_was_stopped(folder: Path) -> None:
 
 
 def test_a_record_that_is_served_has_no_checkpoint_of_a_training_of_its_own(folder: Path) -> None:
-    """It was begun alone and stopped, and the whole table is asked for afterwards."""
-    table = folder / "made" / "table1.toml"
-    table.write_text(TABLE.replace("evaluate_every = 2", "evaluate_every = 1"))
+    """It was begun alone and stopped, and both are asked for when the other one has trained."""
     (alone,) = planned(folder, "unlike-sampled")
+    stop_early(alone)
+    (trained,) = planned(folder, "like-sampled")
+    assert trained.trained is None
+    assert told(trained)[-1] == ("done",)
+    trained, served = planned(folder, "*like-sampled")
+    assert (served.folder, served.trained) == (alone.folder, trained.folder)
+    assert told(served)[-1] == ("done",)
+    with pytest.raises(UserError, match="there must be a checkpoint"):
+        Run.open(served.folder)
+    assert not (served.folder / "status.json").exists()
+
+
+def test_of_cells_that_share_a_training_the_one_that_was_begun_goes_on(folder: Path) -> None:
+    (alone,) = planned(folder, "unlike-sampled")
+    stop_early(alone)
+    served, begun = planned(folder, "*like-sampled")
+    assert (begun.folder, begun.trained, served.trained) == (alone.folder, None, alone.folder)
+    rounds = [message[1] for message in told(begun) if message[0] == "round"]
+    assert rounds[0] == 2  # of those it has yet to do
+    (served,) = planned(folder, "like-sampled")  # by the other one, which is done
+    assert served.trained == begun.folder
+    assert told(served)[-1] == ("done",)
+    assert all(job.done for job in planned(folder, "*like-sampled"))
+
+
+def stop_early(job: Job) -> None:
+    """Has a job stop after its first round, with a checkpoint, as if nobody listened any more."""
 
     def gone(message: tuple[object, ...]) -> None:
         if message[0] == "round":
             raise BrokenPipeError
 
-    carry_out(alone, gone)
-    trained, served = planned(folder, "*like-sampled")
-    assert (served.folder, served.trained) == (alone.folder, trained.folder)
-    for job in (trained, served):
-        assert told(job)[-1] == ("done",)
-    with pytest.raises(UserError, match="there must be a checkpoint"):
-        Run.open(served.folder)
-    assert not (served.folder / "status.json").exists()
+    carry_out(job, gone)
+    assert not job.done
+    assert RunFolder(job.folder).has_checkpoint
 
 
 def test_a_job_goes_on_where_its_settings_say(folder: Path) -> None:

@@ -162,20 +162,15 @@ def plan(
         for cell in experiment.cells
         if cell in cells or _folder(experiment, cell, seed, scale, out).exists()
     }
-    # Whoever is first among those that share a training trains, or has done so.
-    first: dict[tuple[str, ...], Job] = {}
-    jobs: list[Job] = []
-    leaders: list[Job] = []
-    for (_, cell), job in every.items():
-        wanted, key = cell in cells, training_of(job.config)
-        if wanted or job.done:
-            # Who was served has no checkpoint that would serve others.
-            leader = first.get(key, job) if _was_served(job) else first.setdefault(key, job)
-            if wanted:
-                jobs.append(job if leader is job else _served_by(job, leader))
-                leaders.append(leader)
+    wanted = [job for (_, cell), job in every.items() if cell in cells]
+    leaders = _leaders([job for (_, cell), job in every.items() if cell in cells or job.done])
+    led_by = [leaders.get(training_of(job.config), job) for job in wanted]
+    jobs = [
+        job if leader is job else _served_by(job, leader)
+        for job, leader in zip(wanted, led_by, strict=True)
+    ]
     # Whose clients are served counts as well, whether it is asked for or not.
-    asked = {job.folder: job for job in (*jobs, *leaders)}
+    asked = {job.folder: job for job in (*jobs, *led_by)}
     problems = [problem for job in asked.values() if (problem := _conflict(job))]
     if problems:
         told = "\n  - ".join(["folders must hold runs of these settings, but:", *problems])
@@ -226,6 +221,23 @@ def training_of(config: RunConfig) -> tuple[str, ...]:
     """Returns what decides what is trained."""
     settings = measured.flat(config) | {"seed": str(config.seed)}
     return tuple(f"{key}={settings[key]}" for key in settings if not key.startswith(SERVED))
+
+
+def _leaders(jobs: Sequence[Job]) -> dict[tuple[str, ...], Job]:
+    """Returns {what is trained: who trains it}: of jobs that share a training the one furthest on.
+
+    That is one that is done, else one that has a checkpoint, else the first. A record without a
+    checkpoint serves nobody, nor does one that was served itself.
+    """
+
+    def left(job: Job) -> tuple[bool, bool]:
+        return not job.trained_or_served, not RunFolder(job.folder).has_checkpoint
+
+    found: dict[tuple[str, ...], Job] = {}
+    for job in sorted(jobs, key=left):
+        if left(job) != (False, True) and not _was_served(job):
+            found.setdefault(training_of(job.config), job)
+    return found
 
 
 def _served_by(job: Job, leader: Job) -> Job:

@@ -62,7 +62,7 @@ def run(jobs: Sequence[Job], at_once: int, *, show: bool, say: Callable[[str], N
     second SIGINT kills them, which loses what came after the latest checkpoints.
 
     Args:
-        jobs: none of them done; one that serves another's clients after that one.
+        jobs: none of them done; one that serves another's clients waits for that one.
         at_once: processes.
         show: shows bars on standard error, where that is a terminal.
         say: takes a line about each job that ends, where no bars are shown.
