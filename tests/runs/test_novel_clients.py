@@ -349,6 +349,21 @@ def test_settings_that_decide_what_is_trained_are_refused_when_serving() -> None
         finished("fedavg", make_task()).evaluate_novel()
 
 
+def test_layers_that_no_client_remembers_are_not_retained_when_serving() -> None:
+    """It would have the target's initial ones in their place."""
+    run = finished("pfedla", make_task())
+    for setting in ("method.retain=1", 'method.retained_layers=["head"]'):
+        with pytest.raises(
+            UserError, match=r"must not change what was trained, but method\.retain"
+        ):
+            run.served_otherwise([setting])
+    kept = finished("pfedla", make_task(), retain=1)
+    client, remembered = next(iter(kept.best.memory.items()))
+    own = kept.served_otherwise(["method.retain=2"]).model(client).state_dict()
+    torch.testing.assert_close(dict(own), remembered["model"], rtol=0, atol=0)
+    kept.served_otherwise(["method.retain=0"])  # which needs nothing of what is remembered
+
+
 def test_novel_clients_images_are_corrupted_after_training_too(tmp_path: Path) -> None:
     keys = {"rounds": 1, "method": {"local_steps": 1}, "task": {"name": "digits", "clients": 10}}
     run = hyperfed.train("fedavg", out=tmp_path, **keys)

@@ -75,8 +75,13 @@ class Config(PersonalConfig):
     evaluated: Literal["mixture", "trained"] = "mixture"
     novel_steps: NonNegativeInt = 0
 
+    @property
+    def keeps_models(self) -> bool:
+        """Whether clients remember what they trained, to have layers of it that they retain."""
+        return bool(self.retain or self.retained_layers)
+
     def __post_init__(self) -> None:
-        if self.weigh == "models" and (self.retain or self.retained_layers):
+        if self.weigh == "models" and self.keeps_models:
             raise UserError(
                 "weigh must be layers where layers are retained, got models; leave it out, or "
                 "choose pfedla without retained_layers"
@@ -110,10 +115,10 @@ class Client(federation.Client):
             self.personal_model(mixture),
             self.batches,
             trainable=self.parameters,
-            own=self.parameters if self.config.retain or self.config.retained_layers else (),
+            own=self.parameters if self.config.keeps_models else (),
             anew=mixture,
         )
-        if self.config.retain or self.config.retained_layers:
+        if self.config.keeps_models:
             self.memory["model"] = model
         return model
 
