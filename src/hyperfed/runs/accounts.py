@@ -44,9 +44,9 @@ class Accounts:
         sync(self.folder.released.parent)
 
     def read(self) -> None:
-        """Takes from the disk what was told beside the checkpoint that was read before."""
+        """Takes from the disk what was told beside the checkpoint, or before there was any."""
         if lexists(self.folder.released):
-            self.engine.released = numbered(load_state(self.folder.released)[0])
+            _grow(self.engine.released, load_state(self.folder.released)[0])
         self._read_served()
 
     @contextmanager
@@ -78,14 +78,18 @@ class Accounts:
         return {who: keyed(held) for who, held in every.items()}
 
     def _read_served(self) -> None:
-        """Takes what other processes have written where that is more than is known here."""
+        """Takes what other processes have written."""
         kept = load_state(self.folder.served)[0] if lexists(self.folder.served) else {}
         for who, held in kept.items():
             known = who == NOVEL_CLIENTS
-            ours = self.engine.released if known else self.newcomers.setdefault(who, {})
-            for client, theirs in numbered(held).items():
-                if len(theirs["multipliers"]) > len(ours.get(client, {}).get("multipliers", ())):
-                    ours[client] = theirs
+            _grow(self.engine.released if known else self.newcomers.setdefault(who, {}), held)
+
+
+def _grow(ours: dict[int, Tree], written: Mapping[str, Tree]) -> None:
+    """Takes into accounts what was written of them where that is more than is known here."""
+    for client, theirs in numbered(written).items():
+        if len(theirs["multipliers"]) > len(ours.get(client, {}).get("multipliers", ())):
+            ours[client] = theirs
 
 
 def keyed(held: Mapping[int, Tree]) -> Tree:

@@ -153,6 +153,7 @@ class Run(Served):
         elif folder.has_checkpoint:
             tree, meta, run._newest_is_whole = load_latest(folder.state)
             run._restore(tree, meta)
+        run._read_accounts()  # a killed run may have told of its first round without a checkpoint
         evaluations = folder.evaluations()
         run._check(evaluations)
         run.evaluations = [e for e in evaluations if e.round <= run.round]
@@ -554,6 +555,15 @@ class Run(Served):
     def _accounts(self, folder: RunFolder) -> Accounts:
         return Accounts(folder, self.engine, self._newcomers, self.task.novel_ids)
 
+    def _read_accounts(self) -> None:
+        assert self.folder is not None
+        try:
+            self._accounts(self.folder).read()
+        except UserError:
+            raise
+        except UNUSABLE as error:
+            raise unfit(error) from error
+
     def _checkpoint(self) -> None:
         if self.folder is None:
             return
@@ -624,8 +634,6 @@ class Run(Served):
         self.server.load(trees.to(tree["server"], self.engine.device))
         self.engine.memory = numbered(tree["memory"])
         self.engine.released = numbered(tree.get("released", {}))
-        if self.folder is not None:
-            self._accounts(self.folder).read()
         self.round = index(meta["round"])
         if not 0 <= self.round <= self.config.rounds:
             raise ValueError(f"round {self.round} of {self.config.rounds}")
