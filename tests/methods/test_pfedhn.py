@@ -560,6 +560,23 @@ def check_class_shares(engine: Any = None) -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("settings", "untrained"),
+    [
+        ({"descriptor": "class_proportions", "head_layers": 1}, True),
+        ({"descriptor": "class_proportions"}, False),
+        ({"head_layers": 1}, False),
+    ],
+)
+def test_it_is_told_once_that_newcomers_will_have_an_untrained_classifier(
+    settings: dict[str, Any], untrained: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours = Federation("pfedhn", make_task(novel=1), **ONE_STEP, **SERVER, **settings)
+    for number in (0, 1):
+        ours.round([0, 1], number)
+    assert caplog.text.count("untrained classifier") == untrained
+
+
 def test_fixed_descriptors_may_be_shares_of_classes() -> None:
     check_class_shares()
 

@@ -10,15 +10,16 @@ novel client that has no buffers, since nothing was fitted to it, measures them 
 novel client's embedding is fitted by ``novel_rounds`` of the same exchange with the hypernetwork
 frozen (section 5.3), clipped as in training. The paper does not say where the fit starts: at the
 mean of the learned embeddings, or where a learned one starts (``novel_start``). With a fixed
-``descriptor`` (appendix C.5) nothing is fitted. The appendix takes "the vector of class
-proportions" of section 5.3, which the words say is within the client, the default of the two
-(``"class_proportions"``, the share of each class in its data), and the formula over the clients
-(``"class_shares"``, its share of each class: sum_i p_ij = 1 over known clients, who are asked for
-their counts once; one that is away then counts from its first round on). With ``novel_models`` a
-novel client needs no labels: it uses the models of known clients of its size, all of them or that
-of the nearest by its inputs.
+``descriptor`` (appendix C.5) nothing is fitted, no classifier either. The appendix takes "the
+vector of class proportions" of section 5.3, which the words say is within the client, the default
+of the two (``"class_proportions"``, the share of each class in its data), and the formula over the
+clients (``"class_shares"``, its share of each class: sum_i p_ij = 1 over known clients, who are
+asked for their counts once; one that is away then counts from its first round on). With
+``novel_models`` a novel client needs no labels: it uses the models of known clients of its size,
+all of them or that of the nearest by its inputs.
 """
 
+import logging
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -37,6 +38,8 @@ from hyperfed.nets.anatomy import head_names
 from hyperfed.nets.layers import draw_weights, update_norms
 from hyperfed.training import PersonalConfig, count_classes
 from hyperfed.trees import Model, Tree, detach, partition, subtract
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -190,6 +193,13 @@ class Server(federation.Server):
 
     def round(self, clients: Cohort) -> None:
         """Algorithm 1; for a cohort of several, the mean over them (the paper's has one)."""
+        fixed = self.config.descriptor != "embedding"
+        if clients.round == 0 and fixed and self.config.head_layers:
+            log.warning(
+                "novel clients will have an untrained classifier, since with a fixed descriptor "
+                "nothing is fitted for them; set serve.finetune_steps, or leave method.descriptor "
+                "out"
+            )
         groups, batches = clients.sizes, self.config.batches
         examples = self.class_examples(clients)
         model = {
