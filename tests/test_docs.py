@@ -18,7 +18,7 @@ import typer
 
 import check_method
 import readme
-from hyperfed.apps import cli
+from hyperfed.apps import cli, training
 from hyperfed.methods import METHODS
 from hyperfed.runs import config, experiments, seeds
 
@@ -138,7 +138,7 @@ def test_commands_parse(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
         assert chosen is not None, f"hyperfed has no command {command}"
         given = chosen.make_context(command, rest, parent=context).params
         if command == "run":
-            for source in METHODS if given["source"] == cli.ALL else [given["source"]]:
+            for source in METHODS if given["source"] == training.ALL else [given["source"]]:
                 for settings in seeds.asked_for(given["settings"] or ()):
                     config.load(source, settings, methods=methods)
 
