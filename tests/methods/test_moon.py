@@ -337,9 +337,18 @@ class Normalised(TwoLayers):
         self.head = spectral_norm(self.head)
 
 
-@pytest.mark.parametrize("net", [Ending, Normalised, lambda: nn.Linear(FEATURES, CLASSES)])
-def test_a_target_without_a_linear_layer_after_others_takes_no_projection_head(net: Any) -> None:
-    with pytest.raises(UserError, match="must end with a linear layer after others"):
+@pytest.mark.parametrize(
+    ("net", "reason"),
+    [
+        (Ending, rf"MOON with method.projection={PROJECTED} must end in .* got BatchNorm1d"),
+        (Normalised, r"must end in an nn.Linear .* got ParametrizedLinear"),
+        (lambda: nn.Linear(FEATURES, CLASSES), "must have layers before .* is a Linear alone"),
+    ],
+)
+def test_a_target_without_a_linear_layer_after_others_takes_no_projection_head(
+    net: Any, reason: str
+) -> None:
+    with pytest.raises(UserError, match=reason):
         Federation("moon", make_task(net), projection=PROJECTED)
 
 

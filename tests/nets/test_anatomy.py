@@ -3,10 +3,12 @@
 import pytest
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.nn.utils.parametrize import register_parametrization
 
 from hyperfed import trees
 from hyperfed.errors import UserError
 from hyperfed.nets import MLP, CharLSTM, LeNet, LeNetBN, OmniglotNet, head_names, layers_of
+from hyperfed.nets.anatomy import last_linear
 
 
 class TestHeadNames:
@@ -53,3 +55,33 @@ class TestHeadNames:
     def test_needs_parameters(self):
         with pytest.raises(UserError, match=r"a Sequential must have 0 to 0 layers .* got 1"):
             head_names(nn.Sequential(nn.ReLU(), nn.Flatten()))
+
+
+def biased_by(last: nn.Linear) -> nn.Linear:
+    """The layer with a bias that is made from another; its weight is its own."""
+    return register_parametrization(last, "bias", nn.Softplus())
+
+
+def half_frozen(last: nn.Linear) -> nn.Linear:
+    """The layer with a weight that does not train; its bias does."""
+    last.weight.requires_grad_(False)
+    return last
+
+
+class TestLastLinear:
+    @pytest.mark.parametrize("bias", [False, True])
+    def test_is_told_with_its_place(self, bias):
+        last = nn.Linear(3, 4, bias=bias)
+        within = nn.ModuleDict({"a": nn.Linear(2, 3), "b": nn.Sequential(last, nn.ReLU())})
+        assert last_linear(within, "X") == ("b.0", last)
+        assert last_linear(last, "X") == ("", last)
+
+    @pytest.mark.parametrize("made", [biased_by, half_frozen, spectral_norm, weight_norm])
+    def test_its_parameters_are_trained_as_they_are(self, made):
+        model = nn.Sequential(nn.Linear(2, 3), made(nn.Linear(3, 4)))
+        with pytest.raises(UserError, match=r"of X must end in an nn.Linear .* got \w*Linear"):
+            last_linear(model, "X")
+
+    def test_another_layer_is_none(self):
+        with pytest.raises(UserError, match=r"of X must end in an nn.Linear .* got BatchNorm1d"):
+            last_linear(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), "X")

@@ -28,14 +28,12 @@ from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.utils.parametrize import is_parametrized
 
 from hyperfed import federation, functional
-from hyperfed.errors import UserError
 from hyperfed.federation import Cohort, Outline, average, step
 from hyperfed.methods.parts.features import check_classes
 from hyperfed.methods.parts.presets import DEFAULT, PFEDKT
-from hyperfed.nets.anatomy import head_names
+from hyperfed.nets.anatomy import head_names, last_linear
 from hyperfed.nets.hypernets import SingleOutput
 from hyperfed.nets.shapes import shapes_of
 from hyperfed.training import Batch, PersonalConfig, Steps, balanced_softmax_loss, count_classes
@@ -174,12 +172,7 @@ class Server(federation.Server):
         super().__init__(outline, config)
         check_classes("Fed-RoD", outline)
         for target in outline.models.values():
-            last = target.get_submodule(head_names(target)[0].rpartition(".")[0])
-            if not isinstance(last, nn.Linear) or is_parametrized(last):
-                raise UserError(
-                    "a target of Fed-RoD must end in an nn.Linear, to which a linear head can be "
-                    f"added, got {type(last).__name__}; choose another target or method"
-                )
+            last_linear(target, "Fed-RoD")  # to which a linear head can be added
         self.model: Tree = {size: outline.initial(size) for size in outline.models}
         for size, network in Client.networks(outline, config).items():
             named = model_of(network).items()

@@ -27,7 +27,6 @@ from typing import Any, Literal
 from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
 
 from hyperfed import federation
 from hyperfed.errors import UserError
@@ -35,7 +34,7 @@ from hyperfed.federation import Cohort, Outline, average, step
 from hyperfed.functional import forward_with_features, outputs_and_features
 from hyperfed.methods.parts.contrast import contrastive_loss, distances
 from hyperfed.methods.parts.presets import DEFAULT, PFEDKT
-from hyperfed.nets.anatomy import head_names
+from hyperfed.nets.anatomy import head_names, last_linear
 from hyperfed.training import Batch, LocalConfig, Objective, sgd
 from hyperfed.trees import Model, Tree, copied, model_of
 
@@ -189,18 +188,17 @@ def projected(target: nn.Module, outputs: int) -> nn.Module:
     ``outputs``, and it is drawn anew to take these; the rest has the target's weights.
 
     Args:
-        target: its last layer, as ``head_names`` finds it, must be linear, with others before it.
+        target: its last layer must be linear (:func:`last_linear`), with others before it.
         outputs: what the projection head gives to the last layer.
 
     Raises:
-        UserError: the last layer is another.
+        UserError: the last layer is another, or the only one.
     """
-    place = head_names(target)[0].rpartition(".")[0]
-    last = target.get_submodule(place)
-    if not place or not isinstance(last, nn.Linear) or is_parametrized(last):
+    place, last = last_linear(target, f"MOON with method.projection={outputs}")
+    if not place:
         raise UserError(
-            "a target for method.projection must end with a linear layer after others, this one's "
-            f"last is a {type(last).__name__}; choose another target, or method.projection=none"
+            "a target for method.projection must have layers before its last one, this one is a "
+            f"{type(last).__name__} alone; choose another target, or method.projection=none"
         )
     width = last.in_features
     layers = nn.Sequential(

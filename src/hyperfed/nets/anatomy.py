@@ -44,6 +44,28 @@ def head_names(model: nn.Module, layers: int = 1) -> tuple[str, ...]:
     return tuple(name for part in head for name in part.parameters)
 
 
+def last_linear(model: nn.Module, method: str) -> tuple[str, nn.Linear]:
+    """Returns the name and the module of a model's last layer, which must be a plain linear one.
+
+    Its weight is trained as it is: neither frozen nor made from something else.
+
+    Args:
+        model: any module.
+        method: who asks, as its paper calls it.
+
+    Raises:
+        UserError: the layer that is the head of one layer (:func:`head_names`) is another.
+    """
+    name, _, entry = head_names(model)[0].rpartition(".")
+    last = model.get_submodule(name)
+    if not isinstance(last, nn.Linear) or entry != "weight" or is_parametrized(last):
+        raise UserError(
+            f"a target of {method} must end in an nn.Linear whose weight is trained as it is, got "
+            f"{type(last).__name__}; choose another target or method"
+        )
+    return name, last
+
+
 def batch_norm_names(model: nn.Module) -> tuple[str, ...]:
     """Names what belongs to batch normalisation, found by the type of a module, never by its name.
 

@@ -2,12 +2,11 @@
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
 
 from hyperfed.errors import UserError
 from hyperfed.federation import EVALUATION_BATCH, Outline, Split
 from hyperfed.functional import outputs_and_features
-from hyperfed.nets.anatomy import head_names
+from hyperfed.nets.anatomy import last_linear
 from hyperfed.trees import Model
 
 
@@ -21,9 +20,8 @@ def linear_head(method: str, target: nn.Module) -> nn.Linear:
     Raises:
         UserError: that layer is not linear, or has not a weight and a bias that train as they are.
     """
-    last = target.get_submodule(head_names(target)[0].rpartition(".")[0])
-    trains = [parameter.requires_grad for parameter in last.parameters()]
-    if not isinstance(last, nn.Linear) or trains != [True, True] or is_parametrized(last):
+    _, last = last_linear(target, method)
+    if [parameter.requires_grad for parameter in last.parameters()] != [True, True]:
         raise UserError(
             f"a target of {method} must end in an nn.Linear with a bias that trains, as its "
             f"features are what enters that layer; got {last}: choose another target or method"
