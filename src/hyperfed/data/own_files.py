@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hyperfed.data import arrays, hub, readers, tables
+from hyperfed.data import arrays, folder_checks, readers, tables
 from hyperfed.data.examples import Examples, fingerprint_of
 from hyperfed.data.tables import Columns
 from hyperfed.errors import UserError
@@ -123,7 +123,7 @@ def read_rows(
     splits = rows(None)
     features = next(iter(splits.values())).features
     if any(type(kind).__name__ == "Image" for kind in features.values()):
-        return _images(rows, splits, name, columns, folder and hub.whole(folder))
+        return _images(rows, splits, name, columns, folder and folder_checks.whole(folder))
     import pandas
 
     table = pandas.concat([held.to_pandas() for held in splits.values()], ignore_index=True)
@@ -182,7 +182,7 @@ def _people(
     places = [
         (split, PurePath(path).parts[:-1])
         for split, rows in splits.items()
-        for path in hub.image_paths(rows)
+        for path in folder_checks.image_paths(rows)
     ]
     below = [parts for _, parts in places]
     root = folder.resolve().parts if folder else ()
@@ -232,6 +232,6 @@ def _are_splits(splits: Sequence[str], places: Sequence[tuple[str, ...]]) -> boo
     names = [top[1] if len(top) > 1 else "" for top in tops]
     words = [{*re.split(r"[-._ 0-9]", name)} for name in names]
     of_one = len(names) == len({*splits})
-    return all(name in hub.SPLITS for name in names) or (
-        of_one and all(each & {*hub.SPLITS} for each in words)
+    return all(name in folder_checks.SPLITS for name in names) or (
+        of_one and all(each & {*folder_checks.SPLITS} for each in words)
     )
