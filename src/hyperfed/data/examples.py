@@ -13,6 +13,9 @@ from hyperfed.trees import mapped
 
 IMAGE_DIMENSIONS = 4
 
+HASHED_ROWS = 1024
+"""Rows of which a hash copies the values at a time."""
+
 
 @dataclass(frozen=True)
 class Normalize:
@@ -195,12 +198,34 @@ def hash_of(*parts: bytes | str | Tensor) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         if isinstance(part, Tensor):
-            digest.update(f"{part.dtype} {tuple(part.shape)};".encode())
-            digest.update(part.contiguous().flatten().view(torch.uint8).numpy().data)
+            digest.update(_kind(part.dtype, part.shape))
+            digest.update(_content(part))
         else:
             content = part.encode() if isinstance(part, str) else part
             digest.update(f"{len(content)};".encode() + content)
     return digest.hexdigest()
+
+
+def hash_of_rows(*parts: tuple[Tensor, Tensor]) -> str:
+    """Returns :func:`hash_of` some rows of tensors, of which it never copies all.
+
+    Args:
+        parts: values (N, ...), and the numbers (M,) of the rows of them that count, in order.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for values, rows in parts:
+        digest.update(_kind(values.dtype, (len(rows), *values.shape[1:])))
+        for some in torch.split(rows, HASHED_ROWS):
+            digest.update(_content(values[some]))
+    return digest.hexdigest()
+
+
+def _kind(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
+    return f"{dtype} {tuple(shape)};".encode()
+
+
+def _content(part: Tensor) -> memoryview:
+    return part.contiguous().flatten().view(torch.uint8).numpy().data
 
 
 def fingerprint_of_frozen(models: Mapping[str, nn.Module]) -> str:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from hyperfed import trees
-from hyperfed.data.examples import Normalize, fingerprint_of_frozen, hash_of
+from hyperfed.data.examples import Normalize, fingerprint_of_frozen, hash_of_rows
 from hyperfed.data.roster import Frame, Introduction, Member
 from hyperfed.engines.calls import Answer, Call
 from hyperfed.engines.flower import wire
@@ -385,7 +385,7 @@ def _outlines(task: Task) -> dict[str, list[tuple[str, list[int]]]]:
 def _hash_of_examples(task: Task, client: int) -> str:
     """Returns a hash of a client's examples in their order, and of what each is for."""
     parts = (task.train[client], task.val[client], task.test[client])
-    return hash_of(*(values[rows] for rows in parts for values in (task.x, task.y)))
+    return hash_of_rows(*((values, rows) for rows in parts for values in (task.x, task.y)))
 
 
 def _beginning(
