@@ -150,7 +150,7 @@ def _images(
     column = columns.client or "client"
     examples = readers.images(rows, name, client=column, label=columns.target)
     kind = features[columns.target or readers.label_column(features, name)]
-    labels = tuple(getattr(kind, "names", None) or ())
+    labels = readers.names_of(kind)
     client = examples.client
     names: tuple[str, ...] = ()
     if column in features:

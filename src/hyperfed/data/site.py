@@ -270,12 +270,7 @@ def _label_names(path: Path, columns: Columns) -> Sequence[str]:
             f"does not ({one_line(str(error))}); write it anew"
         ) from error
     usual = next((name for name in tables.TARGETS if name in features), "")
-    return _names_of(features.get(columns.target or usual))
-
-
-def _names_of(kind: Any) -> Sequence[str]:
-    """Returns the names of labels by the kind of their column, ``ClassLabel``; () of another."""
-    return getattr(kind, "names", None) or ()
+    return readers.names_of(features.get(columns.target or usual))
 
 
 def _classes(said: Any, problems: list[str]) -> int | None:
@@ -338,11 +333,12 @@ def _columns(splits: Mapping[str, Any], path: Path) -> dict[str, Any]:
             raise UserError(f"the lists of {path} must have one length; pad them") from error
         if columns["x"].dtype == object:
             raise UserError(f"the lists in column x of {path} must hold numbers alone; convert it")
-        columns["names"] = _names_of(features["y"])
+        columns["names"] = readers.names_of(features["y"])
     else:
         examples = readers.images(lambda config: splits, str(path), client="")
         columns |= {"x": examples.x, "y": examples.y, "classes": examples.classes}
-        columns["names"] = _names_of(features[readers.label_column(features, str(path))])
+        label = readers.label_column(features, str(path))
+        columns["names"] = readers.names_of(features[label])
     if "split" in names:
         columns["split"] = np.array(_listed(splits, "split"))
     elif len(splits) > 1:
