@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from PIL import Image
 from safetensors import safe_open
 
-from hyperfed.data import cache, datasets, hub, readers
+from hyperfed.data import cache, datasets, folder_checks, readers
 from hyperfed.data.datasets import Normalize, load
 from hyperfed.data.examples import Examples, fingerprint_of
 from hyperfed.errors import UserError
@@ -327,7 +327,9 @@ def test_the_second_load_is_the_cache(cached, small, monkeypatch):
         raise AssertionError("the files were read again")
 
     monkeypatch.setattr(datasets, "_rows", read_again)
-    monkeypatch.setattr(hub, "whole", read_again)  # what takes a second to import reads its README
+    monkeypatch.setattr(
+        folder_checks, "whole", read_again
+    )  # what takes a second to import reads its README
     second = load(str(folder))
     for name, value in vars(first).items():
         other = getattr(second, name)
