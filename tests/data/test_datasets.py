@@ -327,9 +327,8 @@ def test_the_second_load_is_the_cache(cached, small, monkeypatch):
         raise AssertionError("the files were read again")
 
     monkeypatch.setattr(datasets, "_rows", read_again)
-    monkeypatch.setattr(
-        folder_checks, "whole", read_again
-    )  # what takes a second to import reads its README
+    # What takes a second to import reads its README.
+    monkeypatch.setattr(folder_checks, "whole", read_again)
     second = load(str(folder))
     for name, value in vars(first).items():
         other = getattr(second, name)

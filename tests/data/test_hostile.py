@@ -18,7 +18,7 @@ from huggingface_hub import constants
 from PIL import Image
 from pyarrow import parquet
 
-from hyperfed.data import readers, site, tables
+from hyperfed.data import pictures, site, tables
 from hyperfed.data.datasets import load
 from hyperfed.errors import UserError
 
@@ -219,11 +219,11 @@ def test_images_of_more_pixels_than_memory_holds_are_not_stacked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     picture(png())(path := tmp_path / "site.parquet")
-    monkeypatch.setattr(readers, "total_memory", lambda: 2 * 4 * ROWS - 1)
+    monkeypatch.setattr(pictures, "total_memory", lambda: 2 * 4 * ROWS - 1)
     for read in (lambda: site.read(path), lambda: load(str(path))):
         with pytest.raises(UserError, match="memory twice"):
             read()
-    monkeypatch.setattr(readers, "total_memory", lambda: 2 * 4 * ROWS)
+    monkeypatch.setattr(pictures, "total_memory", lambda: 2 * 4 * ROWS)
     assert site.read(path).x.shape == (ROWS, 1, 2, 2)
     assert len(load(str(path))) == ROWS
 
@@ -236,7 +236,7 @@ def test_labels_beyond_those_that_a_folder_names_are_refused(tmp_path: Path) -> 
 
 def test_what_is_no_file_is_not_opened_as_an_image() -> None:
     with pytest.raises(UserError, match="no file /dev/zero"):
-        readers.pixels("/dev/zero")
+        pictures.pixels("/dev/zero")
 
 
 def test_what_a_table_says_of_its_index_is_not_believed(tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ def test_what_a_table_says_of_its_index_is_not_believed(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_an_image_of_which_pillow_only_warns_is_not_decoded_either() -> None:
     with pytest.raises(UserError, match="pixels at most, got 10000 x 10000"):
-        readers.pixels(flood(10_000))
+        pictures.pixels(flood(10_000))
 
 
 # A folder, and what came with it.

@@ -23,6 +23,12 @@ TABLES = (".arrow", ".csv", ".jsonl", ".ndjson", ".parquet", ".tsv")
 CSV = {".csv": ",", ".tsv": "\t"}
 """How CSV files end, and what is between their columns."""
 
+PHOTOS = (".arw", ".avif", ".cr2", ".dng", ".heic", ".heif", ".jxl", ".nef")
+"""How photographs end that the library takes for none."""
+
+NOBODYS = ("__MACOSX", "__pycache__")
+"""Folders of no data, of those that begin with two underscores; the library leaves out all."""
+
 PACKED = (".bz2", ".gz", ".xz")
 """Endings after those, by which pandas unpacks a file."""
 
@@ -31,9 +37,14 @@ def check_unread(folder: Path) -> None:
     """Looks at a folder before the library does.
 
     Raises:
-        OSError: it has the layout of ``save_to_disk``.
+        OSError: it has the layout of ``save_to_disk``, or a path that stands for several.
         ValueError: a README says that data of it are elsewhere.
     """
+    if odd := {*"*?["} & {*str(folder.resolve())}:
+        raise OSError(
+            f"its path must be without {' and '.join(sorted(odd))}, by which the library would "
+            "look in other folders, too; rename it"
+        )
     if any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):
         raise OSError(
             "save_to_disk wrote it; write parquet files in its place, data.to_parquet, named after "
@@ -63,6 +74,19 @@ def named_data(folder: Path) -> list[str]:
     return [name for card in cards for name in _texts(card.data.get("configs"))]
 
 
+def check_links(folder: Path) -> None:
+    """Raises ``OSError`` where folders are links, which the library leaves out, or links broken."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink() and not path.is_file() and not _is_hidden(path.relative_to(folder)):
+            where = path.relative_to(folder)
+            if path.exists():
+                raise OSError(
+                    f"a folder in it must be no link, as {where} is, whose files would be left "
+                    "out; put a copy in its place, or remove it"
+                )
+            raise OSError(f"a link in it must lead to a file, but {where} does not; remove it")
+
+
 def check_whole(folder: Path, builder: Any) -> None:
     """Looks at what the library is going to read of somebody's own folder.
 
@@ -89,27 +113,38 @@ def _check_none_left(root: Path, builder: Any, read: Set[Path]) -> None:
     from datasets.data_files import FILES_TO_IGNORE
 
     kinds = {path.suffix.lower() for path in read if path.stem != "metadata"}
-    kinds.update(getattr(builder, "EXTENSIONS", ()))
+    if pictures := getattr(builder, "EXTENSIONS", ()):
+        kinds.update(pictures, PHOTOS)
     rows = {kind_of(path) for path in read} & {*TABLES}
+    unread = (path for path in sorted(root.rglob("*")) if path not in read)
     left = [
-        path.relative_to(root)
-        for path in sorted(root.rglob("*"))
+        path
+        for path in (path.relative_to(root) for path in unread)
         if (path.suffix.lower() in kinds or (rows and kind_of(path) in TABLES))
-        and (path not in read and path.name not in FILES_TO_IGNORE)
+        and not (path.name in FILES_TO_IGNORE or _is_hidden(path))
     ]
-    left = [path for path in left if not any(part.startswith((".", "__")) for part in path.parts)]
+    photos = [path for path in left if path.suffix.lower() in PHOTOS]
+    apart = [path for path in left if any(part.startswith("__") for part in path.parts)]
     if others := [path for path in left if rows and kind_of(path) in {*TABLES} - rows]:
         raise OSError(
             f"its tables must be of one kind, got {others[0]} beside others that end in "
             f"{', '.join(sorted(rows))}, so that {len(others)} of its files would be left out; "
             "convert or remove them"
         )
-    if left:
-        raise OSError(
-            f"{len(left)} of its files would be left out, such as {left[0]}, because others are "
-            "called as splits are (train, val, dev, test, ...) by their name or that of a folder; "
-            "rename those, or have all files below folders of splits"
-        )
+    reasons = (
+        (photos, "the library reads no such files; convert them, to .png or .jpg"),
+        (apart, "folders whose names begin with __ are not read; rename them"),
+        (
+            left,
+            "others are called as splits are (train, val, dev, test, ...) by their name or that of "
+            "a folder; rename those, or have all files below folders of splits",
+        ),
+    )
+    for files, why in reasons:
+        if files:
+            raise OSError(
+                f"{len(files)} of its files would be left out, such as {files[0]}, because {why}"
+            )
 
 
 def _check_no_archives(builder: Any, read: Set[Path]) -> None:
@@ -195,6 +230,11 @@ def image_paths(rows: Any) -> list[str]:
     image = next(key for key, kind in rows.features.items() if type(kind).__name__ == "Image")
     cells = rows.with_format("arrow")[:].column(image).combine_chunks()
     return [str(path) for path in cells.field("path").to_pylist()]
+
+
+def _is_hidden(path: PurePath) -> bool:
+    """Whether systems and editors keep something for themselves: .DS_Store, __MACOSX."""
+    return any(part.startswith(".") or part in NOBODYS for part in path.parts)
 
 
 def kind_of(path: PurePath) -> str:

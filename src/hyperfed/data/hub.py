@@ -46,8 +46,7 @@ def load(
                 folder_checks.check_unread(Path(source))
             if not (whole and local) or folder_checks.named_data(Path(source)):
                 return datasets.load_dataset(source, config, cache_dir=cache_dir)
-            builder = datasets.load_dataset_builder(source, cache_dir=cache_dir)
-            folder_checks.check_whole(Path(source), builder)
+            builder = _builder_of_all(source, cache_dir=cache_dir)
             splits = datasets.load_dataset(source, config, cache_dir=cache_dir)
             folder_checks.check_metadata(Path(source), builder, splits)
             _put_in_order(splits, builder)
@@ -58,6 +57,16 @@ def load(
         if not local or isinstance(error, OSError | ValueError | DatasetsError):
             raise
         raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def _builder_of_all(folder: str, *, cache_dir: str | None) -> Any:
+    """Returns what reads a folder; raises ``OSError`` where it would not read all of it."""
+    import datasets
+
+    folder_checks.check_links(Path(folder))
+    builder = datasets.load_dataset_builder(folder, cache_dir=cache_dir)
+    folder_checks.check_whole(Path(folder), builder)
+    return builder
 
 
 def _put_in_order(splits: Any, builder: Any) -> None:
@@ -81,9 +90,8 @@ def csv_files(folder: Path, cache_dir: str) -> dict[str, list[Path]]:
         folder_checks.check_unread(folder)
         named = bool(folder_checks.named_data(folder))
         with _library(offline=True) as datasets:
-            builder = datasets.load_dataset_builder(str(folder), cache_dir=cache_dir)
-            if not named:
-                folder_checks.check_whole(folder, builder)
+            opened = datasets.load_dataset_builder if named else _builder_of_all
+            builder = opened(str(folder), cache_dir=cache_dir)
     except Exception:  # whatever a folder makes several libraries raise
         return {}
     split_files = builder.config.data_files.items()

@@ -5,25 +5,22 @@ Hugging Face ``datasets`` library, and returns :class:`Examples` without a finge
 Splits whose name starts with "test" are held out.
 """
 
-import io
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.nn.functional import pad
 
 from hyperfed.data.examples import Examples, channel_statistics, channels_moved_first
 from hyperfed.data.hub import bar
 from hyperfed.data.partitions import places
-from hyperfed.errors import UserError, one_line
-from hyperfed.system.allocation import total_memory
+from hyperfed.data.pictures import check_memory, pixels
+from hyperfed.errors import UserError
 
 Rows = Callable[[str | None], Mapping[str, Any]]
 """Configuration name, or None for the default one -> {split name: datasets.Dataset}."""
@@ -420,55 +417,6 @@ def _decode(splits: Mapping[str, Any], column: str, name: str, side: int | None 
     return channels_moved_first(
         torch.from_numpy(stacked if stacked.ndim == 4 else stacked[..., None])
     )
-
-
-def pixels(image: Any, side: int | None = None) -> Array:
-    """Decodes a buffer or a file to (H, W) grey or (H, W, 3) colour uint8.
-
-    Raises:
-        UserError: it is no image, or not one of 8 bits per channel, or larger than Pillow
-            takes for a bomb by what it says of its size, before it is decoded.
-    """
-    try:
-        if isinstance(image, str) and not Path(image).is_file():
-            raise FileNotFoundError(f"no file {image}")
-        with Image.open(image if isinstance(image, str) else io.BytesIO(image)) as file:
-            return _pixels(file, side)
-    except UserError:
-        raise
-    except Exception as error:  # whatever bytes make a dozen decoders raise
-        what = one_line(f"{type(error).__name__}: {error}", 200)
-        raise UserError(
-            f"an image must be a file that Pillow can decode, but is not ({what}); remove it"
-        ) from error
-
-
-def _pixels(file: Image.Image, side: int | None) -> Array:
-    most = Image.MAX_IMAGE_PIXELS
-    if most and file.width * file.height > most:  # it only warns below twice as many
-        raise UserError(
-            f"images must have {most} pixels at most, got {file.width} x {file.height}; resize them"
-        )
-    picture = file
-    if picture.mode.startswith(("I", "F")):
-        raise UserError(
-            f"images must have 8 bits per channel, got mode {picture.mode}; "
-            "convert them, or save the pixels as float arrays in an .npz file"
-        )
-    if picture.mode not in ("L", "RGB"):
-        grey = picture.mode in ("1", "LA")
-        picture = picture.convert("L" if grey else "RGB")
-    if side is not None:
-        picture = picture.resize((side, side), Image.Resampling.BILINEAR)
-    return np.asarray(picture)
-
-
-def check_memory(pictures: Sequence[Array], name: str) -> None:
-    """Raises :class:`UserError` where pictures are larger than memory, which few bytes can say."""
-    if sum(picture.nbytes for picture in pictures) > total_memory() // 2:  # they are copied once
-        raise UserError(
-            f"images of {name} must fit into this machine's memory twice, but do not; resize them"
-        )
 
 
 def _windows_of_lines(splits: Mapping[str, Any]) -> tuple[Array, Array, Array]:

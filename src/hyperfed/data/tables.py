@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hyperfed.data import arrays, readers
+from hyperfed.data import arrays, pictures
 from hyperfed.errors import UserError, one_line
 from hyperfed.system.allocation import total_memory
 
@@ -365,8 +365,8 @@ def _values(column: Any, name: str, problems: list[str]) -> Array:
 
 def _pictures(cells: Array) -> list[Array]:
     """Decodes images to (C, H, W), in colour where one of them is."""
-    found = [np.atleast_3d(readers.pixels(cell["bytes"] or cell["path"])) for cell in cells]
-    readers.check_memory(found, "a table")
+    found = [np.atleast_3d(pictures.pixels(cell["bytes"] or cell["path"])) for cell in cells]
+    pictures.check_memory(found, "a table")
     channels = max(picture.shape[2] for picture in found)
     return [
         np.moveaxis(np.broadcast_to(picture, (*picture.shape[:2], channels)), -1, 0)
