@@ -39,10 +39,15 @@ def features(x: Any, problems: list[str]) -> Tensor:
         problems.append(
             f"x must have shape (N, features...), got {tuple(inputs.shape)}; reshape it"
         )
+    elif not inputs.shape[1:].numel():
+        problems.append(
+            f"an example must hold a number at least, got shape {tuple(inputs.shape[1:])}; pass "
+            "others"
+        )
     elif inputs.dtype == torch.uint8:
         if inputs.ndim == 3:
             inputs = inputs[:, None]
-        if inputs.ndim != 4 or (inputs.shape[-1] in (1, 3) and inputs.shape[1] not in (1, 3)):
+        if inputs.ndim != 4 or _are_channels_last(*inputs.shape[1:]):
             problems.append(
                 "x of dtype uint8 means images (N, C, H, W), channels before height and width, "
                 f"got shape {tuple(inputs.shape)}; transpose it, or pass features as floats"
@@ -58,6 +63,11 @@ def features(x: Any, problems: list[str]) -> Tensor:
     else:
         inputs = inputs.long()
     return inputs
+
+
+def _are_channels_last(first: int, _: int, last: int) -> bool:
+    """Whether images are (H, W, C), by their shape; of four channels where they are RGBA."""
+    return (last in (1, 3) and first not in (1, 3)) or (last == 4 and first > 4)
 
 
 def targets(y: Any, classes: int | None, problems: list[str]) -> tuple[Tensor, int]:
@@ -338,14 +348,18 @@ def _check_sizes(archive: Any) -> None:
 
 
 def to_tensor(array: Any, name: str) -> Tensor:
-    """Converts NumPy arrays, lists or tensors; widens unsigned integers that torch lacks.
+    """Copies NumPy arrays, lists or tensors; widens unsigned integers that torch lacks.
 
     Raises:
         UserError: it is none, holds no numbers, or rows of several lengths; ``name`` says which it
             is.
     """
     if isinstance(array, Tensor):
-        return array.detach().cpu()
+        if array.layout != torch.strided:
+            raise UserError(
+                f"{name} must be dense, got {array.layout}; pass {name}.to_dense() in its place"
+            )
+        return array.detach().to("cpu", copy=True)
     if np.ma.is_masked(array):  # what is below the mask is any number
         raise UserError(
             f"{name} must have a value everywhere, got some that are masked; fill or drop them"
@@ -357,6 +371,8 @@ def to_tensor(array: Any, name: str) -> Tensor:
             f"{name} must be one array, with rows of one shape, got others ({error}); cut or pad "
             "them"
         ) from error
+    if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
+        raise UserError(f"{name} must hold integers below 2**63, got {array.max()}; scale them")
     if array.dtype.kind == "u" and array.dtype != np.uint8:
         array = array.astype(np.int64)
     if array.dtype == np.longdouble:
@@ -375,7 +391,8 @@ def to_tensor(array: Any, name: str) -> Tensor:
             f"{name} must hold numbers, got dtype {array.dtype}; convert it, or encode categories "
             "as integers (numpy.unique(labels, return_inverse=True)[1] numbers labels)"
         )
-    return torch.tensor(array)
+    # Torch takes neither another machine's order of bytes nor strides below zero.
+    return torch.tensor(np.asarray(array, array.dtype.newbyteorder("="), order="C"))
 
 
 def _check_finite(name: str, values: Tensor, problems: list[str]) -> None:

@@ -177,8 +177,6 @@ def read(
     y, number, labels = _targets(held, labels, problems)
     if number > MOST_CLASSES:
         problems.append(f"labels must be of {MOST_CLASSES} classes at most, got {number}")
-    if x.ndim > 1 and not x.shape[1:].numel():
-        problems.append(f"an example must hold a number at least, got shape {tuple(x.shape[1:])}")
     clients = np.asarray(held["client"])
     if clients.ndim:
         arrays.numbered(clients, problems)  # which tells of names that are missing

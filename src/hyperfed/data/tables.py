@@ -225,7 +225,8 @@ def rows_of(
     """
     problems: list[str] = []
     if is_frame(table):
-        table = table.rename(columns=str)  # a frame made of an array numbers its columns
+        # A frame made of an array numbers its columns, and others have names of several parts.
+        table = table.set_axis([str(name) for name in table.columns], axis=1)
     names = [str(name) for name in table]
     picked = _picked(table, names, columns, problems, label=label)
     arrays.raise_all(problems, f"the columns of {what} are {', '.join(names) or 'none'}")
@@ -355,10 +356,11 @@ def _values(column: Any, name: str, problems: list[str]) -> Array:
         return _stacked(name, list(values), problems)
     if all(issubclass(kind, int | float | bool | np.number | np.bool_) for kind in kinds):
         return np.array(list(values))
-    odd = next((row for row, kind in enumerate(kinds) if kind is not kinds[0]), 0)
+    odd = next((row for row, kind in enumerate(kinds) if kind is not kinds[0]), None)
+    other = "" if odd is None else f" and {kinds[odd].__name__} in row {odd}"
     problems.append(
         f"column {name!r} must hold numbers, words, lists or images, got {kinds[0].__name__} in "
-        f"row 0 and {kinds[odd].__name__} in row {odd}; convert it"
+        f"row 0{other}; convert it"
     )
     return NOTHING
 

@@ -1,0 +1,90 @@
+"""Arrays as libraries and files hand them over: taken for what they say, or refused."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import nn
+
+from hyperfed.data.own import Task
+from hyperfed.errors import UserError
+
+N = 24
+X = np.arange(N * 4, dtype=np.float32).reshape(N, 4)
+Y = np.arange(N) % 3
+
+
+def task_of(x: Any = X, y: Any = Y, classes: int = 3) -> Task:
+    def net() -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.LazyLinear(classes))
+
+    return Task.from_arrays(x, y, client=np.arange(N) % 4, model=net)
+
+
+@pytest.mark.parametrize(
+    "lay",
+    [
+        np.asfortranarray,
+        lambda x: x.astype(">f4"),  # as of FITS and of MNIST's own files
+        lambda x: x[::-1][::-1],
+        lambda x: x[::-1].copy()[::-1],
+        lambda x: np.repeat(x, 2, axis=1)[:, ::2],
+        lambda x: x.astype(np.float16),
+        lambda x: torch.tensor(x).bfloat16(),
+    ],
+)
+def test_numbers_are_what_they_are_however_they_lie_in_memory(lay: Any) -> None:
+    assert task_of(lay(X)).x.tolist() == X.tolist()
+    assert task_of(y=Y[::-1]).y.tolist() == Y[::-1].tolist()
+    assert task_of(y=Y.astype(">i2")).y.tolist() == Y.tolist()
+
+
+def test_a_task_stays_as_it_is_where_its_data_are_changed_afterwards(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", X)
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r+")
+    for x in (X.copy(), torch.tensor(X), mapped):
+        y = torch.tensor(Y)
+        task = task_of(x, y)
+        x[:], y[:] = 0, 0
+        assert task.x.tolist() == X.tolist()
+        assert task.y.tolist() == Y.tolist()
+
+
+@pytest.mark.parametrize(
+    ("x", "told"),
+    [
+        (X[:, :0], r"must hold a number at least, got shape \(0,\)"),
+        (np.zeros((N, 1, 0, 4), np.uint8), r"a number at least, got shape \(1, 0, 4\)"),
+        (torch.tensor(X).to_sparse(), r"must be dense, got torch.sparse_coo; pass x\.to_dense"),
+        (np.full((N, 4), 2**63, np.uint64), "integers below 2.*63, got 9223372036854775808"),
+        (np.zeros((N, 8, 8, 4), np.uint8), r"channels before height and width, got shape"),
+    ],
+)
+def test_what_cannot_be_taken_for_examples_is_refused(x: Any, told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        task_of(x)
+
+
+def test_images_of_four_channels_are_images() -> None:
+    images = np.arange(N * 4 * 8 * 4).astype(np.uint8).reshape(N, 4, 8, 4)
+    assert task_of(images).x.tolist() == images.tolist()
+
+
+def test_columns_may_have_names_of_several_parts() -> None:
+    frame = pd.DataFrame({("sensor", "a"): X[:, 0], ("label", ""): Y, ("client", ""): Y})
+    task = Task.from_frame(
+        frame, client="('client', '')", target="('label', '')", model=lambda: nn.LazyLinear(3)
+    )
+    assert task.x.tolist() == X[:, :1].tolist()
+    with pytest.raises(UserError, match=r"must be among them, got none; say which is the target"):
+        Task.from_frame(frame, model=lambda: nn.LazyLinear(3))
+
+
+def test_times_with_a_zone_are_told_once() -> None:
+    when = pd.date_range("2026-01-01", periods=N, tz="UTC")
+    frame = pd.DataFrame({"when": when, "label": Y, "client": Y})
+    with pytest.raises(UserError, match="got Timestamp in row 0; convert it"):
+        Task.from_frame(frame, model=lambda: nn.LazyLinear(3))
