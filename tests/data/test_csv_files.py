@@ -1,0 +1,107 @@
+"""CSV files: ids and labels are as they are written there, alone and in folders."""
+
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from hyperfed.data import datasets, hub, site
+from hyperfed.data.tables import Columns
+from hyperfed.errors import UserError
+from own_data import N, saved, table
+
+
+def written(folder: Path, ids: list[str], labels: list[str]) -> str:
+    lines = (
+        f"{who},{label},{row}" for row, (who, label) in enumerate(zip(ids, labels, strict=True))
+    )
+    path = folder / "mine.csv"
+    path.write_text("\n".join(["client,label,age", *lines, ""]))
+    return str(path)
+
+
+def test_ids_of_a_csv_file_are_as_they_are_written(tmp_path: Path) -> None:
+    path = written(tmp_path, ["01", "1", "001", "7"] * 6, ["0", "1"] * 12)
+    assert datasets.load(path).names == ("01", "1", "001", "7")
+    assert list(site.read(path).rows) == ["01", "1", "001", "7"]
+
+
+def test_what_pandas_reads_part_by_part_is_one_column(tmp_path: Path) -> None:
+    names = ["client", "y", "said", *(f"empty{number}" for number in range(2000))]
+    nothing = "," * 2000  # the wider a table is, the fewer of its rows are a part
+    rows = [f"{row % 2},{row % 2},{'word' if row == 2000 else row}{nothing}" for row in range(2001)]
+    path = tmp_path / "wide.csv"
+    path.write_text("\n".join([",".join(names), *rows, ""]))
+    assert datasets.load(str(path), columns=Columns(features=("said",))).text
+
+
+@pytest.mark.parametrize(
+    ("labels", "names", "first"),
+    [
+        (["1e1", "10", "010", "2"], ("010", "10", "1e1", "2"), [2, 1, 0, 3]),
+        (["01", "02", "1"], ("01", "02", "1"), [0, 1, 2]),
+        (["99999999999999999999", "1"], ("1", "99999999999999999999"), [1, 0]),
+        (["3", "1", "-2"], ("-2", "1", "3"), [2, 1, 0]),
+        (["0", "1", " 2"], (), [0, 1, 2]),
+        (["True", "True"], ("False", "True"), [1, 1]),
+        (["1.50", "-2e-1", ".5", "3"], (), [1.5, -0.2, 0.5, 3.0]),
+    ],
+)
+def test_labels_of_a_csv_file_are_numbers_where_these_say_all_of_them(
+    tmp_path: Path, labels: list[str], names: tuple[str, ...], first: list[float]
+) -> None:
+    examples = datasets.load(written(tmp_path, ["a"] * 12, labels * (12 // len(labels))))
+    assert examples.labels == names
+    assert examples.y[: len(first)].tolist() == pytest.approx(first)
+
+
+@pytest.mark.usefixtures("cached")
+def test_ids_of_csv_files_in_a_folder_are_as_they_are_written(tmp_path: Path) -> None:
+    ids, labels = ["01", "1", "NA"] * 8, ["010", "10"] * 12
+    for split, rows in {"train": slice(0, 18), "test": slice(18, N)}.items():
+        saved(table(client=ids, label=labels)[rows], tmp_path / f"{split}.csv")
+    for _ in range(2):  # the second time from the cache
+        found = datasets.load(str(tmp_path))
+        assert (found.names, found.labels) == (("01", "1", "NA"), ("010", "10"))
+        assert found.part is not None
+        assert found.part.tolist() == [0] * 18 + [2] * 6
+    (tmp_path / "more").mkdir()
+    saved(table(client=ids, label=[*"12" * 12]), tmp_path / "more" / "a.csv")
+    saved(table(client=ids, label=[*"1x" * 12]), tmp_path / "more" / "b.csv")
+    assert datasets.load(str(tmp_path / "more")).labels == ("1", "2", "x")
+    saved(table()[["client", "label", "age"]], tmp_path / "more" / "b.csv")
+    with pytest.raises(UserError, match=r"b\.csv must have the columns of .*a\.csv"):
+        datasets.load(str(tmp_path / "more"))
+
+
+@pytest.mark.usefixtures("cached")
+@pytest.mark.parametrize("ending", ["tsv", "csv.gz", "tsv.xz"])
+def test_ids_are_as_they_are_written_whatever_a_csv_file_is_called(
+    tmp_path: Path, ending: str
+) -> None:
+    frame = table(client=["01", "1", "NA"] * 8, label=["010", "10"] * 12)
+    apart = "\t" if "tsv" in ending else ","
+    frame.to_csv(tmp_path / f"mine.{ending}", index=False, sep=apart)
+    found = datasets.load(str(tmp_path))
+    assert (found.names, found.labels) == (("01", "1", "NA"), ("010", "10"))
+    assert found.x.tolist() == torch.tensor(frame[["age", "height"]].to_numpy()).float().tolist()
+
+
+@pytest.mark.usefixtures("cached")
+def test_ids_of_csv_files_that_a_readme_names_are_as_they_are_written(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    saved(table(client=["01", "1"] * 12), tmp_path / "data" / "mine.csv")
+    named = "configs:\n- config_name: one\n  data_files: data/*.csv\n"
+    (tmp_path / "README.md").write_text(f"---\n{named}---\n")
+    assert datasets.load(str(tmp_path)).names == ("01", "1")
+    (tmp_path / "README.md").write_text(f"---\n{named}  sep: ;\n---\n")
+    assert hub.csv_files(tmp_path, str(tmp_path / "scratch")) == {}  # which is read as it says
+
+
+@pytest.mark.usefixtures("cached")
+def test_csv_files_in_archives_are_refused_as_their_ids_would_be_guessed(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "data.zip", "w") as file:
+        file.writestr("mine.csv", table(client=["01", "1"] * 12).to_csv(index=False))
+    with pytest.raises(UserError, match=r"must not be in archives, .* got data\.zip; unpack it"):
+        datasets.load(str(tmp_path))

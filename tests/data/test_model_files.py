@@ -1,0 +1,70 @@
+"""Networks in files of your own."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hyperfed.data import model_files
+from hyperfed.data.roster import Frame
+from hyperfed.data.tasks import TaskConfig, build, targets_of
+from hyperfed.errors import UserError
+from own_data import SENSORS, config, saved, table
+from sensors import NETS
+
+# A network in a file.
+
+
+def test_a_network_of_a_file_is_made_from_the_seed_with_the_options_that_are_given(
+    sensors: str,
+) -> None:
+    settings = {"name": sensors, "model": f"{NETS}:SensorNet", **SENSORS}
+    first, again, other = (build(TaskConfig(**settings), seed).models["base"] for seed in (0, 0, 1))
+    weights = [net.get_parameter("classify.weight") for net in (first, again, other)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+    wide = build(TaskConfig(**settings, widths=(2, 5)), 0).models
+    assert [net.get_parameter("classify.weight").shape[1] for net in wide.values()] == [2, 5]
+
+
+@pytest.mark.parametrize(
+    ("code", "name", "told"),
+    [
+        ("from torch import nn\nnet = nn.Linear(2, 3)", "net", None),
+        ("from torch import nn\ndef net(): return nn.Linear(2, 3)", "net", None),
+        ("net = 3", "net", "must name a network, or what makes one, in .*net.py, got 'net'; give"),
+        ("", "net", "must name a network, or what makes one"),
+        ("def net(): return 3", "net", "must make an nn.Module, but .*net.py:net makes 3; mend it"),
+        (
+            "def net(a): return a",
+            "net",
+            "called with nothing, but .* fails .TypeError: .*; mend it",
+        ),
+        ("import nothing_of_that_name", "net", "must run as Python, but fails .ModuleNotFound"),
+        (
+            "from torch import nn\nnet = nn.Linear(2, 2)",
+            "net",
+            "net does not suit .*\n.* 3 outputs",
+        ),
+        ("from torch import nn\nnet = nn.Linear(5, 3)", "net", "but fails on it .RuntimeError"),
+    ],
+)
+def test_networks_of_files(tmp_path: Path, code: str, name: str, told: str | None) -> None:
+    (tmp_path / "net.py").write_text(code)
+    settings = config(saved(table(), tmp_path / "mine.csv"), model=f"{tmp_path / 'net.py'}:{name}")
+    if told is None:
+        assert build(settings, 0).models["base"](torch.ones(1, 2)).shape == (1, 3)
+        # Where it stayed, its classes would be sent to another process as what is installed there.
+        assert "hyperfed_model_net" not in sys.modules
+    else:
+        with pytest.raises(UserError, match=told):
+            build(settings, 0)
+
+
+def test_a_file_that_is_not_there_and_a_servers_file_at_a_site_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"FILE.py:NAME, but there is no .*none.py"):
+        model_files.make(f"{tmp_path / 'none.py'}:net", {})
+    frame = Frame(known=2, novel=0, shape=(9, 128), dtype="torch.float32", classes=6)
+    with pytest.raises(UserError, match="the name of a target where clients are at sites, got"):
+        targets_of(TaskConfig(model=f"{NETS}:SensorNet"), frame, 0)

@@ -1,0 +1,244 @@
+"""Folders of your own images and tables: whose they are, what for, and read whole or refused."""
+
+import io
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from hyperfed.data import datasets, site
+from hyperfed.data.tables import Columns
+from hyperfed.data.tasks import build
+from hyperfed.errors import UserError
+from own_data import N, config, pictures, saved, table
+
+
+@pytest.mark.usefixtures("cached")
+def test_a_folder_of_people_is_dealt_by_them(tmp_path: Path) -> None:
+    folder = pictures(tmp_path / "all")
+    for _ in range(2):  # the second time from the cache
+        task = build(config(folder), 0)
+        assert (sorted(task.names), task.labels) == (["ann", "bob"], ("cat", "dog"))
+    ann = task.number_of("ann")
+    held = torch.cat([split[ann] for split in (task.train, task.val, task.test)])
+    found = {tuple(task.x[row].flatten().tolist()) for row in held}
+    files = (tmp_path / "all" / "ann").rglob("*.png")
+    assert found == {tuple(np.asarray(Image.open(file)).flatten().tolist()) for file in files}
+    apart = build(config(pictures(tmp_path / "apart", ("train", "test"))), 0)
+    assert sorted(apart.names) == ["ann", "bob"]
+    assert [len(own) for own in apart.test] == [8, 8]
+
+
+@pytest.mark.usefixtures("cached")
+@pytest.mark.parametrize("person", ["val", "test-1"])
+def test_a_folder_of_which_some_would_be_left_out_is_refused(tmp_path: Path, person: str) -> None:
+    folder = Path(pictures(tmp_path / "all"))
+    (folder / "bob").rename(folder / person)  # as a split is called, so that ann is in none
+    told = "8 of its files would be left out, such as ann/cat/0.png"
+    with pytest.raises(UserError, match=told):
+        datasets.load(str(folder))
+    (folder / "README.md").write_text(
+        "---\nconfigs:\n- config_name: one\n  data_files: ann/*/*.png\n---\n"
+    )
+    assert len(datasets.load(str(folder))) == 8  # as it says
+
+
+@pytest.mark.usefixtures("cached")
+def test_a_folder_of_tables_of_which_some_would_be_left_out_is_refused(tmp_path: Path) -> None:
+    for name in ("clinic a", "clinic b", "clinic test"):
+        saved(table(), tmp_path / f"{name}.parquet")
+    told = "2 of its files would be left out, such as clinic a.parquet"
+    with pytest.raises(UserError, match=told):
+        datasets.load(str(tmp_path))
+    with pytest.raises(UserError, match=told):
+        site.read(tmp_path)
+
+
+@pytest.mark.usefixtures("cached")
+def test_splits_that_are_called_in_capitals_are_not_trained_on(tmp_path: Path) -> None:
+    told = "splits must be called in small letters, .*, got "
+    folder = pictures(tmp_path / "all", ("Training", "Testing"))
+    with pytest.raises(UserError, match=f"{told}Testing, Training"):
+        datasets.load(folder)
+    (tmp_path / "tables").mkdir()
+    for name in ("Train", "Test"):
+        saved(table(), tmp_path / "tables" / f"{name}.csv")
+    with pytest.raises(UserError, match=rf"{told}Test\.csv, Train\.csv"):
+        datasets.load(str(tmp_path / "tables"))
+
+
+@pytest.mark.usefixtures("cached")
+def test_a_person_may_be_called_as_a_split_is_but_for_capitals(tmp_path: Path) -> None:
+    folder = Path(pictures(tmp_path / "all"))
+    (folder / "bob").rename(folder / "Dev")
+    assert datasets.load(str(folder)).names == ("Dev", "ann")
+    evaluated = datasets.load(pictures(tmp_path / "apart", ("train", "evaluation")))
+    assert (evaluated.names, int(evaluated.held_out.sum())) == (("ann", "bob"), 16)
+
+
+@pytest.mark.usefixtures("cached")
+def test_images_for_validation_or_testing_are_not_trained_on(tmp_path: Path) -> None:
+    folder = tmp_path / "three"
+    pictures(folder, ("train", "validation", "test"))
+    of_file = {path.read_bytes(): path.parts[-4] for path in folder.rglob("*.png")}
+
+    def used() -> list[set[str]]:
+        task = build(config(str(folder)), 0)
+        pixels = {
+            tuple(np.asarray(Image.open(io.BytesIO(content))).flatten().tolist()): part
+            for content, part in of_file.items()
+        }
+        splits = (torch.cat(list(split)) for split in (task.train, task.val, task.test))
+        return [{pixels[tuple(task.x[r].flatten().tolist())] for r in rows} for rows in splits]
+
+    assert used() == [{"train"}, {"validation"}, {"test"}]
+    shutil.rmtree(folder / "test" / "bob")
+    assert used() == [{"train"}, {"validation"}, {"test"}]
+    shutil.rmtree(folder / "validation")  # some of the training images are in its place
+    assert used() == [{"train"}, {"train"}, {"test"}]
+
+
+@pytest.mark.usefixtures("cached")
+@pytest.mark.parametrize("parts", [None, ("test",), ("train", "validation", "test")])
+def test_own_images_are_normalised_by_those_that_known_clients_train_on(
+    tmp_path: Path, parts: tuple[str, ...] | None
+) -> None:
+    if parts is None:
+        x = np.random.default_rng(0).integers(0, 256, (N, 1, 4, 4), dtype=np.uint8)
+        np.savez(tmp_path / "mine.npz", x=x, y=np.arange(N) % 2, client=np.arange(N) % 4)
+        name = str(tmp_path / "mine.npz")
+    else:
+        name = pictures(tmp_path / "mine", parts)
+    task = build(config(name, novel=1, test=0.3 if parts == ("test",) else None), 0)
+    known = task.transform(task.x[torch.cat(list(task.train[:-1]))])
+    assert known.mean().item() == pytest.approx(0, abs=1e-3)
+    assert known.std(correction=0).item() == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.parametrize("splits", [True, False])
+def test_a_folder_of_save_to_disk_is_told_apart(tmp_path: Path, splits: bool) -> None:
+    import datasets as library
+
+    rows = library.Dataset.from_pandas(table())
+    folder = tmp_path / "mine"
+    (library.DatasetDict({"train": rows}) if splits else rows).save_to_disk(folder)
+    with pytest.raises(UserError, match=r"save_to_disk wrote it; write parquet files in its place"):
+        datasets.load(str(folder))
+
+
+UNCLOSED = pytest.mark.filterwarnings(  # of files that the library reads
+    "ignore:unclosed file:ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
+)
+
+
+def with_metadata(folder: Path, **clients: list[str]) -> str:
+    """Images of a folder each, and a metadata.csv that says whose they are."""
+    rng = np.random.default_rng(0)
+    for place, ids in clients.items():
+        (folder / place).mkdir(parents=True)
+        lines = ["file_name,client,label"]
+        for number, client in enumerate(ids):
+            pixels = rng.integers(0, 256, (4, 4), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / place / f"{number}.png")
+            lines.append(f"{number}.png,{client},{number % 2}")
+        (folder / place / "metadata.csv").write_text("\n".join(lines))
+    return str(folder)
+
+
+@UNCLOSED
+@pytest.mark.usefixtures("cached")
+def test_ids_of_metadata_that_would_be_one_are_refused(tmp_path: Path) -> None:
+    padded = datasets.load(with_metadata(tmp_path / "padded", a=["07", "08", "10"]))
+    assert padded.names == ("7", "8", "10")
+    together = with_metadata(tmp_path / "together", a=["07", "7", "08"])
+    apart = with_metadata(tmp_path / "apart", a=["07", "08"], b=["7", "8"])
+    for folder in (together, apart):
+        with pytest.raises(UserError, match="one way, got 07 and 7 in column 'client'"):
+            datasets.load(folder)
+    with pytest.raises(UserError, match="one way, got 07 and 7 in column 'client'"):
+        site.read(together)
+
+
+@UNCLOSED
+@pytest.mark.usefixtures("cached")
+def test_images_that_metadata_do_not_list_are_refused(tmp_path: Path) -> None:
+    folder = with_metadata(tmp_path / "all", a=["7", "8", "9"])
+    shutil.copy(Path(folder) / "a" / "0.png", Path(folder) / "a" / "9.png")
+    with pytest.raises(UserError, match=r"1 of its images would be left out, such as a/9\.png"):
+        datasets.load(folder)
+    with pytest.raises(UserError, match="of its images would be left out"):
+        site.read(folder)
+
+
+@UNCLOSED
+@pytest.mark.usefixtures("cached")
+def test_images_of_several_metadata_files_are_in_the_order_of_their_names(tmp_path: Path) -> None:
+    places = [*"abcdef"]
+    folder = with_metadata(tmp_path / "all", **{place: [place] * 2 for place in places})
+    found = datasets.load(folder)
+    assert found.client is not None
+    assert [found.names[client] for client in found.client] == [p for p in places for _ in "12"]
+
+
+@pytest.mark.usefixtures("cached")
+def test_images_that_tell_of_no_persons_but_are_not_of_classes_alone_are_refused(
+    tmp_path: Path,
+) -> None:
+    folder = Path(pictures(tmp_path / "all"))
+    shutil.copytree(folder / "bob", tmp_path / "one" / "bob")
+    with pytest.raises(UserError, match=r"of two people or more, got those of bob alone; name"):
+        datasets.load(str(tmp_path / "one"))
+    for person in ("ann", "bob"):
+        shutil.copytree(folder / person, tmp_path / "sessions" / person / "first")
+    with pytest.raises(UserError, match=r"person/class/.*, got ann/first/cat/"):
+        datasets.load(str(tmp_path / "sessions"))
+
+
+@pytest.mark.usefixtures("cached")
+def test_splits_that_are_called_by_more_than_one_word_are_no_persons(tmp_path: Path) -> None:
+    found = datasets.load(pictures(tmp_path / "all", ("train_set", "test_set")))
+    assert (found.names, int(found.held_out.sum())) == (("ann", "bob"), 16)
+    for split in ("train_set", "test_set"):
+        shutil.copytree(tmp_path / "all" / split / "ann", tmp_path / "classes" / split)
+    assert datasets.load(str(tmp_path / "classes")).client is None
+
+
+@pytest.mark.usefixtures("cached")
+def test_a_folder_of_classes_is_nobodys(tmp_path: Path) -> None:
+    pictures(tmp_path / "all")
+    examples = datasets.load(str(tmp_path / "all" / "ann"))
+    assert (examples.client, examples.labels) == (None, ("cat", "dog"))
+    with pytest.raises(UserError, match="holds images, whose columns are image, label, got others"):
+        datasets.load(str(tmp_path / "all"), columns=Columns(target="animal"))
+
+
+@pytest.mark.usefixtures("cached")
+def test_a_folder_of_tables_has_the_splits_of_its_files(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    rows_of = {"train": slice(0, 16), "validation": slice(16, 20), "test": slice(20, N)}
+    for split, rows in rows_of.items():
+        saved(table()[rows], tmp_path / "mine" / f"{split}.parquet")
+    for _ in range(2):  # the second time from the cache
+        task = build(config(str(tmp_path / "mine")), 0)
+        assert sorted(task.names) == ["c0", "c1", "c2", "c3"]
+        assert torch.cat(list(task.val)).sort().values.tolist() == [*range(16, 20)]
+        assert torch.cat(list(task.test)).sort().values.tolist() == [*range(20, 24)]
+    other = build(config(str(tmp_path / "mine"), target="height", features="age"), 0)
+    assert (other.classes, other.x.shape) == (0, (N, 1))
+
+
+@pytest.mark.usefixtures("cached")
+@pytest.mark.parametrize("other", ["b.parquet", "b.jsonl", "b.tsv.gz"])
+def test_a_folder_of_tables_of_several_kinds_is_refused(tmp_path: Path, other: str) -> None:
+    saved(table(), tmp_path / "a.parquet")
+    saved(table(), tmp_path / "c.csv")
+    (tmp_path / other).touch()
+    with pytest.raises(UserError, match=r"tables must be of one kind, .* would be left out"):
+        datasets.load(str(tmp_path))
+    (tmp_path / "c.csv").unlink()
+    (tmp_path / other).unlink(missing_ok=True)
+    saved(table(), tmp_path / "a.parquet")
+    assert len(datasets.load(str(tmp_path))) == N
