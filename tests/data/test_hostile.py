@@ -177,7 +177,6 @@ LEARNABLE = {
     "labels of 64 bits without a sign",
     "10^16 classes",
     "no column of clients",
-    "labels that are not named",
     "labels of images in words",
 }
 """What a table may hold that a user learns from: labels are numbered in their order, and clients

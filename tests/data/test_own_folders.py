@@ -242,3 +242,22 @@ def test_a_folder_of_tables_of_several_kinds_is_refused(tmp_path: Path, other: s
     (tmp_path / other).unlink(missing_ok=True)
     saved(table(), tmp_path / "a.parquet")
     assert len(datasets.load(str(tmp_path))) == N
+
+
+@pytest.mark.usefixtures("cached")
+@pytest.mark.parametrize("place", ["all/train.parquet", "all"])
+def test_labels_that_are_numbers_with_names_keep_these(tmp_path: Path, place: str) -> None:
+    import datasets as huggingface
+
+    def save(labels: list[int]) -> str:
+        rows = huggingface.Dataset.from_pandas(table(label=labels), preserve_index=False)
+        named = rows.cast_column("label", huggingface.ClassLabel(names=["owl", "cat", "dog"]))
+        (tmp_path / "all").mkdir(exist_ok=True)
+        named.to_parquet(tmp_path / "all" / "train.parquet")
+        return str(tmp_path / place)
+
+    examples = datasets.load(save([1, 2] * (N // 2)))  # of owls there are none
+    assert (examples.classes, examples.labels) == (3, ("owl", "cat", "dog"))
+    assert examples.y.tolist() == [1, 2] * (N // 2)
+    with pytest.raises(UserError, match=r"labels must lie in 0\.\.2, got -1 at .* that have none"):
+        datasets.load(save([-1, 2] * (N // 2)))

@@ -110,10 +110,12 @@ def targets(y: Any, classes: int | None, problems: list[str]) -> tuple[Tensor, i
         first = (
             int(wrong.flatten(1).any(dim=1).nonzero()[0]) if of_tokens else int(wrong.nonzero()[0])
         )
+        found = int(y[wrong][0])
+        more = "" if classes is None or found < 0 else f" or raise classes from {classes}"
         problems.append(
-            f"labels must lie in 0..{limit - 1}, got {int(y[wrong][0])} at index {first} "
-            f"({int(wrong.sum())} such); number them from 0"
-            + ("" if classes is None else f" or raise classes from {classes}")
+            f"labels must lie in 0..{limit - 1}, got {found} at index {first} "
+            f"({int(wrong.sum())} such); number them from 0{more}"
+            + (", and leave out rows that have none" if found < 0 else "")
         )
     return y, limit
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from hyperfed.data import arrays, folder_checks, readers, tables
 from hyperfed.data.examples import Examples, fingerprint_of
 from hyperfed.data.tables import Columns
-from hyperfed.errors import UserError
+from hyperfed.errors import UserError, one_line
 
 
 def from_file(path: Path, columns: Columns | None = None) -> Examples:
@@ -27,7 +27,39 @@ def from_file(path: Path, columns: Columns | None = None) -> Examples:
     Raises:
         UserError: no such file, or one that does not hold examples; lists all that is wrong.
     """
-    return of_table(tables.read(path, columns), path.stem, columns or Columns(), str(path))
+    columns = columns or Columns()
+    table = tables.read(path, columns)
+    return of_table(table, path.stem, columns, str(path), label_names(path, columns))
+
+
+def label_names(path: Path, columns: Columns) -> Sequence[str]:
+    """Returns the names of a parquet file's labels that are numbers with names; () of any other.
+
+    Raises:
+        UserError: what it says of the kinds of its columns cannot be read.
+    """
+    if path.suffix != ".parquet":
+        return ()
+    from pyarrow import parquet
+
+    schema = parquet.read_schema(path)
+    if b"huggingface" not in (schema.metadata or {}):
+        return ()
+    import datasets  # takes seconds to import
+
+    try:
+        features = datasets.Features.from_arrow_schema(schema)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{path} must say what datasets (Hugging Face) takes for the kinds of its columns, but "
+            f"does not ({one_line(str(error))}); write it anew"
+        ) from error
+    return _names_of_target(features, columns)
+
+
+def _names_of_target(features: Mapping[str, Any], columns: Columns) -> Sequence[str]:
+    usual = next((name for name in tables.TARGETS if name in features), "")
+    return readers.names_of(features.get(columns.target or usual))
 
 
 def from_csv_files(files: Mapping[str, Sequence[Path]], name: str, columns: Columns) -> Examples:
@@ -43,7 +75,9 @@ def from_csv_files(files: Mapping[str, Sequence[Path]], name: str, columns: Colu
     return of_table(table, name, columns, name)
 
 
-def of_table(table: Any, name: str, columns: Columns, what: str) -> Examples:
+def of_table(
+    table: Any, name: str, columns: Columns, what: str, named: Sequence[str] = ()
+) -> Examples:
     """Turns a table into examples.
 
     Args:
@@ -51,6 +85,7 @@ def of_table(table: Any, name: str, columns: Columns, what: str) -> Examples:
         name: of the result.
         columns: which is what.
         what: how an error names the table.
+        named: names of the labels 0, 1, ..., where these are numbers with names.
 
     Raises:
         UserError: lists all that is wrong with the table.
@@ -59,7 +94,9 @@ def of_table(table: Any, name: str, columns: Columns, what: str) -> Examples:
     assert rows.y is not None, "a table without a target was refused"
     problems: list[str] = []
     x = arrays.features(rows.x, problems)
-    numbers, labels = tables.numbered(rows.y, numbers=rows.classes is not None)
+    numbers, labels = rows.y, tuple(named)
+    if not named:
+        numbers, labels = tables.numbered(rows.y, numbers=rows.classes is not None)
     y, classes = arrays.targets(numbers, len(labels) or rows.classes, problems)
     names: tuple[str, ...] = ()
     client = part = None
@@ -129,7 +166,7 @@ def read_rows(
     table = pandas.concat([held.to_pandas() for held in splits.values()], ignore_index=True)
     if len(splits) > 1 and columns.split is None and "split" not in table:
         table["split"] = arrays.parts_named(splits)
-    return of_table(table, name, columns, name)
+    return of_table(table, name, columns, name, _names_of_target(features, columns))
 
 
 def _images(

@@ -31,7 +31,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from hyperfed.data import arrays, hub, partitions, readers, tables
+from hyperfed.data import arrays, hub, own_files, partitions, readers, tables
 from hyperfed.data.examples import channel_moments, hash_of
 from hyperfed.data.own import Task
 from hyperfed.data.roster import MOST_CLASSES, Frame, Introduction, Member
@@ -248,27 +248,7 @@ def _from_table(path: Path, columns: Columns) -> dict[str, Any]:
         held["split"] = rows.split
     if rows.classes is not None:
         held["classes"] = np.array(rows.classes)
-    return held | {"names": _label_names(path, columns) if path.suffix == ".parquet" else ()}
-
-
-def _label_names(path: Path, columns: Columns) -> Sequence[str]:
-    """Returns the names of a parquet file's labels that are numbers with names; () of others."""
-    from pyarrow import parquet
-
-    schema = parquet.read_schema(path)
-    if b"huggingface" not in (schema.metadata or {}):
-        return ()
-    import datasets  # takes seconds to import
-
-    try:
-        features = datasets.Features.from_arrow_schema(schema)
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{path} must say what datasets (Hugging Face) takes for the kinds of its columns, but "
-            f"does not ({one_line(str(error))}); write it anew"
-        ) from error
-    usual = next((name for name in tables.TARGETS if name in features), "")
-    return readers.names_of(features.get(columns.target or usual))
+    return held | {"names": own_files.label_names(path, columns)}
 
 
 def _classes(said: Any, problems: list[str]) -> int | None:
