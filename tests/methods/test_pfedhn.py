@@ -56,14 +56,15 @@ def parameters_after_one_round(
     """The server after one step on its objective, which autograd sees in one piece.
 
     With one plain local step of rate eta, delta = eta times the gradient, so descending the
-    pull-back is gradient descent with rate lr * eta on the mean of L_i(h(v_i; phi)).
+    pull-back is gradient descent with rate lr * eta on the mean, or sum, of L_i(h(v_i; phi)).
     """
     server, task = federation.server, federation.task
+    together = 1 if federation.config.cohort_reduction == "sum" else len(clients)
     objective = torch.zeros((), dtype=torch.float64)
     for client in clients:
         generated = server.hyper_net(server.embeddings.weight[client : client + 1])
         model = {name: value[0] for name, value in generated.items()} | heads.get(client, {})
-        objective = objective + client_loss(task, client, model) / len(clients)
+        objective = objective + client_loss(task, client, model) / together
     named = dict(server.hyper_net.named_parameters()) | {"v": server.embeddings.weight}
     gradients = torch.autograd.grad(objective, list(named.values()))
     config = federation.config
@@ -109,6 +110,10 @@ def test_the_update_is_the_gradient_of_the_one_piece_objective(
 
 def test_embeddings_have_their_own_learning_rate_where_one_is_given() -> None:
     check_one_round("pfedhn", [0, 1, 3], embedding_lr=3.0)
+
+
+def test_the_step_may_be_by_the_sum_over_a_cohort() -> None:
+    check_one_round("pfedhn", [0, 1, 3], cohort_reduction="sum")
 
 
 @pytest.mark.parametrize(
@@ -509,7 +514,7 @@ def test_a_novel_client_of_pc_fits_its_classifier_too_and_leaves_no_memory() -> 
 
 
 def test_fixed_descriptors_are_class_proportions() -> None:
-    task = make_task(novel=1)
+    task = make_task(examples=(12, 1, 20, 9), novel=1)  # all of what client 1 has is of one class
     settings = SERVER | {"descriptor": "class_proportions"}
     federation = Federation("pfedhn", task, **ONE_STEP, **settings)
     federation.round([0, 1])

@@ -45,6 +45,15 @@ def test_distances(distance: Distance) -> None:
 
 
 @pytest.mark.parametrize("distance", get_args(Distance))
+def test_each_token_has_a_distance_of_its_own(distance: Distance) -> None:
+    anchor, other = (torch.stack([draw(seed), draw(seed + 1)], dim=1) for seed in (0, 2))
+    found = distances(anchor, other, distance)  # (ROWS, 2), of outputs (ROWS, 2, CLASSES)
+    for token in (0, 1):
+        alone = by_hand(anchor[:, token], other[:, token], distance)
+        np.testing.assert_allclose(found[:, token].numpy(), alone, rtol=1e-12)
+
+
+@pytest.mark.parametrize("distance", get_args(Distance))
 def test_a_model_is_at_no_distance_from_itself_and_its_gradient_is_finite(
     distance: Distance,
 ) -> None:

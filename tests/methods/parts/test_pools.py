@@ -15,7 +15,7 @@ from hyperfed.methods.parts import pools
 from hyperfed.runs import config as configuration
 from hyperfed.runs.evaluation import evaluate
 from hyperfed.system.randomness import seeded
-from toys import Federation, TwoLayers, client_loss, logits, make_task
+from toys import CLASSES, Federation, TwoLayers, client_loss, logits, make_task
 
 SETTINGS: dict[str, Any] = {"local_steps": 10, "batch_size": 8, "local_lr": 0.05, "lr": 0.02}
 NOVEL = 3
@@ -48,6 +48,19 @@ def test_sampled_counts_the_mean_over_all_models() -> None:
     losses = [float(F.cross_entropy(output, y)) * len(y) for output in each]
     assert found.loss.item() == pytest.approx(sum(losses) / 3)
     assert found.count.item() == len(y) <= EVALUATION_BATCH
+
+
+def test_sampled_counts_the_mean_of_each_class_too() -> None:
+    ours = federation("sampled", metrics=("f1",))
+    cohort = ours.engine.cohort([NOVEL], 9, training=False, fresh=True)
+    found = cohort.ask(ours.method.Client.evaluate, ours.server.personalize(cohort))["test"]
+    each, y = outputs(ours)
+    counts = [
+        torch.stack([torch.bincount(of, minlength=CLASSES) for of in (y, said, y[said == y])])
+        for said in (output.argmax(1) for output in each)
+    ]
+    expected = torch.stack(counts).double().mean(dim=0)
+    torch.testing.assert_close(found["classes"][0], expected)
 
 
 def test_ensemble_averages_the_outputs() -> None:
