@@ -77,6 +77,16 @@ def test_a_larger_output_brings_the_ratio_towards_one() -> None:
     assert 1 < wide < 1.05 < paper < 2 < narrow
 
 
+def test_hypernetworks_of_another_shape() -> None:
+    found = compare_hypernetworks(
+        nn.Linear(4, 5), torch.zeros(1, 4), chunk=7, embedding=3, hidden=6, hidden_layers=2
+    )
+    hidden = 3 * 6 + 2 * 6 * 6
+    assert found.small.flops == 2 * (hidden + 6 * 7)
+    assert found.large.flops == 2 * (hidden + 6 * 25)
+    assert (found.calls, found.embeddings) == (4, 4 * 3)
+
+
 def test_an_lstm_is_counted_step_by_step() -> None:
     text, hidden, embedding, vocabulary = 7, 5, 3, 11
     gates = 4 * hidden * (embedding + hidden) + 4 * hidden * (hidden + hidden)  # two layers
