@@ -17,10 +17,11 @@ import hyperfed
 from hyperfed import trees
 from hyperfed.engines import Faults
 from hyperfed.engines.calls import Call, find_step
+from hyperfed.engines.cohort import EngineCohort
 from hyperfed.engines.local.loop import LoopEngine
 from hyperfed.engines.local.vmap import VmappedEngine
 from hyperfed.errors import UserError
-from hyperfed.federation import AllLostError
+from hyperfed.federation import EVALUATION_BATCH, AllLostError
 from hyperfed.methods import METHODS
 from hyperfed.runs.evaluation import evaluate
 from hyperfed.system.randomness import seeded
@@ -76,6 +77,25 @@ def test_training_changes_something_and_twice_is_the_same(method: str) -> None:
         assert not same(before, first.server.state(optimizers=False))
     else:  # a server without state, as Local's: what has trained is with the clients
         assert set(first.engine.memory) == {0, 1, 3}
+
+
+@pytest.mark.parametrize("method", ALL)
+def test_batches_have_the_length_that_is_set(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A newcomer's too; where nothing is trained they may be as long as in an evaluation."""
+    lengths_asked = set()
+
+    def gather(self: EngineCohort, step: Any, payload: Any, batches: Any = None) -> trees.Tree:
+        if batches is not None:
+            lengths_asked.add(batches.size)
+        return right(self, step, payload, batches)
+
+    right = EngineCohort.gather
+    monkeypatch.setattr(EngineCohort, "gather", gather)
+    ours = federation(method, novel=1)
+    ours.round([0, 1, 2], 0)
+    used(ours, 1)
+    used(ours, 3, fresh=True)
+    assert lengths_asked.difference({EVALUATION_BATCH}) == {SETTINGS["batch_size"]}
 
 
 def ended(ours: Federation) -> str:

@@ -349,6 +349,8 @@ def test_candidates_are_drawn_for_seed_round_and_client_whoever_else_takes_part(
     assert first[1:] == draws(4, [1, 3], **explore)
     assert len({str(draws(number, [0, 1, 3], **explore)) for number in range(5)}) > 1
     assert len({str(row) for row in draws(4, [1, 2, 3, 4, 5], **explore)}) > 1  # ties too
+    half = {"exploration": 0.5, "exploration_decay": 0.0}
+    assert draws(4, [1, 0], **half)[1:] == draws(4, [0], **half)  # and where it explores
 
 
 def test_exploration_falls_until_only_the_best_are_sent() -> None:
@@ -393,6 +395,14 @@ def test_what_travels_are_the_candidates_their_weights_and_the_trained_model() -
         ("train_model", 0): trained,
         ("train_model", 3): trained,
     }
+
+
+def test_who_has_fewer_candidates_than_another_is_sent_fewer() -> None:
+    ours = Federation("fedfomo", make_task(), **ONE_STEP, candidates=2)
+    ours.round([0, 1])
+    exchanges = ours.round([0, 2], 1).state.exchanges
+    sent = {exchange.client: exchange.down for exchange in exchanges if exchange.step == "weigh"}
+    assert sent == {0: MODEL, 2: 2 * MODEL}
 
 
 def check_the_evaluated_model() -> None:

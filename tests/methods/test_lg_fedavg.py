@@ -1,5 +1,6 @@
 """LG-FedAvg against one-piece autograd: bodies stay, the head is averaged."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -113,8 +114,9 @@ def test_with_all_layers_global_it_is_fedavg() -> None:
 # From a FedAvg model
 
 
-def pretrained(**settings: Any) -> Federation:
-    federation = Federation("lg_fedavg", make_task(novel=1), **ONE_STEP | settings)
+def pretrained(examples: Sequence[int] = EXAMPLES, **settings: Any) -> Federation:
+    task = make_task(examples=examples, novel=1)
+    federation = Federation("lg_fedavg", task, **ONE_STEP | settings)
     federation.round([0, 1, 2], 0)
     return federation
 
@@ -150,7 +152,7 @@ def test_bodies_begin_at_the_pretrained_one_which_is_sent_once() -> None:
 def test_a_client_lost_at_its_first_chance_is_sent_the_body_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ours = pretrained(pretrain_rounds=1)
+    ours = pretrained(examples=(1, 7, 20, 9), pretrain_rounds=1)
     right = lg_fedavg.Client.train_model
 
     @step

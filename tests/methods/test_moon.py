@@ -278,6 +278,15 @@ def test_the_projection_head_begins_with_the_targets_body_and_under_the_runs_see
     assert {value.dtype for value in ours.values()} == {torch.float64}
 
 
+def test_a_last_layer_without_a_bias_has_none_behind_a_projection_head_either() -> None:
+    def net() -> nn.Module:
+        return nn.Sequential(nn.Linear(FEATURES, 4), nn.Linear(4, CLASSES, bias=False))
+
+    ours = Federation("moon", make_task(net), projection=PROJECTED).server.model["base"]
+    last = {name: tuple(value.shape) for name, value in ours.items() if name.startswith("1.3.")}
+    assert last == {"1.3.weight": (CLASSES, PROJECTED)}
+
+
 def test_with_a_projection_head_the_first_round_of_a_client_has_no_contrast() -> None:
     runs = [
         Federation("moon", make_task(Normed), **SETTINGS | {"contrast_weight": mu}, projection=6)
