@@ -148,7 +148,7 @@ class Client(federation.Client):
     def let_through(self, model: Model, features: Tensor, condition: Tensor) -> Tensor:
         """Returns V(z, s), (B, F), of features (B, F) and a conditional input (F,)."""
         network = self.network(self.size)
-        return apply(network, guidance_of(model), features, condition, train=True)
+        return apply(network, guidance_of(model), features, condition)
 
     def behind(self, model: Model, features: Tensor) -> Tensor:
         """Returns the outputs of the head, (B, classes)."""
