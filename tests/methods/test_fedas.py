@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hyperfed.engines import Faults
 from hyperfed.errors import UserError
 from hyperfed.methods import METHODS
 from hyperfed.task import Task
@@ -126,13 +127,15 @@ def test_the_trace_is_that_of_the_batches_of_a_pass() -> None:
         assert told[place].item() == pytest.approx(sum(found), rel=1e-6)
 
 
-def test_clients_without_a_gradient_count_alike() -> None:
+def test_clients_without_a_gradient_count_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for a lost one, of which there is no body either."""
+    monkeypatch.setattr(Faults, "drops", lambda faults, seed, call: call.client == 2)
     task = make_task()
     task.y.zero_()
     with torch.no_grad():
         task.models["base"].head.bias[0] = 1e4  # certain of the only class that there is
     ours = Federation("fedas", task, **ONE_STEP, align_lr=ALIGN_LR)
-    ours.round([0, 1])
+    ours.round([0, 1, 2])
     bodies = [ours.engine.memory[i]["model"]["body.weight"] for i in (0, 1)]
     assert not torch.equal(*bodies)
     close(ours.server.body["base"], {**ours.server.body["base"], "body.weight": sum(bodies) / 2})
