@@ -591,14 +591,13 @@ class TestErrors:
 
     def test_numbers_out_of_range(self):
         shapes = {"base": SMALL}
-        with pytest.raises(UserError, match="descriptor_size must be at least 1, got 0"):
-            MultiHead(shapes, 0)
+        for kind in (MultiHead, SingleOutput, DescribedChunks):
+            with pytest.raises(UserError, match="descriptor_size must be at least 1, got 0"):
+                kind(shapes, 0)
         with pytest.raises(UserError, match="hidden must be at least 1, got 0"):
             SingleOutput(shapes, 4, hidden=0)
         with pytest.raises(UserError, match="hidden_layers must be at least 0, got -1"):
             MultiHead(shapes, 4, hidden_layers=-1)
-        with pytest.raises(UserError, match="descriptor_size must be at least 1, got 0"):
-            DescribedChunks(shapes, 0)
         with pytest.raises(UserError, match="rank must be at least 1, got 0"):
             MultiHead(shapes, 4, rank=0)
         with pytest.raises(UserError, match="embedding must be at least 1, got 0"):
