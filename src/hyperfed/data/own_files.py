@@ -59,7 +59,7 @@ def label_names(path: Path, columns: Columns) -> Sequence[str]:
 
 def _names_of_target(features: Mapping[str, Any], columns: Columns) -> Sequence[str]:
     usual = next((name for name in tables.TARGETS if name in features), "")
-    return readers.names_of(features.get(columns.target or usual))
+    return readers.class_names(features.get(columns.target or usual))
 
 
 def from_csv_files(files: Mapping[str, Sequence[Path]], name: str, columns: Columns) -> Examples:
@@ -187,7 +187,7 @@ def _images(
     column = columns.client or "client"
     examples = readers.images(rows, name, client=column, label=columns.target)
     kind = features[columns.target or readers.label_column(features, name)]
-    labels = readers.names_of(kind)
+    labels = readers.class_names(kind)
     client = examples.client
     names: tuple[str, ...] = ()
     if column in features:

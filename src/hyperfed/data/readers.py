@@ -341,7 +341,7 @@ def label_column(features: Mapping[str, Any], name: str) -> str:
     )
 
 
-def names_of(kind: Any) -> tuple[str, ...]:
+def class_names(kind: Any) -> tuple[str, ...]:
     """Returns the names of labels by the kind of their column, ``ClassLabel``; () of another."""
     return tuple(getattr(kind, "names", None) or ())
 
@@ -359,7 +359,7 @@ def _labels(splits: Mapping[str, Any], column: str, feature: Any, name: str) -> 
             f"labels of {name} must be 0 or more, got {int(y.min())} in column {column!r}; "
             "remove the splits or rows without labels"
         )
-    classes = len(names_of(feature)) or int(y.max()) + 1
+    classes = len(class_names(feature)) or int(y.max()) + 1
     if int(y.max()) >= classes:
         raise UserError(
             f"labels of {name} must be below {classes}, as many as it names, got {int(y.max())} in "

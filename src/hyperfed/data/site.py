@@ -311,12 +311,12 @@ def _columns(splits: Mapping[str, Any], path: Path) -> dict[str, Any]:
             raise UserError(f"the lists of {path} must have one length; pad them") from error
         if columns["x"].dtype == object:
             raise UserError(f"the lists in column x of {path} must hold numbers alone; convert it")
-        columns["names"] = readers.names_of(features["y"])
+        columns["names"] = readers.class_names(features["y"])
     else:
         examples = readers.images(lambda config: splits, str(path), client="")
         columns |= {"x": examples.x, "y": examples.y, "classes": examples.classes}
         label = readers.label_column(features, str(path))
-        columns["names"] = readers.names_of(features[label])
+        columns["names"] = readers.class_names(features[label])
     if "split" in names:
         columns["split"] = np.array(_listed(splits, "split"))
     elif len(splits) > 1:

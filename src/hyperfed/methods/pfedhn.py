@@ -193,13 +193,8 @@ class Server(federation.Server):
 
     def round(self, clients: Cohort) -> None:
         """Algorithm 1; for a cohort of several, the mean over them (the paper's has one)."""
-        fixed = self.config.descriptor != "embedding"
-        if clients.round == 0 and fixed and self.config.head_layers:
-            log.warning(
-                "novel clients will have an untrained classifier, since with a fixed descriptor "
-                "nothing is fitted for them; set serve.finetune_steps, or leave method.descriptor "
-                "out"
-            )
+        if clients.round == 0:
+            self.warn()
         groups, batches = clients.sizes, self.config.batches
         examples = self.class_examples(clients)
         model = {
@@ -220,6 +215,15 @@ class Server(federation.Server):
             reduction=self.config.cohort_reduction,
         )
         update_norms(self.hyper_net)
+
+    def warn(self) -> None:
+        """Tells, before training, of newcomers whose classifier nothing will be fitted to."""
+        if self.config.descriptor != "embedding" and self.config.head_layers:
+            log.warning(
+                "novel clients will have an untrained classifier, since with a fixed descriptor "
+                "nothing is fitted for them; set serve.finetune_steps, or leave method.descriptor "
+                "out"
+            )
 
     def personalize(self, clients: Cohort) -> Tree | Each:
         """Sends the generated models; a novel client's embedding is fitted first, or borrowed."""
