@@ -394,11 +394,13 @@ def list_known(
         str | None,
         Argument(help="Whose keys, with list keys.", autocompletion=completion.methods),
     ] = None,
-    folder: Annotated[Path, Option(help="Where the experiments are.")] = Path("experiments"),
+    *,
+    experiments: papers.Experiments,
     as_json: Json = False,
 ) -> None:
     """List what a run can be made of: hyperfed list keys METHOD for all that can be set."""
-    found = {each: catalogue.entries(each, folder, method) for each in ([kind] if kind else Kind)}
+    kinds = [kind] if kind else list(Kind)
+    found = {each: catalogue.entries(each, experiments, method) for each in kinds}
     if as_json:
         print_json(found[kind] if kind else {str(each): rows for each, rows in found.items()})
         return
@@ -406,7 +408,7 @@ def list_known(
         if kind is None:
             print(f"\n{each}\n")
         if not rows:
-            say(f"no {each} in {folder.resolve()}")
+            say(f"no {each} in {experiments.resolve()}")
             continue
         shown = table(*rows[0])
         for row in rows:

@@ -14,7 +14,14 @@ from hyperfed.papers.report import of_papers
 from hyperfed.runs import experiments as tables
 from hyperfed.system.devices import is_cpu
 
-Experiments = Annotated[Path, Option(help="The folder of the tables.")]
+Experiments = Annotated[
+    Path,
+    Option(
+        default_factory=tables.home,
+        show_default="experiments, or those of the package",
+        help="The folder of the tables.",
+    ),
+]
 
 
 def reproduce(
@@ -39,7 +46,7 @@ def reproduce(
         int | None, Option(help="Processes at once; default: cores, 1 with another device.")
     ] = None,
     out: Annotated[Path, Option(help="Where records are and go.")] = Path("results"),
-    experiments: Experiments = Path("experiments"),
+    experiments: Experiments,
     as_json: Json = False,
     quiet: Annotated[bool, Option("--quiet", "-q", help="Show no progress.")] = False,
 ) -> None:
@@ -98,7 +105,7 @@ def report(
     out: Annotated[Path, Option(help="The .html or .md file to write.")],
     paper: Annotated[str | None, Option(help="Of whose tables alone, such as pfedhn.")] = None,
     records: Annotated[Path, Option(help="The folder of the records.")] = Path("results"),
-    experiments: Experiments = Path("experiments"),
+    experiments: Experiments,
     as_json: Json = False,
 ) -> None:
     """Set records beside what papers published: spread, verdict, budgets, cost, figures."""
@@ -106,10 +113,7 @@ def report(
     found = tables.find_all(experiments)
     known = sorted({experiment.id.split("/")[0] for experiment in found})
     if not found or (paper is not None and paper not in known):
-        raise UserError(
-            f"a paper must be one of {', '.join(known) or 'none'} (in {experiments.resolve()}), "
-            f"came {paper}; name one of them, or another folder with --experiments"
-        )
+        raise tables.unknown("a paper", known, experiments, paper)
     if not records.is_dir():
         raise UserError(f"the records must be in a folder, but {records} is none; give --records")
     counted = computed.find_all(experiments)

@@ -27,7 +27,7 @@ beside them. In TOML::
 import difflib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from fnmatch import fnmatchcase
 from itertools import product
@@ -40,6 +40,9 @@ from pydantic.dataclasses import dataclass
 from hyperfed.errors import UserError, fields_wrong
 from hyperfed.system import toml
 from hyperfed.system.files import check_file
+
+INSTALLED = Path(__file__).parents[1] / "experiments"
+"""Where an installed package has the papers' tables; a checkout has them at its root."""
 
 Settings = dict[str, Any]
 """Keys of a run as TOML nests them."""
@@ -425,6 +428,15 @@ def read(path: Path) -> Experiment:
     return _experiment(path, written)
 
 
+def home() -> Path:
+    """Returns the folder where experiments are looked for: ``experiments`` here, if it holds any.
+
+    Otherwise it is that of the papers' tables that is installed with the package.
+    """
+    here = Path("experiments")
+    return here if any(here.rglob("*.toml")) or not INSTALLED.is_dir() else INSTALLED
+
+
 def find(id: str, folder: Path) -> Experiment:
     """Reads the table ``paper/table`` of a folder of experiments.
 
@@ -434,11 +446,21 @@ def find(id: str, folder: Path) -> Experiment:
     path = folder / f"{id}.toml"
     if not path.is_file():
         known = [experiment.id for experiment in find_all(folder)]
-        raise UserError(
-            f"an experiment must be one of {', '.join(known) or 'none'} (in {folder.resolve()}), "
-            f"came {id}; name one of them, or another folder with --experiments"
-        )
+        raise unknown("an experiment", known, folder, id)
     return read(path)
+
+
+def unknown(what: str, known: Sequence[str], folder: Path, came: str | None) -> UserError:
+    """Returns what to raise where a folder has not the experiment, or the paper, that was named."""
+    if not known:
+        return UserError(
+            f"there must be experiments in {folder.resolve()}, as PAPER/TABLE.toml, but there are "
+            "none; name another folder with --experiments"
+        )
+    return UserError(
+        f"{what} must be one of {', '.join(known)} (in {folder.resolve()}), came {came}; "
+        "name one of them, or another folder with --experiments"
+    )
 
 
 def find_all(folder: Path) -> list[Experiment]:

@@ -46,9 +46,9 @@ class TestList:
         assert found["lenet"]["options"] == ["task.width", "task.hidden"]
 
     def test_everything_where_nothing_is_named(self, cli, tmp_path):
-        found = json.loads(cli("list", "--folder", tmp_path, "--json").out)
+        found = json.loads(cli("list", "--experiments", tmp_path, "--json").out)
         assert list(found) == [str(kind) for kind in catalogue.Kind]
-        shown = cli("list", "--folder", tmp_path).out.splitlines()
+        shown = cli("list", "--experiments", tmp_path).out.splitlines()
         assert {"pefll", "cifar10", "dirichlet", "lenet", "rounds"} <= {
             line.split()[0] for line in shown if line
         }
@@ -63,7 +63,7 @@ class TestList:
             'set.method = "fedavg"\n'
         )
         (tmp_path / "table4.toml").write_text("[rows.local]\n")
-        entries = json.loads(cli("list", "experiments", "--folder", tmp_path, "--json").out)
+        entries = json.loads(cli("list", "experiments", "--experiments", tmp_path, "--json").out)
         assert entries == [
             {"experiment": str(tmp_path / "paper" / "table1.toml"), "method": "pfedhn"},
             {"experiment": str(tmp_path / "table2.toml"), "method": "local"},
@@ -76,6 +76,6 @@ class TestList:
         ]
 
     def test_says_where_there_is_nothing(self, cli, tmp_path):
-        outcome = cli("list", "experiments", "--folder", tmp_path)
+        outcome = cli("list", "experiments", "--experiments", tmp_path)
         assert outcome == (0, "", f"no experiments in {tmp_path}\n")
-        assert cli("list", "experiments", "--folder", tmp_path, "--json").out == "[]\n"
+        assert cli("list", "experiments", "--experiments", tmp_path, "--json").out == "[]\n"

@@ -1,0 +1,69 @@
+"""What is installed from a wheel: the package, and the papers' tables with it."""
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from hatchling.builders.wheel import WheelBuilder
+
+from hyperfed.errors import UserError
+from hyperfed.runs import experiments
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def installed(tmp_path):
+    """A folder with the package as a wheel has it."""
+    (wheel,) = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "installed")
+    return tmp_path / "installed"
+
+
+def files(folder):
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_wheel_has_the_papers_tables(installed):
+    assert files(installed / "hyperfed" / "experiments") == files(ROOT / "experiments")
+
+
+@pytest.mark.slow
+def test_a_table_is_reproduced_without_a_checkout(installed, tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    command = ["-m", "hyperfed", "reproduce", "pfedkt/table12", "--json"]
+    path = os.pathsep.join([str(installed), *sys.path])
+    run = subprocess.run(
+        [sys.executable, *command],
+        cwd=elsewhere,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(run.stdout)["records"] == ["results/pfedkt/table12.json"]
+    assert (elsewhere / "results" / "pfedkt" / "table12.json").is_file()
+
+
+class TestHome:
+    def test_ones_own_experiments_go_before_those_of_the_package(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(experiments, "INSTALLED", tmp_path / "installed")
+        monkeypatch.chdir(tmp_path)
+        assert experiments.home() == Path("experiments")  # there are no others
+        (tmp_path / "installed").mkdir()
+        (tmp_path / "experiments").mkdir()
+        assert experiments.home() == tmp_path / "installed"  # here there are none
+        (tmp_path / "experiments" / "mine.toml").write_text('method = "local"\n')
+        assert experiments.home() == Path("experiments")
+
+    def test_a_folder_without_any_says_so(self, tmp_path):
+        with pytest.raises(
+            UserError, match=f"must be experiments in {tmp_path}, .* there are none"
+        ):
+            experiments.find("made/table1", tmp_path)
