@@ -94,8 +94,10 @@ def test_such_a_table_is_not_trained_and_says_so(tmp_path: Path) -> None:
     file = ROOT / "pfedkt" / "table12.toml"
     with pytest.raises(UserError, match="computed and not trained; hyperfed reproduce pfedkt/tab"):
         config.load(str(file))
-    told = {entry["experiment"]: entry["method"] for entry in entries(Kind.EXPERIMENTS, ROOT)}
-    assert told[str(file)] == "(computed: hyperfed reproduce)"
+    told = {entry["experiment"]: entry["about"] for entry in entries(Kind.EXPERIMENTS, ROOT)}
+    assert str(told["pfedkt/table12"]).endswith("(computed)")
+    with pytest.raises(UserError, match="computed: hyperfed reproduce pfedkt/table12"):
+        entries(Kind.EXPERIMENTS, ROOT, "pfedkt/table12")
     other = tmp_path / "pfedkt" / "table12.toml"
     other.parent.mkdir()
     other.write_text(file.read_text().replace("numbers.calls", "numbers.calls_of_it"))

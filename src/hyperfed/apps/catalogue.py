@@ -1,6 +1,6 @@
 """What a run can be made of, for people to look up: methods, data sets, partitions, keys."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from enum import StrEnum
 from inspect import signature
 from pathlib import Path
@@ -53,16 +53,17 @@ class Kind(StrEnum):
     EXPERIMENTS = "experiments"
 
 
-def entries(kind: Kind, folder: Path, method: str | None = None) -> list[Entry]:
+def entries(kind: Kind, folder: Path, of: str | None = None) -> list[Entry]:
     """Lists what there is of a kind; all entries have the same columns.
 
     Args:
         kind: of what.
         folder: where experiment files are, at any depth.
-        method: whose keys are listed with those that every run has.
+        of: of keys, a method, whose own are listed too; of experiments, ``paper/table``, whose
+            cells are listed.
 
     Raises:
-        UserError: no such method.
+        UserError: no such method, or no such experiment.
     """
     match kind:
         case Kind.METHODS:
@@ -83,10 +84,12 @@ def entries(kind: Kind, folder: Path, method: str | None = None) -> list[Entry]:
         case Kind.KEYS:
             return [
                 {"key": key.name, "type": key.type, "default": key.default, "about": key.about}
-                for key in keys.keys_of(method)
+                for key in keys.keys_of(of)
             ]
+        case Kind.EXPERIMENTS if of is not None:
+            return _cells(of, folder)
         case Kind.EXPERIMENTS:
-            return [entry for path in sorted(folder.rglob("*.toml")) for entry in _runnable(path)]
+            return [_experiment(path, folder) for path in sorted(folder.rglob("*.toml"))]
 
 
 def _datasets() -> list[Entry]:
@@ -110,20 +113,39 @@ def _options(target: Callable[..., object]) -> list[str]:
     return [f"task.{name}" for name in ("width", "hidden") if name in signature(target).parameters]
 
 
-def _runnable(path: Path) -> Iterator[Entry]:
-    """Yields an experiment file, or each cell of a table, with its method."""
+def _experiment(path: Path, folder: Path) -> Entry:
+    """Returns what an experiment file is: a table by its name, one run by its path."""
+    name = path.relative_to(folder).with_suffix("").as_posix()
     try:
         if computed.is_computed(path):
-            yield {"experiment": str(path), "method": "(computed: hyperfed reproduce)"}
-            return
+            return _entry(name, f"{computed.read(path).table.title} (computed)", "")
         if not experiments.is_table(path):
-            yield {"experiment": str(path), "method": _method(experiments.layers(path))}
-            return
+            return _entry(str(path), f"one run of {_method(experiments.layers(path))}", "1")
         found = experiments.read(path)
-        for cell in found.cells:
-            yield {"experiment": found.source(cell), "method": _method(found.layers(cell))}
+        return _entry(name, found.table.title, str(len(found.cells)))
     except UserError:
-        yield {"experiment": str(path), "method": "(no experiment that can be read)"}
+        return _entry(str(path), "(no experiment that can be read)", "")
+
+
+def _entry(experiment: str, about: str, cells: str) -> Entry:
+    return {"experiment": experiment, "about": about, "cells": cells}
+
+
+def _cells(table: str, folder: Path) -> list[Entry]:
+    """Returns what ``hyperfed run`` takes of a table, and the method of each.
+
+    Raises:
+        UserError: there is no such table, or nothing is trained for it.
+    """
+    if computed.find(table, folder) is not None:
+        raise UserError(
+            f"{table} must have cells to be listed, but is computed: hyperfed reproduce {table}"
+        )
+    found = experiments.find(table, folder)
+    return [
+        {"experiment": found.source(cell), "method": _method(found.layers(cell))}
+        for cell in found.cells
+    ]
 
 
 def _method(layers: Iterable[experiments.Settings]) -> str:

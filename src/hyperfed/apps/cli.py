@@ -390,17 +390,23 @@ app.command("report")(papers.report)
 @app.command("list")
 def list_known(
     kind: Annotated[Kind | None, Argument(help="What to list; default: all.")] = None,
-    method: Annotated[
+    of: Annotated[
         str | None,
-        Argument(help="Whose keys, with list keys.", autocompletion=completion.methods),
+        Argument(
+            help="A method, whose keys, or a paper's table, whose cells.",
+            autocompletion=completion.methods,
+        ),
     ] = None,
     *,
     experiments: papers.Experiments,
     as_json: Json = False,
 ) -> None:
-    """List what a run can be made of: hyperfed list keys METHOD for all that can be set."""
+    """List what a run can be made of: list keys METHOD for all that can be set.
+
+    List experiments has the papers' tables, list experiments PAPER/TABLE the cells of one.
+    """
     kinds = [kind] if kind else list(Kind)
-    found = {each: catalogue.entries(each, experiments, method) for each in kinds}
+    found = {each: catalogue.entries(each, experiments, of) for each in kinds}
     if as_json:
         print_json(found[kind] if kind else {str(each): rows for each, rows in found.items()})
         return

@@ -54,28 +54,45 @@ class TestList:
         }
 
     def test_experiments_of_a_folder(self, cli, tmp_path):
-        (tmp_path / "paper").mkdir()
-        (tmp_path / "paper" / "table1.toml").write_text('method = "pfedhn"\n')
-        (tmp_path / "table2.toml").write_text('[method]\nname = "local"\n')
-        (tmp_path / "table3.toml").write_text(
-            '[table]\npaper = ""\ntitle = ""\nset.method.lr = 0.1\n[measures]\n'
-            '[columns.a]\nabout = ""\n[rows.local]\nabout = ""\n[rows.b]\nabout = ""\n'
-            'set.method = "fedavg"\n'
-        )
-        (tmp_path / "table4.toml").write_text("[rows.local]\n")
-        entries = json.loads(cli("list", "experiments", "--experiments", tmp_path, "--json").out)
-        assert entries == [
-            {"experiment": str(tmp_path / "paper" / "table1.toml"), "method": "pfedhn"},
-            {"experiment": str(tmp_path / "table2.toml"), "method": "local"},
-            {"experiment": f"{tmp_path / 'table3.toml'}:a-local", "method": "local"},
-            {"experiment": f"{tmp_path / 'table3.toml'}:a-b", "method": "fedavg"},
+        write_experiments(tmp_path)
+        listed = cli("list", "experiments", "--experiments", tmp_path, "--json").out
+        assert json.loads(listed) == [
+            {"experiment": "paper/table1", "about": "a title", "cells": "2"},
             {
-                "experiment": str(tmp_path / "table4.toml"),
-                "method": "(no experiment that can be read)",
+                "experiment": str(tmp_path / "paper" / "table2.toml"),
+                "about": "(no experiment that can be read)",
+                "cells": "",
             },
+            {"experiment": str(tmp_path / "run.toml"), "about": "one run of pfedhn", "cells": "1"},
+            {"experiment": str(tmp_path / "same.toml"), "about": "one run of local", "cells": "1"},
         ]
+
+    def test_cells_of_a_table(self, cli, tmp_path):
+        write_experiments(tmp_path)
+        where = ["--experiments", tmp_path]
+        table = tmp_path / "paper" / "table1.toml"
+        assert json.loads(cli("list", "experiments", "paper/table1", *where, "--json").out) == [
+            {"experiment": f"{table}:a-local", "method": "local"},
+            {"experiment": f"{table}:a-b", "method": "fedavg"},
+        ]
+        (table.parent / "table2.toml").unlink()
+        told = failure(cli("list", "experiments", "paper/table3", *where))
+        assert f"must be one of paper/table1 (in {tmp_path}), came paper/table3" in told
 
     def test_says_where_there_is_nothing(self, cli, tmp_path):
         outcome = cli("list", "experiments", "--experiments", tmp_path)
         assert outcome == (0, "", f"no experiments in {tmp_path}\n")
         assert cli("list", "experiments", "--experiments", tmp_path, "--json").out == "[]\n"
+
+
+def write_experiments(folder):
+    """Writes a table, one that cannot be read, and two runs."""
+    (folder / "paper").mkdir()
+    (folder / "paper" / "table1.toml").write_text(
+        '[table]\npaper = ""\ntitle = "a title"\nset.method.lr = 0.1\n[measures]\n'
+        '[columns.a]\nabout = ""\n[rows.local]\nabout = ""\n[rows.b]\nabout = ""\n'
+        'set.method = "fedavg"\n'
+    )
+    (folder / "paper" / "table2.toml").write_text("[rows.local]\n")
+    (folder / "run.toml").write_text('method = "pfedhn"\n')
+    (folder / "same.toml").write_text('[method]\nname = "local"\n')
