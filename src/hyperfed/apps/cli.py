@@ -394,7 +394,7 @@ def list_known(
         str | None,
         Argument(
             help="A method, whose keys, or a paper's table, whose cells.",
-            autocompletion=completion.methods,
+            autocompletion=completion.listed,
         ),
     ] = None,
     *,

@@ -1,4 +1,4 @@
-"""What the shell completes: methods, keys and their values."""
+"""What the shell completes: methods, keys and their values, tables."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import typer
 from hyperfed.data import datasets
 from hyperfed.methods import METHODS
 from hyperfed.nets.targets import TARGETS
-from hyperfed.runs import keys
+from hyperfed.runs import experiments, keys
 
 NAMED = {"task": ("digits", "cifar100_coarse", *datasets.KNOWN), "task.model": tuple(TARGETS)}
 """Key -> values that its type does not tell."""
@@ -22,6 +22,18 @@ def sources(incomplete: str) -> list[str]:
 def methods(incomplete: str) -> list[str]:
     """Returns the methods that begin so."""
     return [name for name in METHODS if name.startswith(incomplete)]
+
+
+def tables(incomplete: str) -> list[str]:
+    """Returns the papers' tables that begin so."""
+    home = experiments.home()
+    known = (path.relative_to(home).with_suffix("") for path in sorted(home.glob("*/*.toml")))
+    return [name for name in map(Path.as_posix, known) if name.startswith(incomplete)]
+
+
+def listed(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Returns of what ``list keys`` and ``list experiments`` tell more."""
+    return tables(incomplete) if ctx.params.get("kind") == "experiments" else methods(incomplete)
 
 
 def settings(ctx: typer.Context, incomplete: str) -> list[str]:

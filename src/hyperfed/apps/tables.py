@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
+from hyperfed.apps import completion
 from hyperfed.apps.guard import STOPPED
 from hyperfed.apps.printing import Json, print_json, say
 from hyperfed.errors import UserError
@@ -26,7 +27,12 @@ Experiments = Annotated[
 
 def reproduce(
     table: Annotated[
-        str, Argument(metavar="PAPER/TABLE", help="Such as pfedhn/table1; see: list experiments.")
+        str,
+        Argument(
+            metavar="PAPER/TABLE",
+            help="Such as pfedhn/table1; see: list experiments.",
+            autocompletion=completion.tables,
+        ),
     ],
     settings: Annotated[
         list[str] | None,

@@ -30,6 +30,8 @@ class TestHelp:
             (["run", "pefll"], "task.model=lenet_", {"task.model=lenet_bn"}),
             (["run", "pefll"], "engine.graphs=t", {"engine.graphs=true"}),
             (["list", "keys"], "pfedhn_", {"pfedhn_pc"}),
+            (["list", "experiments"], "pefll/f", {"pefll/fig3", "pefll/fig4"}),
+            (["reproduce"], "pfedkt/table12", {"pfedkt/table12"}),
         ],
     )  # fmt: skip
     def test_the_shell_completes(self, words, begun, completed):
