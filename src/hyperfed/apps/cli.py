@@ -20,34 +20,20 @@ import hyperfed
 from hyperfed.apps import catalogue, completion
 from hyperfed.apps import tables as papers
 from hyperfed.apps.catalogue import Kind
+from hyperfed.apps.compare import compare
 from hyperfed.apps.describe import describe
 from hyperfed.apps.export import export
 from hyperfed.apps.flower import submit
 from hyperfed.apps.flower.commands import move, node, superexec
-from hyperfed.apps.printing import Json, print_json, print_table, say, table
+from hyperfed.apps.printing import Json, print_json, print_made, print_tables, say, table
 from hyperfed.apps.status import show_status
 from hyperfed.apps.training import ALL, own_process, submit_run, tell_of_columns, train, train_all
 from hyperfed.data import partition_files, tables, tasks
 from hyperfed.data.own import rows_like
 from hyperfed.errors import LostEverybodyError, UserError, one_line
 from hyperfed.metrics import named
-from hyperfed.papers import agreement
-from hyperfed.runs import (
-    budgets,
-    clients,
-    comparison,
-    config,
-    differences,
-    experiments,
-    figures,
-    page,
-    paired,
-    records,
-    seeds,
-)
-from hyperfed.runs.comparison import FinishedRun
+from hyperfed.runs import clients, config, experiments, records, seeds
 from hyperfed.runs.export import export_model
-from hyperfed.runs.folder import find_runs
 from hyperfed.runs.run import Run
 from hyperfed.runs.serving import Served
 
@@ -212,7 +198,7 @@ def evaluate(
             beside = (it.shown(row[it.name]) for it in others)
             own = (str(row["examples"]), metric.shown(row[metric.name]), loss, *beside)
             of_each.add_row(row["client"], row["split"], *own)
-        print_table(of_each)
+        print_tables(of_each)
     tested = (metric.header, f"per client {metric.short}", f"worst decile {metric.short}")
     shown = table("split", "clients", *tested, "loss", *headers)
     for split, e in found.items():
@@ -225,7 +211,7 @@ def evaluate(
             "–" if e.loss is None else f"{e.loss:.3f}",
             *(it.shown(e.others[it.name].value) for it in others),
         )
-    print_table(shown)
+    print_tables(shown)
 
 
 @app.command()
@@ -250,10 +236,7 @@ def personalize(
         if rows.y is None:
             target = (run.task.columns and run.task.columns.target) or "y"
             say(f"{data} has no {target}, so its client was taken for one without labels")
-    if as_json:
-        print_json({"model": str(out), "examples": len(rows.x), "labelled": rows.y is not None})
-    else:
-        print(out)
+    print_made("model", out, as_json, examples=len(rows.x), labelled=rows.y is not None)
 
 
 @app.command("export-partition")
@@ -284,99 +267,11 @@ def export_partition(
     partition = tasks.divide(loaded.task, examples, loaded.seed)
     partition_files.write(out, partition, examples.y.numpy())
     sides = {"train": partition.train, "val": partition.val, "test": partition.test}
-    if as_json:
-        counts = {side: sum(map(len, held)) for side, held in sides.items()}
-        print_json({"partition": str(out), "clients": len(partition.train), "examples": counts})
-    else:
-        print(out)
+    counts = {side: sum(map(len, held)) for side, held in sides.items()}
+    print_made("partition", out, as_json, clients=len(partition.train), examples=counts)
 
 
-@app.command()
-def compare(
-    run_dirs: Annotated[
-        list[Path],
-        Argument(metavar="RUN_DIR...", help="Folders of runs, or folders that hold some."),
-    ],
-    *,
-    figure: Annotated[Path | None, Option(help="Also draw the results to this file.")] = None,
-    html: Annotated[
-        Path | None, Option(help="Also write a page with table, curves and clients to this file.")
-    ] = None,
-    x: Annotated[str, Option(help=f"What curves go along: {', '.join(budgets.AXES)}.")] = "rounds",
-    at: Annotated[
-        str | None,
-        Option(
-            metavar="AXIS[=MOST]",
-            help="Compare as of when each had spent so much, such as mb=300 (or rounds, "
-            "client-visits, seconds); without a number as much as the one that spent least.",
-        ),
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Compare runs that are done, and say in which settings they differ."""
-    found = [agreement.read_run(folder) for folder in _run_folders(run_dirs)]
-    for unfinished in (record for record in found if record.summary is None):
-        say(f"warning: left out, not done: {unfinished.path}")
-    done = [record for record in found if record.summary is not None]
-    if not done:
-        raise UserError("a run to compare must be done, but none of these is; resume one")
-    runs: Sequence[FinishedRun] = done
-    if at is not None:
-        budget = budgets.budget_of(at, done)
-        runs = [budgets.within(run, budget) for run in done]
-        say(f"as of {budget} at most; who joins afterwards is served at the end of a run only")
-    rows = comparison.compare(runs)
-    if not comparison.saw_the_same(rows):
-        say("warning: these runs saw different data, so their numbers do not compare")
-    for run, row in zip(runs, rows, strict=True):
-        if (missing := comparison.without(run.summary or {})) is not None:
-            say(f"warning: {row.label}: {missing}")
-    pairs, of_seeds = paired.pair(runs, rows), paired.pair_groups(runs, rows)
-    if figure is not None:
-        figures.draw_accuracy(runs, figure, x)
-    if html is not None:
-        page.write_page(runs, html, x)
-    if as_json:
-        own = {(pair.label, pair.metric.name): pair.by_name for pair in of_seeds}
-        print_json(
-            [
-                {
-                    "folder": str(record.path),
-                    **row.by_name,
-                    **{
-                        key: (run.summary or {}).get(key)
-                        for key in ("evaluated", "novel_evaluated")
-                    },
-                    "settings": comparison.settings_of(record),
-                    "paired": pair.by_name,
-                    "paired_over_seeds": own[row.group, row.metric.name],
-                }
-                for record, run, row, pair in zip(done, runs, rows, pairs, strict=True)
-            ]
-        )
-        return
-    if found_other := differences.differences(done, rows):
-        print_table(differences.table(found_other))
-        print()
-    for shown in comparison.tables(rows):
-        print_table(shown)
-    of_groups = seeds.over_seeds(rows)
-    several = len(of_groups) < len(rows)
-    for shown in seeds.tables(of_groups) if several else ():
-        print_table(shown)
-    if any(pair.to_best is not None for pair in pairs):
-        for shown in paired.tables(pairs):
-            print_table(shown)
-        for shown in paired.tables(of_seeds) if several else ():
-            print_table(shown)
-        for metric in dict.fromkeys(pair.metric for pair in pairs):
-            say(paired.told_of(metric))
-        for told in paired.told_of_local(of_seeds):
-            say(told)
-    for written in filter(None, (figure, html)):
-        print(written)
-
-
+app.command()(compare)
 app.command()(describe)
 app.command()(export)
 app.command()(node)
@@ -420,18 +315,4 @@ def list_known(
         for row in rows:
             texts = (", ".join(v) if isinstance(v, list) else v for v in row.values())
             shown.add_row(*texts)
-        print_table(shown)
-
-
-# Reading what the arguments name.
-
-
-def _run_folders(paths: Sequence[Path]) -> list[Path]:
-    """Returns the folders of runs that paths name or hold, each once."""
-    found: list[Path] = []
-    for path in paths:
-        below = find_runs(path)
-        if not below:
-            raise UserError(f"{path} must be a run's folder or hold some, but holds none")
-        found += below
-    return list(dict.fromkeys(found))
+        print_tables(shown)

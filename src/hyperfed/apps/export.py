@@ -10,7 +10,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from hyperfed.apps.printing import Json, print_json
+from hyperfed.apps.printing import Json, print_made
 from hyperfed.data.own import Task
 from hyperfed.errors import UserError
 from hyperfed.runs.export import ENDINGS, export_model, format_of
@@ -62,19 +62,12 @@ def export(
         number = run.task.number_of(client)
         if adapter is not None:
             run.adapter(number, adapter)
-            _say({"adapter": str(adapter), "client": client}, adapter, as_json)
+            print_made("adapter", adapter, as_json, client=client)
             return
         kind = format_of(out, format) if out else format or Format.SAFETENSORS
         path = out or Path(f"client-{UNUSUAL.sub('_', client)}{ENDINGS[kind]}")
         export_model(run.model(number), run.task, path, kind)
-        _say({"model": str(path), "client": client, "format": str(kind)}, path, as_json)
-
-
-def _say(made: dict[str, str], path: Path, as_json: bool) -> None:
-    if as_json:
-        print_json(made)
-    else:
-        print(path)
+        print_made("model", path, as_json, client=client, format=str(kind))
 
 
 def _made(name: str) -> Task:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 from rich.console import Console
@@ -25,6 +26,14 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False), flush=True)
 
 
+def print_made(what: str, path: Path, as_json: bool, **more: Any) -> None:
+    """Prints the path of what a command has made; as JSON with more of it."""
+    if as_json:
+        print_json({what: str(path), **more})
+    else:
+        print(path)
+
+
 def table(*columns: str) -> Table:
     """Returns a table without rows, as all commands show them."""
     shown = Table(box=None, header_style="bold", pad_edge=False)
@@ -33,7 +42,8 @@ def table(*columns: str) -> Table:
     return shown
 
 
-def print_table(shown: Table) -> None:
-    """Prints a table, as wide as the terminal; what is in it is text and never markup."""
+def print_tables(*shown: Table) -> None:
+    """Prints tables, as wide as the terminal; what is in them is text and never markup."""
     width = None if sys.stdout.isatty() else WIDTH
-    Console(width=width, highlight=False, markup=False).print(shown)
+    for each in shown:
+        Console(width=width, highlight=False, markup=False).print(each)

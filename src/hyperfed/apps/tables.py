@@ -1,5 +1,6 @@
 """The commands about papers' tables: make them again, and set them beside what was published."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -8,10 +9,11 @@ from typer import Argument, Option
 
 from hyperfed.apps import completion
 from hyperfed.apps.guard import STOPPED
-from hyperfed.apps.printing import Json, print_json, say
+from hyperfed.apps.printing import Json, print_json, print_made, say
 from hyperfed.errors import UserError
 from hyperfed.papers import computed, pages, reproduction, side_by_side
 from hyperfed.papers.report import of_papers
+from hyperfed.papers.side_by_side import Outcome
 from hyperfed.runs import experiments as tables
 from hyperfed.system.devices import is_cpu
 
@@ -68,11 +70,7 @@ def reproduce(
             raise UserError(
                 f"{table} is computed at once and takes no settings, came {settings[0]}"
             )
-        record = computed.write(counted, out)
-        if as_json:
-            print_json({"records": [str(record)], "stopped": [], "failed": {}})
-        else:
-            print(record)
+        _tell([computed.write(counted, out)], Outcome(), as_json)
         return
     experiment, chosen = reproduction.find(table, experiments, cells)
     seeds = experiment.table.seeds if seeds is None else seeds
@@ -85,18 +83,7 @@ def reproduce(
     if jobs is None:  # an accelerator is one, and what does not fit into its memory is lost
         jobs = side_by_side.cores() if all(is_cpu(it.config.device) for it in planned) else 1
     found = side_by_side.run(todo, jobs, show=not quiet, say=say)
-    if as_json:
-        print_json(
-            {
-                "records": [str(job.folder) for job in planned if job.done],
-                "stopped": [str(job.folder) for job in found.stopped],
-                "failed": {str(job.folder): why for job, why in found.failed},
-            }
-        )
-    else:
-        for job in planned:
-            if job.done:
-                print(job.folder)
+    _tell([job.folder for job in planned if job.done], found, as_json)
     for job, why in found.failed:
         say(f"error: {job.name}: {why}")
     if found.stopped:
@@ -104,6 +91,21 @@ def reproduce(
         raise typer.Exit(STOPPED)
     if found.failed:
         raise typer.Exit(1 if found.ours else 2)
+
+
+def _tell(records: Sequence[Path], found: Outcome, as_json: bool) -> None:
+    """Prints where records are; as JSON with what there is no record of."""
+    if as_json:
+        print_json(
+            {
+                "records": [str(folder) for folder in records],
+                "stopped": [str(job.folder) for job in found.stopped],
+                "failed": {str(job.folder): why for job, why in found.failed},
+            }
+        )
+    else:
+        for folder in records:
+            print(folder)
 
 
 def report(
@@ -125,7 +127,4 @@ def report(
     counted = computed.find_all(experiments)
     made = of_papers(records, found, paper, figures=out.suffix != ".md", computed=counted)
     pages.write(made, "Measured" if paper is None else f"Measured: {paper}", out)
-    if as_json:
-        print_json({"report": str(out), "figures": len(made.figures)})
-    else:
-        print(out)
+    print_made("report", out, as_json, figures=len(made.figures))

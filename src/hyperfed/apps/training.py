@@ -14,11 +14,12 @@ import typer
 
 from hyperfed.apps.flower import submit
 from hyperfed.apps.guard import STOPPED, Tell, divide
-from hyperfed.apps.printing import print_json, print_table, say
+from hyperfed.apps.printing import print_json, print_tables, say
 from hyperfed.data import tasks
 from hyperfed.errors import EngineLostError, UserError, one_line
 from hyperfed.methods import METHODS
 from hyperfed.runs import comparison, config, experiments, seeds
+from hyperfed.runs.comparison import FinishedRun
 from hyperfed.runs.folder import read_run
 from hyperfed.runs.progress import following, watch
 from hyperfed.runs.run import Run
@@ -47,9 +48,7 @@ def train(run: Run, tell: Tell, *, as_json: bool, quiet: bool) -> None:
         print_json(_result(run))
     else:
         if run.summary and not quiet:
-            for shown in comparison.tables(comparison.compare([run])):
-                print_table(shown)
-            _say_remarks(run.summary)
+            _show(run)
         print(_folder(run), flush=True)
     if why is not None:
         _stop(run, why)
@@ -59,16 +58,7 @@ def train_all(
     source: str, each: Sequence[Sequence[str]], out: Path, *, as_json: bool, quiet: bool
 ) -> None:
     """Trains a method, or all, with each of some settings and compares; 3 where one was stopped."""
-    loaded: list[RunConfig] = []  # no error after hours
-    for method in METHODS if source == ALL else [source]:
-        try:
-            loaded += [config.load(method, settings) for settings in each]
-        except config.TooShortError as error:
-            if source != ALL:
-                raise
-            say(f"warning: left out: {error}")
-    if any(it.engine.name == "flower" for it in loaded):
-        raise UserError("engine=flower must have one method and one seed; run one after another")
+    loaded = _load_all(source, each)  # no error after hours
     experiment = "" if source == ALL else experiments.name(source)
     tell = own_process(loaded, as_json=as_json)
     build = cache(tasks.build)  # the same data for all, but a preset may have its own
@@ -93,11 +83,23 @@ def train_all(
         over = [one.by_name for one in of_groups]
         print_json({"runs": results, "over_seeds": over} if of_groups else results)
         return
-    for shown in comparison.tables(rows):
-        print_table(shown)
-    for shown in seeds.tables(of_groups):
-        print_table(shown)
+    print_tables(*comparison.tables(rows), *seeds.tables(of_groups))
     print(out, flush=True)
+
+
+def _load_all(source: str, each: Sequence[Sequence[str]]) -> list[RunConfig]:
+    """Returns the settings of each run; of all methods without those that come to no last phase."""
+    loaded: list[RunConfig] = []
+    for method in METHODS if source == ALL else [source]:
+        try:
+            loaded += [config.load(method, settings) for settings in each]
+        except config.TooShortError as error:
+            if source != ALL:
+                raise
+            say(f"warning: left out: {error}")
+    if any(it.engine.name == "flower" for it in loaded):
+        raise UserError("engine=flower must have one method and one seed; run one after another")
+    return loaded
 
 
 def tell_of_columns(run: Run, *, quiet: bool) -> None:
@@ -141,6 +143,12 @@ def _stop(run: Run, why: str, beyond: str = "") -> NoReturn:
     raise typer.Exit(STOPPED)
 
 
+def _show(run: FinishedRun) -> None:
+    """Prints what a run that is done came to, and says what the numbers do not."""
+    print_tables(*comparison.tables(comparison.compare([run])))
+    _say_remarks(run.summary or {})
+
+
 def _say_remarks(summary: Mapping[str, Any]) -> None:
     """Says of a run that is done what its numbers do not."""
     for remark in comparison.remarks(summary):
@@ -167,16 +175,12 @@ def submit_run(loaded: RunConfig, folder: Path, *, as_json: bool, quiet: bool) -
     except submit.RunFailedError as error:
         how = str(error)
     # The records are the ServerApp's, and here only where the SuperLink is on this host.
-    here = (folder / "summary.json").exists()
+    done = read_run(folder) if (folder / "summary.json").exists() else None
     if as_json:
-        summary = read_run(folder).summary if here else None
-        print_json({"folder": str(folder), "summary": summary})
+        print_json({"folder": str(folder), "summary": done and done.summary})
     else:
-        if here and not quiet:
-            done = read_run(folder)
-            for shown in comparison.tables(comparison.compare([done])):
-                print_table(shown)
-            _say_remarks(done.summary or {})
+        if done and not quiet:
+            _show(done)
         print(folder, flush=True)
     if how:
         say(f"{how}; go on with: hyperfed resume {shlex.quote(str(folder))}")

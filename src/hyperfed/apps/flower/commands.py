@@ -2,7 +2,7 @@
 
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from hyperfed.apps.flower import policies
-from hyperfed.apps.printing import Json, print_json, print_table, say, table
+from hyperfed.apps.printing import Json, print_json, print_tables, say, table
 from hyperfed.data.arrays import PARTS
 from hyperfed.data.roster import Roster
 from hyperfed.data.site import SiteData, columns_named, listed
@@ -110,29 +110,15 @@ def node(
             "policy": "" if policy is None else str(policy.expanduser().resolve()),
         }
         if superlink and not check:
-            lock = Lock(state)
-            try:
-                clean(state)
-                _serve(given, superlink, root_certificates, key, insecure=insecure)
-            finally:
-                lock.release()
+            _serve(state, given, superlink, root_certificates, key, insecure=insecure)
         start = _starts(given, superlink, root_certificates, key, insecure=insecure)
     learns = policies.explain(allowed, found)
     if as_json:
         classes = found.classes if found else None
         told = {"clients": _counts(found), "classes": classes, "learns": learns}
         print_json({**told, "start": None, **start})
-        return
-    if found is not None:
-        shown = table("client", *PARTS)
-        for name, of in _counts(found).items():
-            shown.add_row(name, *(str(of[part]) for part in PARTS))
-        print_table(shown)
-    if check:
-        print("\n".join(learns))
-    said = {"start": "here", "supernode": "or here", "register": "before, at the operator's"}
-    for name, line in start.items():
-        print(f"{said[name]}:\n{line}")
+    else:
+        _tell(found, learns if check else [], start)
 
 
 def move(
@@ -199,7 +185,22 @@ def _counts(found: SiteData | None) -> dict[str, dict[str, int]]:
     }
 
 
+def _tell(found: SiteData | None, learns: Sequence[str], start: Mapping[str, str]) -> None:
+    """Prints whose data a site has, what a server could learn, and what is to be run."""
+    if found is not None:
+        shown = table("client", *PARTS)
+        for name, of in _counts(found).items():
+            shown.add_row(name, *(str(of[part]) for part in PARTS))
+        print_tables(shown)
+    for line in learns:
+        print(line)
+    said = {"start": "here", "supernode": "or here", "register": "before, at the operator's"}
+    for name, line in start.items():
+        print(f"{said[name]}:\n{line}")
+
+
 def _serve(
+    state: Path,
     given: Mapping[str, Any],
     address: str,
     root_certificates: Path | None,
@@ -207,13 +208,18 @@ def _serve(
     *,
     insecure: bool,
 ) -> None:
-    """Serves a SuperLink until a signal."""
+    """Serves a SuperLink until a signal, and keeps other processes out of the state meanwhile."""
     from hyperfed.apps.flower.app import node_settings  # first: it says so where Flower is missing
     from hyperfed.apps.flower.node import SuperLink, serve
 
-    settings = node_settings(given)
-    serve(SuperLink.of(address, root_certificates, key, insecure=insecure), settings, say)
-    os._exit(0)  # at once: a thread may still try to reach a SuperLink that is gone
+    lock = Lock(state)
+    try:
+        clean(state)
+        settings = node_settings(given)
+        serve(SuperLink.of(address, root_certificates, key, insecure=insecure), settings, say)
+        os._exit(0)  # at once: a thread may still try to reach a SuperLink that is gone
+    finally:
+        lock.release()
 
 
 def _starts(
