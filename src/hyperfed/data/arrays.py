@@ -379,6 +379,13 @@ def to_tensor(array: Any, name: str) -> Tensor:
         array = array.astype(np.int64)
     if array.dtype == np.longdouble:
         array = array.astype(np.float64)
+    _check_numbers(array, name)
+    # Torch takes neither another machine's order of bytes nor strides below zero.
+    return torch.tensor(np.asarray(array, array.dtype.newbyteorder("="), order="C"))
+
+
+def _check_numbers(array: Any, name: str) -> None:
+    """Raises ``UserError`` for an array of anything else, or of arrays."""
     if array.dtype == object and array.ndim == 0:  # as which NumPy takes a dict, or None
         raise UserError(
             f"{name} must be one array with a row for each example, those of all clients together, "
@@ -393,8 +400,6 @@ def to_tensor(array: Any, name: str) -> Tensor:
             f"{name} must hold numbers, got dtype {array.dtype}; convert it, or encode categories "
             "as integers (numpy.unique(labels, return_inverse=True)[1] numbers labels)"
         )
-    # Torch takes neither another machine's order of bytes nor strides below zero.
-    return torch.tensor(np.asarray(array, array.dtype.newbyteorder("="), order="C"))
 
 
 def _check_finite(name: str, values: Tensor, problems: list[str]) -> None:

@@ -98,13 +98,7 @@ def from_arrays(
     inputs = arrays.features(x, problems)
     usable = not problems
     if labels:
-        if classes not in (None, len(labels)):
-            problems.append(
-                f"classes must be as many as the labels, {len(labels)}, got {classes}; leave "
-                "classes out, or name the other labels, too"
-            )
-        y = arrays.label_numbers(y, labels, problems, integers=False)
-        classes = len(labels)
+        y, classes = _by_name(y, labels, classes, problems), len(labels)
     else:
         y, labels = _numbered(y, problems)
     counted = classes is None
@@ -114,13 +108,7 @@ def from_arrays(
     aligned = arrays.same_length(problems, x=inputs, y=targets, client=owner)
     partition = _split(owner, names, split, val=val, test=test, seed=seed, problems=problems)
     clients = int(owner.max()) + 1 if len(owner) else 0
-    joining = partitions.novel_number(novel, clients)
-    if not partitions.is_number_or_fraction(novel) or not 0 <= joining < max(clients, 1):
-        problems.append(
-            "novel must be a whole number of clients, or a fraction below 1, and leave one to "
-            f"train, got novel={novel} of {clients} clients; change it"
-        )
-        joining = 0
+    joining = _joining(novel, clients, problems)
     whole = models = _models(model, seed, problems)
     given = beginning = None
     if prefix is not None and models:
@@ -368,6 +356,16 @@ def minus_squared_error(output: Tensor, y: Tensor) -> Tensor:
     return -(output.reshape(y.shape) - y).square()
 
 
+def _by_name(y: Any, labels: Sequence[str], classes: int | None, problems: list[str]) -> Any:
+    """Returns the numbers of labels that have names, of which there are as many as ``classes``."""
+    if classes not in (None, len(labels)):
+        problems.append(
+            f"classes must be as many as the labels, {len(labels)}, got {classes}; leave "
+            "classes out, or name the other labels, too"
+        )
+    return arrays.label_numbers(y, labels, problems, integers=False)
+
+
 def _numbered(y: Any, problems: list[str]) -> tuple[Any, tuple[str, ...]]:
     """Numbers labels that are words, and returns their names; anything else as it is."""
     if isinstance(y, Tensor) or np.ma.is_masked(y):
@@ -436,6 +434,18 @@ def _split(
         return None
     one_class = torch.zeros(len(owner), dtype=torch.int64).numpy()
     return partitions.by_client(groups, one_class, part, clients=int(groups.max()) + 1, classes=1)
+
+
+def _joining(novel: float, clients: int, problems: list[str]) -> int:
+    """Returns how many clients join after training."""
+    joining = partitions.novel_number(novel, clients)
+    if partitions.is_number_or_fraction(novel) and 0 <= joining < max(clients, 1):
+        return joining
+    problems.append(
+        "novel must be a whole number of clients, or a fraction below 1, and leave one to "
+        f"train, got novel={novel} of {clients} clients; change it"
+    )
+    return 0
 
 
 def _models(

@@ -261,20 +261,7 @@ def _build(
 
     keys = _preset(module, name, written, problems) | dict(written)
     known = _known(module.Config if module else None)
-    for key in [key for key in keys if key not in known]:
-        value = keys.pop(key)
-        if module is None and key.startswith("method."):
-            continue  # nobody knows the keys of an unknown method
-        hint = _nearest_key(key, known)
-        problems.append(
-            f"{shown(key)}: must be a key of this run, came {toml.literal(value)}; {hint}"
-        )
-    problems += _idle_privacy(keys)
-    for key, value in keys.items():
-        if value == "none" and NoneType in get_args(known[key]):
-            keys[key] = None
-
-    table = _nested(keys)
+    table = _nested(_of_this_run(keys, known, module, problems))
     method = table.pop("method", {})
     own = {key: value for key, value in method.items() if key != "name"}
     sections = {
@@ -289,9 +276,8 @@ def _build(
         section: _section(kind, section, table.pop(section, {}), known, problems) or kind()
         for section, kind in sections.items()
     }
-    config = settings = None
-    if module is not None:
-        settings = _section(module.Config, "method", own, known, problems)
+    config = None
+    settings = _section(module.Config, "method", own, known, problems) if module else None
     if (steps := parts["serve"].finetune_steps) and getattr(settings, "pooled", False):
         problems.append(
             "serve.finetune_steps: must be 0 where a novel client uses several models "
@@ -304,7 +290,8 @@ def _build(
         config = RunConfig(method=str(name), settings=settings, **table, **parts)
     except ValidationError as error:
         problems += _explain(error, "", known)
-    if short := config is not None and config.rounds < (least := _least_rounds(settings)):
+    least: int = getattr(settings, "least_rounds", 1)  # of a method that has several phases
+    if short := config is not None and config.rounds < least:
         problems.append(
             f"rounds: must be at least {least}, or {name} does not come to its last phase; "
             f"came {config.rounds}; raise it, or lower the lengths of the phases (method.*_rounds)"
@@ -314,6 +301,23 @@ def _build(
         kind = TooShortError if short and len(problems) == 1 else UserError
         raise kind("\n  - ".join([f"the configuration has {count}:", *problems]))
     return config
+
+
+def _of_this_run(
+    keys: Mapping[str, Any], known: Mapping[str, Any], module: Any, problems: list[str]
+) -> dict[str, Any]:
+    """Returns the keys that are known, with None for ``none`` where that is one of its values."""
+    found = {}
+    for key, value in keys.items():
+        if key in known:
+            found[key] = None if value == "none" and NoneType in get_args(known[key]) else value
+        elif module or not key.startswith("method."):  # nobody knows those of an unknown method
+            problems.append(
+                f"{shown(key)}: must be a key of this run, came {toml.literal(value)}; "
+                f"{_nearest_key(key, known)}"
+            )
+    problems += _idle_privacy(found)
+    return found
 
 
 def _idle_privacy(keys: Mapping[str, Any]) -> list[str]:
@@ -331,12 +335,6 @@ def _idle_privacy(keys: Mapping[str, Any]) -> list[str]:
         for key in alone
         if key in keys
     ]
-
-
-def _least_rounds(settings: Any) -> int:
-    """Returns how many rounds a method needs to come to its last phase, where it has several."""
-    least: int = getattr(settings, "least_rounds", 1)
-    return least
 
 
 def _preset(

@@ -492,7 +492,7 @@ def _experiment(path: Path, written: Mapping[str, Any]) -> Experiment:
     except ValidationError as error:
         told = [f"{path} must be a table, but:", *fields_wrong(error)]
         raise UserError("\n  - ".join(told)) from error
-    if problems := list(_problems(found)):
+    if problems := [*_wrong_names(found), *_wrong_cells(found)]:
         raise UserError("\n  - ".join([f"{path} must be a table, but:", *problems]))
     return _with_grids(found)
 
@@ -525,9 +525,9 @@ def _with_grids(experiment: Experiment) -> Experiment:
     return replace(experiment, rows=rows, grids=grids)
 
 
-def _problems(experiment: Experiment) -> Iterator[str]:
-    """Yields what names something that is not there, or is no published number."""
-    rows, columns, measures = experiment.rows, experiment.columns, experiment.measures
+def _wrong_names(experiment: Experiment) -> Iterator[str]:
+    """Yields where columns, rows or grids are not called as the table says or needs."""
+    rows = experiment.rows
     for prefix in experiment.table.along:
         called = {number for _, number in experiment.along(prefix).values()}
         if len(called) < 2:
@@ -535,7 +535,7 @@ def _problems(experiment: Experiment) -> Iterator[str]:
                 f"table.along.{prefix}: columns or rows must be called {prefix} and a number, at "
                 f"least two of them, came {len(called)}"
             )
-    for kind, known in (("columns", columns), ("rows", rows)):
+    for kind, known in (("columns", experiment.columns), ("rows", rows)):
         for name, part in known.items():
             if part.like is not None and part.like not in known:
                 yield f"{kind}.{name}.like: must be one of {', '.join(known)}, came {part.like}"
@@ -544,6 +544,11 @@ def _problems(experiment: Experiment) -> Iterator[str]:
             yield f"rows.{name}.grid: settings must differ in the last part of their names"
         if row.like is not None and row.like in rows and rows[row.like].grid:
             yield f"rows.{name}.like: must be a row without a grid, came {row.like}"
+
+
+def _wrong_cells(experiment: Experiment) -> Iterator[str]:
+    """Yields settings and numbers of cells that there are not, and what is no published number."""
+    rows, columns, measures = experiment.rows, experiment.columns, experiment.measures
     published = {
         (columns[column].like or column, rows[row].like or row)
         for column, row in experiment.cells.values()
