@@ -9,7 +9,16 @@ from typer import Argument, Option
 from hyperfed.apps.printing import Json, print_json, print_tables, say
 from hyperfed.errors import UserError
 from hyperfed.papers import agreement
-from hyperfed.runs import budgets, comparison, differences, figures, page, paired, seeds
+from hyperfed.runs import (
+    budgets,
+    comparison,
+    differences,
+    figures,
+    page,
+    paired,
+    seeds,
+    table_file,
+)
 from hyperfed.runs.comparison import FinishedRun, Row
 from hyperfed.runs.folder import RunRecord, find_runs
 from hyperfed.runs.paired import Paired
@@ -25,6 +34,10 @@ def compare(
     html: Annotated[
         Path | None, Option(help="Also write a page with table, curves and clients to this file.")
     ] = None,
+    table: Annotated[
+        Path | None,
+        Option(help="Also write the table to this file: .csv, a line for each run, or .tex."),
+    ] = None,
     x: Annotated[str, Option(help=f"What curves go along: {', '.join(budgets.AXES)}.")] = "rounds",
     at: Annotated[
         str | None,
@@ -37,6 +50,8 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Compare runs that are done, and say in which settings they differ."""
+    if table is not None:
+        table_file.check_ending(table)
     done = _done(run_dirs)
     runs: Sequence[FinishedRun] = done
     if at is not None:
@@ -50,6 +65,8 @@ def compare(
         figures.draw_accuracy(runs, figure, x)
     if html is not None:
         page.write_page(runs, html, x)
+    if table is not None:
+        table_file.write_table(rows, table)
     if as_json:
         own = {(pair.label, pair.metric.name): pair.by_name for pair in of_seeds}
         print_json(
@@ -70,7 +87,7 @@ def compare(
         )
         return
     _print_tables(done, rows, pairs, of_seeds)
-    for written in filter(None, (figure, html)):
+    for written in filter(None, (figure, html, table)):
         print(written)
 
 

@@ -186,7 +186,7 @@ def metric_of(rows: Sequence[Row]) -> Metric:
     metrics = {row.metric.name: row.metric for row in rows}
     if len(metrics) > 1:
         raise UserError(
-            "runs in one figure or page must be judged by one metric, came "
+            "runs in one figure, page or printed table must be judged by one metric, came "
             f"{', '.join(metrics)}; take those of one task"
         )
     return next(iter(metrics.values()), ACCURACY)

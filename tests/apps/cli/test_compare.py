@@ -39,19 +39,27 @@ class TestCompare:
 
     def test_warns_where_the_data_differ_and_draws(self, cli, trained, other, tmp_path):
         figure, page = tmp_path / "figure.png", tmp_path / "page.html"
-        files = ("--figure", figure, "--html", page, "--x", "mb")
+        table = tmp_path / "table.csv"
+        files = ("--figure", figure, "--html", page, "--table", table, "--x", "mb")
         outcome = cli("compare", trained, other, *files)
         assert outcome.code == 0
         assert "different data" in outcome.err
         lines = outcome.out.splitlines()
-        *_, first, second = lines[:-2]
-        assert lines[-2:] == [str(figure), str(page)]
+        *_, first, second = lines[:-3]
+        assert lines[-3:] == [str(figure), str(page), str(table)]
         assert (first.split()[0], second.split()[0]) == ("pfedhn", "fedavg")
         start = next(n for n, line in enumerate(lines) if line.startswith("task.clients"))
         assert lines[start].split() == ["task.clients", "4", "pfedhn"]
         assert lines[start + 1].split() == ["5", "fedavg"]
         assert '"axis": "mb"' in page.read_text()
         assert figure.read_bytes().startswith(b"\x89PNG")
+        assert table.read_text().count("\n") == 3
+
+    def test_says_at_once_what_a_table_cannot_be(self, cli, trained, tmp_path):
+        figure = tmp_path / "figure.png"
+        files = ("--figure", figure, "--table", tmp_path / "table.xls")
+        assert "must end in .csv or .tex" in failure(cli("compare", trained, *files))
+        assert not figure.exists()
 
     def test_has_means_over_seeds_where_there_are_several(self, cli, trained, copy):
         line = "mean ± sd over seeds"

@@ -1,0 +1,69 @@
+"""Compared runs as a table in a file: for a spreadsheet, or for a paper."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pandas import DataFrame
+
+from hyperfed.errors import UserError
+from hyperfed.runs.comparison import Row, megabytes, metric_of
+from hyperfed.runs.seeds import over_seeds
+from hyperfed.system.files import atomic_write
+
+ENDINGS = (".csv", ".tex")
+
+
+def check_ending(path: Path) -> None:
+    """Refuses a file that such a table cannot be.
+
+    Raises:
+        UserError: another ending.
+    """
+    if path.suffix not in ENDINGS:
+        raise UserError(f"the table's file must end in {' or '.join(ENDINGS)}, came {path}")
+
+
+def write_table(rows: Sequence[Row], path: Path) -> None:
+    """Writes what runs came to, as the file's ending says.
+
+    ``.csv`` has a line for each run with all numbers as they are, fractions from 0 to 1; ``.tex``,
+    for LaTeX with the package booktabs, the means and deviations over seeds as they are printed.
+
+    Args:
+        rows: at least one.
+        path: the file.
+
+    Raises:
+        UserError: another ending, runs for LaTeX that are judged by several metrics, or the disk
+            refuses.
+    """
+    check_ending(path)
+    if path.suffix == ".csv":
+        text = DataFrame([row.by_name for row in rows]).to_csv(index=False)
+    else:
+        table = _printed(rows)
+        text = table.to_latex(
+            index=False, escape=True, column_format="l" + "r" * (table.shape[1] - 1)
+        )
+    atomic_write(path, text.encode())
+
+
+def _printed(rows: Sequence[Row]) -> DataFrame:
+    """Returns means and deviations over seeds in words, without columns that nobody has."""
+    metric, groups = metric_of(rows), over_seeds(rows)
+    spreads = {
+        metric.axis("test {}"): [one.test for one in groups],
+        metric.axis("test {}, worst tenth"): [one.worst_decile for one in groups],
+        metric.axis("novel {}"): [one.novel for one in groups],
+    }
+    columns = {
+        "method": [one.group for one in groups],
+        "seeds": [str(len(one.seeds)) for one in groups],
+        **{
+            name: ["–" if it is None else metric.spread(it.mean, it.std) for it in found]
+            for name, found in spreads.items()
+            if any(found)
+        },
+        "MB": [megabytes(one.bytes_down + one.bytes_up) for one in groups],
+    }
+    return DataFrame(columns)
