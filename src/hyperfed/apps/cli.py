@@ -110,7 +110,7 @@ def run(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train a method on a task, or every method on the same; seed=0..2 for several seeds."""
+    """Train a method on a task, or every method. With seed=0..2 once for each seed."""
     each = seeds.asked_for(settings or ())
     if source == ALL or len(each) > 1:
         train_all(source, each, out, as_json=as_json, quiet=quiet)
@@ -176,7 +176,7 @@ def evaluate(
     each: Annotated[bool, Option("--clients", help="Show each client by its name.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Evaluate the models of a run's best round on every client's data."""
+    """Evaluate the models of a run on every client's data. They are those of its best round."""
     with ExitStack() as opened:
         served: Served = opened.enter_context(closing(Run.open(run_dir)))
         if settings or samples is not None:
@@ -228,7 +228,7 @@ def personalize(
     size: Annotated[str | None, Option(help="Which target, where the task has several.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Make the model of a client that was never seen, from its own data."""
+    """Make the model of a client that was never seen. Its own data are all that it takes."""
     with closing(Run.open(run_dir)) as run:
         rows = rows_like(run.task, tables.read(data, run.task.columns), str(data))
         model = run.personalize(rows.x, rows.y, size=size)
@@ -256,7 +256,7 @@ def export_partition(
     out: Annotated[Path, Option(help="The .npz or .csv file to write.")],
     as_json: Json = False,
 ) -> None:
-    """Write down which client of a task holds which example, for task.partition=file."""
+    """Write down which client holds which example. Read by task.partition=file."""
     loaded = config.load(source, settings or ())
     if loaded.engine.name == "flower":
         raise UserError(
@@ -296,7 +296,7 @@ def list_known(
     experiments: papers.Experiments,
     as_json: Json = False,
 ) -> None:
-    """List what a run can be made of: list keys METHOD for all that can be set.
+    """List what a run can be made of. List keys METHOD has all that can be set.
 
     List experiments has the papers' tables, list experiments PAPER/TABLE the cells of one.
     """

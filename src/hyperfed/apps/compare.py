@@ -49,7 +49,7 @@ def compare(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compare runs that are done, and say in which settings they differ."""
+    """Compare runs that are done, and their settings."""
     if table is not None:
         table_file.check_ending(table)
     done = _done(run_dirs)

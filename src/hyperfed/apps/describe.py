@@ -20,7 +20,7 @@ def describe(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Tell what a run learns from what, how large it is and what a round sends; train nothing."""
+    """Tell how large a run is and what a round sends. Trains nothing."""
     found = description_of(config.load(source, settings or ()))
     if as_json:
         print_json(asdict(found))

@@ -55,7 +55,7 @@ def export(
     ] = "",
     as_json: Json = False,
 ) -> None:
-    """Write the model of a client, known or novel, with normalisation inside."""
+    """Write the model of a client. It may be a novel one; normalisation is inside."""
     if adapter is not None and (format or out):
         raise UserError("--adapter must come without --format and --out; leave either out")
     with closing(Run.open(run_dir, _made(task) if task else None)) as run:

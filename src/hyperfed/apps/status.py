@@ -24,7 +24,7 @@ def show_status(
     ],
     as_json: Json = False,
 ) -> None:
-    """Say how a run is: exit code 0 where it trains or is done, 1 stale or failed, 3 stopped.
+    """Say how a run is. Exit code 0 where it trains or is done, 1 stale or failed, 3 stopped.
 
     Of the state folder of a site it says when the last message came, and how many calls were
     refused today.

@@ -58,7 +58,7 @@ def reproduce(
     as_json: Json = False,
     quiet: Annotated[bool, Option("--quiet", "-q", help="Show no progress.")] = False,
 ) -> None:
-    """Run a paper's table, all cells or some: side by side, resumed where half done.
+    """Run a paper's table, all cells or some. Side by side, resumed where half done.
 
     Each process computes on one core, or where settings such as device=cuda say. A run that is half
     done goes on as it was begun, with device=... on that device.
@@ -116,7 +116,7 @@ def report(
     experiments: Experiments,
     as_json: Json = False,
 ) -> None:
-    """Set records beside what papers published: spread, verdict, budgets, cost, figures."""
+    """Set records beside what papers published. Spread, verdict, budgets, cost, figures."""
     pages.check_ending(out)
     found = tables.find_all(experiments)
     known = sorted({experiment.id.split("/")[0] for experiment in found})

@@ -15,6 +15,11 @@ class TestHelp:
         wrong = cli("lsit")
         assert (wrong.code, wrong.err.count("Did you mean")) == (2, 1)
 
+    def test_says_of_each_command_in_a_line_what_it_does(self, cli):
+        _, _, commands = cli("--help").out.partition("Commands:\n")
+        assert len(commands.splitlines()) == len(app.registered_commands)
+        assert "..." not in commands  # cut off
+
     @pytest.mark.parametrize(
         ("words", "begun", "completed"),
         [

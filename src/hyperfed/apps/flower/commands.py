@@ -62,10 +62,10 @@ def node(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Be a site: check its data and, with --superlink, serve its clients from this machine.
+    """Be a site: check its data, or serve its clients.
 
-    Without --superlink, or with --check and --state, it says what is to be run instead: here, and
-    by the operator of the SuperLink.
+    With --superlink they are served from this machine. Without, or with --check and --state, it
+    says what is to be run instead: here, and by the operator of the SuperLink.
 
     An .npz file holds x, y and client, one row for each example, and may hold split (train, val or
     test) and classes (in the whole federation). A parquet file or a folder of Hugging Face's
@@ -128,7 +128,7 @@ def move(
     ],
     key: Annotated[Path, Option(help="The public key of their site from now on, node.pub.")],
 ) -> None:
-    """Have clients of a run belong to another key: their site has a new one, or they moved.
+    """Have clients of a run belong to another key. Their site has a new one, or they moved.
 
     Until then whoever says their names with another key is refused. What they remember is in the
     state folder of their site, which must come along.
@@ -165,9 +165,10 @@ def superexec(
     ] = None,
     insecure: Annotated[bool, Option("--insecure", help="Without encryption: a trial.")] = False,
 ) -> None:
-    """Start the runs of a flower-superlink --isolation process, each in seconds less than Flower.
+    """Start the runs of a SuperLink faster than Flower does.
 
-    It runs on the SuperLink's host, until a signal, and writes the records.
+    Of one with --isolation process, each in seconds less. It runs on the SuperLink's host, until a
+    signal, and writes the records.
     """
     import hyperfed.apps.flower.app  # noqa: F401 (first: it says so where Flower is missing)
     from hyperfed.apps.flower.node import SuperLink
