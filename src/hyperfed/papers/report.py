@@ -134,12 +134,12 @@ def of_methods(folder: Path, experiments: Sequence[Experiment]) -> dict[str, str
             for measure, told in experiment.measures.items():
                 what = f"{told.about or told.metric} ({UNITS[told.metric][0]})"
                 for line in lines_of(found, experiment, column, measure):
-                    cell = [f"`{experiment.id}`", f"{part.about}: {line.about}; {what}"]
+                    cell = [f"`{experiment.id}` {part.about}: {line.about}; {what}"]
                     cell += [in_words(line), line.published]
                     cell += [markdown.spread(line.mean), str(line.mean.seeds)]
                     rows.setdefault(line.method, []).append(cell)
-    header = ["table", "cell", "verdict", "published", "measured", "seeds"]
-    return {method: markdown.table(header, of, left=3) for method, of in rows.items()}
+    header = ["cell", "verdict", "published", "measured", "seeds"]
+    return {method: markdown.table(header, of, left=2) for method, of in rows.items()}
 
 
 def _overview(found: Mapping[Cell, list[Measurement]], experiments: Sequence[Experiment]) -> str:
