@@ -110,7 +110,12 @@ def node(
             "policy": "" if policy is None else str(policy.expanduser().resolve()),
         }
         if superlink and not check:
-            _serve(state, given, superlink, root_certificates, key, insecure=insecure)
+            lock = Lock(state)
+            try:
+                clean(state)
+                _serve(given, superlink, root_certificates, key, insecure=insecure)
+            finally:
+                lock.release()
         start = _starts(given, superlink, root_certificates, key, insecure=insecure)
     learns = policies.explain(allowed, found)
     if as_json:
@@ -201,7 +206,6 @@ def _tell(found: SiteData | None, learns: Sequence[str], start: Mapping[str, str
 
 
 def _serve(
-    state: Path,
     given: Mapping[str, Any],
     address: str,
     root_certificates: Path | None,
@@ -209,18 +213,13 @@ def _serve(
     *,
     insecure: bool,
 ) -> None:
-    """Serves a SuperLink until a signal, and keeps other processes out of the state meanwhile."""
+    """Serves a SuperLink until a signal."""
     from hyperfed.apps.flower.app import node_settings  # first: it says so where Flower is missing
     from hyperfed.apps.flower.node import SuperLink, serve
 
-    lock = Lock(state)
-    try:
-        clean(state)
-        settings = node_settings(given)
-        serve(SuperLink.of(address, root_certificates, key, insecure=insecure), settings, say)
-        os._exit(0)  # at once: a thread may still try to reach a SuperLink that is gone
-    finally:
-        lock.release()
+    settings = node_settings(given)
+    serve(SuperLink.of(address, root_certificates, key, insecure=insecure), settings, say)
+    os._exit(0)  # at once: a thread may still try to reach a SuperLink that is gone
 
 
 def _starts(
