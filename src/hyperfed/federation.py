@@ -368,13 +368,19 @@ class Client:
     @step
     def finetune(self, received: Tree) -> Tree:
         """Holds the fine-tuned personal model, to be served in this round; replies with nothing."""
-        self.scratch["finetuned"] = self.finetuned(self.personal_model(received))
+        self.scratch["held"] = self.finetuned(self.served_model(received))
+        return {}
+
+    @step(reads=0)
+    def hold(self, model: Model) -> Tree:
+        """Holds a model that the client was handed before, to be served in this round."""
+        self.scratch["held"] = model
         return {}
 
     def served_model(self, received: Tree) -> Model:
-        """Returns the personal model, fine-tuned if that was asked for."""
-        tuned: Model | None = self.scratch.get("finetuned")
-        return self.personal_model(received) if tuned is None else tuned
+        """Returns the personal model, or the one that is held: fine-tuned, or made before."""
+        held: Model | None = self.scratch.get("held")
+        return self.personal_model(received) if held is None else held
 
     @step
     def export(self, received: Tree) -> Tree:

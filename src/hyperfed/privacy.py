@@ -311,7 +311,7 @@ class Releases:
         answer = value + sigma * self._noise(question)(value)
         if keep:
             answers = answers | {question: answer.detach().cpu()}
-        self.kept = ledger.state() | {"answers": answers}
+        self.kept = self.kept | ledger.state() | {"answers": answers}
         if run or runs.any():
             self.kept["runs"] = torch.cat([runs, torch.tensor([run])])
         return answer

@@ -3,7 +3,6 @@
 import math
 import re
 from collections import Counter
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -172,25 +171,97 @@ def test_a_newcomer_begins_at_a_draw_of_its_own_for_nothing(
     torch.testing.assert_close(at["central"], at[None], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("hidden", "kept"), [(4, True), (100, False)])
-def test_a_newcomer_s_model_is_made_again_where_its_answers_are_kept_or_it_is_said_what_to_do(
-    hidden: int, kept: bool
-) -> None:
-    """An answer of pFedHN's is as long as the model."""
+@pytest.mark.parametrize("hidden", [4, 100])
+def test_a_newcomer_s_model_is_given_again_for_nothing(hidden: int) -> None:
+    """An answer of pFedHN's is as long as the model: of 10 * hidden and more numbers."""
     task = TASK | {"novel": 1, "hidden": [hidden]}
     run = train("pfedhn", epsilon=50.0, task=task, own={"novel_rounds": 9})
     newcomer = run.task.x[:9], run.task.y[:9]
     model = run.personalize(*newcomer).state_dict()
-    if kept:
-        again = run.personalize(*newcomer).state_dict()
-        torch.testing.assert_close(again, model, rtol=0, atol=0)
-        run.model(7)
-        return
-    for serve in (partial(run.model, 7), partial(run.personalize, *newcomer)):
-        with pytest.raises(
-            UserError, match=r"after 9 of them .*; use the model that was made .*4,096"
-        ):
-            serve()
+    before = run.privacy()
+    assert before["epsilon_spent"] == pytest.approx(50, rel=1e-6)
+    again = run.personalize(*newcomer).state_dict()
+    torch.testing.assert_close(again, model, rtol=0, atol=0)
+    assert run.evaluate_novel().client_loss == run.evaluations[-1].client_loss
+    run.model(7)
+    assert run.privacy() == before
+
+
+OWN = {"pfedhn": {"novel_rounds": 3}, "mh_pfedhn": {"novel_rounds": 3}, "headstart": {}}
+
+
+@pytest.mark.parametrize("method", OWN)
+def test_a_novel_client_s_model_is_made_once_and_kept(method: str, tmp_path: Path) -> None:
+    run, told = stored(method, tmp_path)
+    for served in (run, hyperfed.open_run(run.folder.path)):
+        for novel in (7, 6):
+            assert served.evaluate_novel().client_loss == told.client_loss
+            loss = loss_of(served, served.model(novel), novel)
+            assert loss == pytest.approx(told.client_loss[novel - 6])
+        assert served.privacy() == run.summary["privacy"]
+
+
+def test_another_model_of_a_novel_client_s_is_paid_for(tmp_path: Path) -> None:
+    run, _ = stored("pfedhn", tmp_path)
+    with pytest.raises(UserError, match=r"must stay within epsilon 50 .* given again for nothing"):
+        run.evaluate_novel(draws=2)
+    for other in (
+        run.served_otherwise(samples=3),
+        run.served_otherwise(["method.lr=0.5"]),
+        run.served_otherwise(["task.novel_corruption=blur"]),
+    ):
+        with pytest.raises(UserError, match="must stay within epsilon 50"):
+            other.evaluate_novel()
+
+
+def test_what_was_made_stays_where_more_is_asked_for(tmp_path: Path) -> None:
+    """Novel clients of HeadStart have answered less often than those that trained."""
+    run, told = stored("headstart", tmp_path)
+    run.served_otherwise(samples=3).evaluate_novel()
+    after = run.privacy()
+    assert len(run.engine.released[6]["multipliers"]) > 10
+    assert run.evaluate_novel().client_loss == told.client_loss
+    assert run.privacy() == after
+
+
+def test_what_was_made_is_tuned_on_by_its_client_for_nothing(tmp_path: Path) -> None:
+    run, told = stored("pfedhn", tmp_path)
+    tuned = run.served_otherwise(["serve.finetune_steps=3", "method.local_lr=0.1"])
+    with pytest.raises(UserError, match="must stay within epsilon 50"):  # another rate
+        tuned.evaluate_novel()
+    tuned = run.served_otherwise(["serve.finetune_steps=3"])
+    found = tuned.evaluate_novel()
+    assert found.client_loss != told.client_loss
+    assert loss_of(tuned, tuned.model(6), 6) == pytest.approx(found.client_loss[0])
+    assert run.evaluate_novel().client_loss == told.client_loss
+
+
+def test_who_was_lost_when_others_were_served_is_served_beside_them() -> None:
+    task = TASK | {"novel": 2, "hidden": [100]}
+    run = train("pfedhn", epsilon=50.0, task=task, own={"novel_rounds": 3})
+    _, other = run.evaluate_novel().client_loss
+    del run.engine.released[6]
+    found = run.evaluate_novel().client_loss
+    assert found[1] == other
+    assert len(run.engine.released[6]["multipliers"]) == 3
+    assert loss_of(run, run.model(6), 6) == pytest.approx(found[0])
+    assert run.evaluate_novel().client_loss == found
+
+
+def stored(method: str, folder: Path) -> tuple[Run, Any]:
+    """Returns a run with two novel clients whose epsilon is spent, and their evaluation."""
+    task = TASK | {"novel": 2, "hidden": [100]}
+    keys = {"task": task, "privacy": {"epsilon": 50.0, "delta": DELTA}, "track": "none"}
+    keys |= {"method": QUICK | OWN[method]}
+    run = hyperfed.train(method, out=folder, progress=False, **(SMALL | keys))
+    return run, run.evaluations[-1]
+
+
+def loss_of(run: Any, model: torch.nn.Module, client: int) -> float:
+    rows = run.task.test[client]
+    with torch.no_grad():
+        output = model(run.task.transform(run.task.x[rows]))
+    return float(torch.nn.functional.cross_entropy(output.double(), run.task.y[rows]))
 
 
 def test_training_with_a_label_for_every_token_can_be_private() -> None:

@@ -300,11 +300,11 @@ class EngineCohort:
         groups: dict[str, list[int]] = {size: [] for size in task.models}
         for client in self._clients:
             groups[task.size_of(client)].append(client)
-        return {
-            size: EngineCohort(self._engine, group, self.state)
-            for size, group in groups.items()
-            if group
-        }
+        return {size: self.only(group) for size, group in groups.items() if group}
+
+    def only(self, clients: Sequence[int]) -> "EngineCohort":
+        """Returns some of these clients, in the order given."""
+        return EngineCohort(self._engine, clients, self.state)
 
     @property
     def size(self) -> str:

@@ -68,9 +68,9 @@ class PrivateUpdates:
     def remedy(self) -> str:
         """What to do where epsilon is spent."""
         return (
-            f"use the model that was made before, as no answer of more than {KEPT:,} numbers is "
-            "kept to be given again for nothing, or start a run in which newcomers answer less "
-            "often (method.novel_rounds)"
+            "use the model that was made before, which is given again for nothing where all that "
+            "it was made from is the same, but not at sites, or start a run in which newcomers "
+            "answer less often (method.novel_rounds)"
         )
 
     def sigma(self, sensitivity: float) -> float:

@@ -20,7 +20,7 @@ from hyperfed.data.own import Task, mean_squared_error, minus_squared_error
 from hyperfed.engines import Engine, EngineCohort
 from hyperfed.engines.replies import UNUSABLE
 from hyperfed.errors import UserError, one_line
-from hyperfed.federation import AllLostError, Client, Cohort, Each, Server
+from hyperfed.federation import AllLostError, Client, Each, Server
 from hyperfed.runs.measures import Number, weighted_mean
 from hyperfed.system.devices import CPU
 from hyperfed.system.randomness import generator
@@ -32,7 +32,7 @@ CHUNK = 64
 """Clients whose models are made by one call: all of a small federation, a part of a large."""
 
 
-Serve: TypeAlias = Callable[[Cohort], Tree | Each]
+Serve: TypeAlias = Callable[[EngineCohort], Tree | Each]
 """Returns what to send to clients so that each has its model: a server's ``personalize``."""
 
 
@@ -197,7 +197,7 @@ def finetuned(serve: Serve, client: type[Client], batches: Batches) -> Serve:
         batches: one step of :meth:`hyperfed.federation.Client.finetuned` each.
     """
 
-    def tuned(clients: Cohort) -> Tree:
+    def tuned(clients: EngineCohort) -> Tree:
         clients.ask(client.finetune, serve(clients), batches=batches)
         return {}  # each holds its model
 
@@ -219,7 +219,7 @@ def exchanged(serve: Serve, places: int = 1) -> Serve:
     ``AllLostError`` where the one before a client would be itself, so that it counts nothing.
     """
 
-    def others(clients: Cohort) -> Each:
+    def others(clients: EngineCohort) -> Each:
         if places and len(clients.ids) == 1:
             raise AllLostError
         sent = serve(clients)

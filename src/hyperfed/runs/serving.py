@@ -19,7 +19,7 @@ from hyperfed.data import tasks
 from hyperfed.data.own import Task
 from hyperfed.data.roster import RemoteTask
 from hyperfed.data.shift import LabelShift, label_shift
-from hyperfed.engines import EngineCohort
+from hyperfed.engines import Engine, EngineCohort
 from hyperfed.engines.local.loop import LoopEngine, on_cores
 from hyperfed.engines.made_up import made_up
 from hyperfed.engines.replies import UNUSABLE
@@ -39,6 +39,7 @@ from hyperfed.runs.evaluation import (
     finetuned,
     with_samples,
 )
+from hyperfed.runs.made_once import once
 from hyperfed.runs.measures import measure
 from hyperfed.runs.records import Evaluation, Lost, Void
 from hyperfed.runs.settings import RunConfig
@@ -187,7 +188,8 @@ class Served:
         number = self.config.rounds if novel else self.best.round  # the draws of the evaluation
         with self._at_best() as server:
             cohort = self.engine.cohort([client], number, training=False, fresh=novel)
-            return self._export(server, cohort, self.task.size_of(client))
+            serve = self._once(server, self.engine) if novel else server.personalize
+            return self._export(serve, cohort, self.task.size_of(client))
 
     def adapter(self, client: int, folder: str | Path) -> None:
         """Writes a client's model, where the target is one of ``peft``, as its adapter's folder.
@@ -293,7 +295,7 @@ class Served:
         with closing(engine), self._at_best() as server:
             engine.released = self._newcomers.setdefault(task.fingerprint, {})
             cohort = engine.cohort([0], self.config.rounds, training=False, fresh=True)
-            return self._export(server, cohort, task.size_of(0))
+            return self._export(self._once(server, engine), cohort, task.size_of(0))
 
     def privacy(self) -> dict[str, Any] | None:
         """Returns what clients are promised, and what was spent of it until now.
@@ -433,7 +435,8 @@ class Served:
     def _evaluate_novel(self, round: int, draws: int = 1) -> Evaluation:
         ids = list(self.task.novel_ids)
         with self._at_best() as server:
-            options: dict[str, Any] = {"novel": True, "serve": self._finetuning(server.personalize)}
+            serve = self._finetuning(self._once(server, self.engine))
+            options: dict[str, Any] = {"novel": True, "serve": serve}
             drawn = [
                 evaluate(server, self.engine, ids, self.config.rounds + draw, **options)["test"]
                 for draw in range(draws)
@@ -502,10 +505,9 @@ class Served:
             server: Server = self.method.Server(self.task.outline(), self.config.settings)
         return server
 
-    def _export(self, server: Server, cohort: EngineCohort, size: str) -> nn.Module:
+    def _export(self, serve: Serve, cohort: EngineCohort, size: str) -> nn.Module:
         """Returns the personal model of a cohort's only client."""
-        sent = self._finetuning(server.personalize)(cohort)
-        model = cohort.ask(self.method.Client.export, sent)
+        model = cohort.ask(self.method.Client.export, self._finetuning(serve)(cohort))
         module = trees.fill(copy.deepcopy(self.task.models[size]), trees.take(model, 0)).eval()
         if self.task.labels:
             vars(module)["label_names"] = tuple(self.task.labels)
@@ -517,6 +519,15 @@ class Served:
         if not steps:
             return serve
         return finetuned(serve, self.method.Client, Steps(steps, self.config.settings.batch_size))
+
+    def _once(self, server: Server, engine: Engine) -> Serve:
+        """Returns what serves clients who never trained, each with one model if answers cost."""
+        if self.private is None or isinstance(engine.task, RemoteTask):
+            return server.personalize
+        task, settings = engine.task, repr(self.config.settings)
+        made_from = (task.fingerprint, int(task.unlabelled), settings, self.best.round)
+        key = f"{derive(self.config.seed, *made_from):016x}"
+        return once(server.personalize, self.method.Client, engine.released, key)
 
     def _summarise(
         self,
