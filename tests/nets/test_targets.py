@@ -224,11 +224,12 @@ class TestOmniglotNet:
         expected = (9 + 1) * 64 + 3 * (64 * 9 + 1) * 64 + (64 + 1) * 84 + (84 + 1) * 55
         assert count(OmniglotNet((1, 28, 28), 55)) == expected
 
-    def test_equals_textbook_order(self):
+    @pytest.mark.parametrize("size", [(35, 20), (16, 32), (32, 16)])
+    def test_equals_textbook_order(self, size):
         with seeded(6):
-            model = OmniglotNet((1, 35, 20), 5, width=3, hidden=7).double()
+            model = OmniglotNet((1, *size), 5, width=3, hidden=7).double()
         p = dict(model.named_parameters())
-        x = images(4, 1, 35, 20)
+        x = images(4, 1, *size)
         expected = x
         for i in range(1, 5):
             h = F.conv2d(expected, p[f"conv{i}.weight"], p[f"conv{i}.bias"], padding=1).relu()
@@ -309,6 +310,15 @@ class TestCharLSTM:
             sequence = states
         expected = sequence[-1] @ p["fc.weight"].T + p["fc.bias"]
         torch.testing.assert_close(model(x), expected)
+
+    def test_sizes_by_default(self):
+        """As McMahan et al. describe it; what tells classes of texts is smaller."""
+        texts = {"input_shape": (80,), "classes": 90}
+        char, text = (build_target(name, **texts) for name in ("char_lstm", "text_lstm"))
+        for model, hidden, layers in ((CharLSTM(90), 256, 2), (char, 256, 2), (text, 64, 1)):
+            assert model.embedding.embedding_dim == 8
+            assert (model.lstm.hidden_size, model.lstm.num_layers) == (hidden, layers)
+            assert model.fc.out_features == 90
 
     def test_uses_the_parameters_it_is_called_with(self):
         """LSTM modules hold a second, flat list of their weights; it must not be what is read."""
@@ -395,7 +405,9 @@ class TestBuildTarget:
             ("lenet", (1, 28, 28), {"width": 0}, "width must be at least 1, got 0"),
             ("lenet", (1, 28, 28), {"hidden": (5,)}, r"outputs of fc1 and fc2, got \(5,\)"),
             ("lenet", (1, 28, 28), {"hidden": 5}, "outputs of fc1 and fc2, got 5"),
+            ("lenet", (1, 28, 28), {"hidden": (0, 5)}, "fc1 must be at least 1, got 0"),
             ("lenet", (1, 28, 28), {"hidden": (5, 0)}, "fc2 must be at least 1, got 0"),
+            ("omniglot_net", (1, 28, 28), {"width": 0}, "width must be at least 1, got 0"),
             ("omniglot_net", (1, 28, 28), {"hidden": -1}, "hidden must be at least 1, got -1"),
             (
                 "omniglot_net",
@@ -404,6 +416,9 @@ class TestBuildTarget:
                 r"hidden must be one number, got \(5,",
             ),
             ("mlp", (4,), {"hidden": (3, 0)}, "layer must be at least 1, got 0"),
+            ("char_lstm", (4,), {"vocabulary": 0}, "vocabulary must be at least 1, got 0"),
+            ("char_lstm", (4,), {"embedding": 0}, "embedding must be at least 1, got 0"),
+            ("char_lstm", (4,), {"hidden": 0}, "hidden must be at least 1, got 0"),
             ("char_lstm", (4,), {"layers": 0}, "layers must be at least 1, got 0"),
         ],
     )
@@ -411,6 +426,8 @@ class TestBuildTarget:
         with pytest.raises(UserError, match=message):
             build_target(name, input_shape=input_shape, classes=3, **options)
 
-    def test_no_classes(self):
-        with pytest.raises(UserError, match="classes must be at least 1, got 0"):
-            build_target("pfedla_cnn", input_shape=(3, 32, 32), classes=0)
+    @pytest.mark.parametrize(("name", "input_shape", "options"), OPTIONS)
+    def test_no_classes(self, name, input_shape, options):
+        said = {"mlp": "layer", "char_lstm": "vocabulary"}.get(name, "classes")
+        with pytest.raises(UserError, match=f"{said} must be at least 1, got 0"):
+            build_target(name, input_shape=input_shape, classes=0, **options)

@@ -295,10 +295,12 @@ class CharLSTM(nn.Module):
         classes: int | None = None,
     ) -> None:
         super().__init__()
+        outputs = vocabulary if classes is None else classes
         _check_positive(vocabulary=vocabulary, embedding=embedding, hidden=hidden, layers=layers)
+        _check_positive(classes=outputs)
         self.embedding = nn.Embedding(vocabulary, embedding)
         self.lstm = nn.LSTM(embedding, hidden, layers, batch_first=True)
-        self.fc = nn.Linear(hidden, classes or vocabulary)
+        self.fc = nn.Linear(hidden, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the logits of the character that follows each text."""
@@ -327,7 +329,8 @@ def _char_lstm(
             f"char_lstm reads texts of shape (T,), got input_shape {tuple(input_shape)}; "
             "choose a text task or another target"
         )
-    return CharLSTM(vocabulary or classes, embedding, hidden, layers, classes)
+    characters = classes if vocabulary is None else vocabulary
+    return CharLSTM(characters, embedding, hidden, layers, classes)
 
 
 def _text_lstm(
