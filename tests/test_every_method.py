@@ -26,6 +26,7 @@ from hyperfed.methods import METHODS
 from hyperfed.runs.evaluation import evaluate
 from hyperfed.system.randomness import seeded
 from toys import (
+    CLASSES,
     Federation,
     Normed,
     Stemmed,
@@ -174,6 +175,30 @@ def test_batch_norm_loses_nobody_who_has_one_example(method: str, kind: type[Loo
         found = evaluate(ours.server, ours.engine, clients, 2, novel=clients == [3])
         assert found["test"].missed == {}
     assert trees.finite([snapshot(ours)]) == [True]
+
+
+OF_SHARES: dict[str, dict[str, Any]] = {
+    "gpfl": {"magnitude_weight": 0.0},
+    "headstart": {"pseudo_count": None},
+    "itpfl": {"phase_one_rounds": 1},  # and one of phase 2
+    "partialfed": {"strategy": "fixed"},
+}
+"""Settings with which shares of examples matter, and neither their number nor what it draws."""
+
+
+@pytest.mark.parametrize("method", ALL)
+def test_who_has_one_example_counts_as_who_has_it_twice(method: str) -> None:
+    """Where everybody has twice as much all shares are the same: one example is not none."""
+    found = []
+    for times in (1, 2):
+        ours = federation(method, settings=OF_SHARES.get(method), examples=(1, 1, 1, 1), novel=1)
+        for client, rows in enumerate(ours.task.train):
+            ours.task.y[rows] = client % CLASSES  # which no other client that trains has
+            ours.task.train[client] = rows.repeat(times)
+        for number in range(2):
+            assert ours.round([0, 1, 2], number).state.lost == {}
+        found.append([snapshot(ours), used(ours, 1), used(ours, 3, fresh=True)])
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("method", ALL)

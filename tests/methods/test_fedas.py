@@ -128,9 +128,9 @@ def test_the_trace_is_that_of_the_batches_of_a_pass() -> None:
 
 
 def test_clients_without_a_gradient_count_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for a lost one, of which there is no body either."""
+    """Also one of a single example; but for a lost one, of which there is no body either."""
     monkeypatch.setattr(Faults, "drops", lambda faults, seed, call: call.client == 2)
-    task = make_task()
+    task = make_task(examples=(12, 1, 20))
     task.y.zero_()
     with torch.no_grad():
         task.models["base"].head.bias[0] = 1e4  # certain of the only class that there is
