@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from io import StringIO
 from typing import TYPE_CHECKING
 
-from hyperfed.runs.drawing import COLOURS, look, new_figure, write
+from hyperfed.runs.drawing import COLOURS, look, new_figure, plain, write
 from hyperfed.runs.experiments import Published
 from hyperfed.runs.statistics import Spread
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -94,8 +93,8 @@ def draw_cells(curves: Sequence[Curve], dots: Sequence[Dot], label: str) -> str:
     right.set_ylim(-0.6, len(dots) - 0.4)
     right.set_xlabel(f"{label} (%)")
     right.legend(frameon=False, fontsize="x-small")
-    _plain(left, "y")
-    _plain(right, "x")
+    plain(left, "y")
+    plain(right, "x")
     return to_svg(figure)
 
 
@@ -117,7 +116,7 @@ def draw_series(series: Sequence[Series], across: str, up: str) -> str:
     axes.set_xlabel(across)
     axes.set_ylabel(up)
     axes.legend(frameon=False, fontsize="small")
-    _plain(axes, "y")
+    plain(axes, "y")
     return to_svg(figure)
 
 
@@ -156,18 +155,12 @@ def draw_along(lines: Mapping[str, Sequence[Place]], across: str, up: str) -> st
     axes.set_xlabel(across)
     axes.set_ylabel(up)
     axes.legend(frameon=False, fontsize="x-small")
-    _plain(axes, "y")
+    plain(axes, "y")
     return to_svg(figure)
 
 
 def _first(dots: Sequence[Dot]) -> int:
     return next(index for index, dot in enumerate(dots) if dot.published is not None)
-
-
-def _plain(axes: "Axes", grid: str) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y" if grid == "y" else "x", color="0.9")
-    axes.set_axisbelow(True)
 
 
 def to_svg(figure: "Figure") -> str:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from hyperfed.errors import UserError
 from hyperfed.metrics import ACCURACY, Metric
-from hyperfed.runs.drawing import COLOURS, check_ending, new_figure, save
+from hyperfed.runs.drawing import COLOURS, check_ending, new_figure, plain, save
 from hyperfed.runs.records import Evaluation
 
 if TYPE_CHECKING:
@@ -68,9 +68,7 @@ def draw(
     _of_clients(right, told, metric, named=named)
     figure.suptitle(title, fontsize="medium")
     for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(color="0.92")
-        axes.set_axisbelow(True)
+        plain(axes)
     return figure
 
 

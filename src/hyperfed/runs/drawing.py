@@ -7,6 +7,7 @@ from hyperfed.errors import UserError
 from hyperfed.system.files import atomic_write
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -33,6 +34,13 @@ def new_figure(width: float, height: float) -> "Figure":
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
+
+
+def plain(axes: "Axes", grid: Literal["x", "y", "both"] = "both") -> None:
+    """Leaves axes a light grid, behind what is drawn, and no frame."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis=grid, color="0.92" if grid == "both" else "0.9")
+    axes.set_axisbelow(True)
 
 
 def check_ending(figure: "Figure", path: Path) -> None:

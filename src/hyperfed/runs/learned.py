@@ -17,7 +17,7 @@ import numpy.typing as npt
 from hyperfed.errors import UserError
 from hyperfed.runs.comparison import FinishedRun
 from hyperfed.runs.config import to_dict
-from hyperfed.runs.drawing import look, new_figure
+from hyperfed.runs.drawing import look, new_figure, plain
 from hyperfed.runs.records import Evaluation
 from hyperfed.runs.settings import RunConfig
 
@@ -454,9 +454,7 @@ def _at_best(run: FinishedRun) -> dict[str, Floats]:
 def _name(axes: "Axes", across: str, up: str) -> None:
     axes.set_xlabel(across)
     axes.set_ylabel(up)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(color="0.92")
-    axes.set_axisbelow(True)
+    plain(axes)
 
 
 _NEEDS: Mapping[str, Callable[[FinishedRun], object]] = MappingProxyType(

@@ -21,7 +21,7 @@ from hyperfed.runs.comparison import (
     most_alike,
     percent,
 )
-from hyperfed.runs.drawing import COLOURS, MARKERS, check_ending, new_figure, save
+from hyperfed.runs.drawing import COLOURS, MARKERS, check_ending, new_figure, plain, save
 from hyperfed.runs.measures import Number
 from hyperfed.runs.statistics import Difference, Scores
 
@@ -256,9 +256,7 @@ def draw(usual: FinishedRun, better: FinishedRun, path: Path) -> None:
     axes.set_xlabel(metric.axis(f"test {{}} under {across.label}"))
     axes.set_ylabel(metric.axis(f"test {{}} under {up.label}"))
     figure.legend(frameon=False, loc="outside upper center", ncols=2)  # points may be anywhere
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(color="0.92")
-    axes.set_axisbelow(True)
+    plain(axes)
     save(figure, path)
 
 
