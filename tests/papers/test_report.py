@@ -111,7 +111,7 @@ def test_a_miss_has_its_sign_and_unlike_budgets_are_said_whatever_they_differ_in
     (one,) = [
         m for m in collected(folder)[0]["made/table1", "digits-trained"] if m.record.path == number
     ]
-    assert lines.Line("", [one], "test_accuracy", "", Spread(0, None, 1), None, None).budget[1] == 2
+    assert lines.Line("", [one], "test_accuracy", None, Spread(0, None, 1), None).budget[1] == 2
     shutil.rmtree(number)
     assert drawn[0].points == [(4.0, 90.0)]  # MB both ways
     record(folder, "local", 0, [5, 5, 5, 5], rounds=9)

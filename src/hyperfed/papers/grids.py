@@ -6,10 +6,9 @@ The point that is best by the table's first measure stands for its row beside ot
 from collections.abc import Mapping
 from itertools import product
 
-from hyperfed.papers import measured
+from hyperfed.papers import markdown, measured
 from hyperfed.papers.measured import Cell, Measurement
 from hyperfed.runs.experiments import Experiment
-from hyperfed.runs.statistics import Spread
 
 Found = Mapping[Cell, list[Measurement]]
 """Records by cell."""
@@ -60,28 +59,19 @@ def matrix(
         cells = [f"{value:g}" for value in upper]
         for value in grid.values[across]:
             row = grid.points[*upper, value]
-            point = _point(found, experiment, column, measure, row)
-            said = "–" if point is None else _shown(*point)
+            said = _point(found, experiment, column, measure, row)
             cells.append(f"**{said}**" if row == chosen else said)
         rows.append(cells)
     return [*down, *(f"{across}={value:g}" for value in grid.values[across])], rows
 
 
-def _point(
-    found: Found, experiment: Experiment, column: str, measure: str, row: str
-) -> tuple[Spread, bool] | None:
-    """Returns what a point came to, and whether a verdict can rest on it; None without a record."""
-    if not (group := _group(found, experiment, column, row)):
-        return None
+def _point(found: Found, experiment: Experiment, column: str, measure: str, row: str) -> str:
+    """Returns what a point came to, with a star where no verdict can rest on it; else a dash."""
+    group = _group(found, experiment, column, row)
     mean = measured.over_seeds(group, experiment.measures[measure].metric)
-    return None if mean is None else (mean, group[0].counts)
+    return "–" if mean is None else markdown.spread(mean) + "*" * (not group[0].counts)
 
 
 def _group(found: Found, experiment: Experiment, column: str, row: str) -> list[Measurement]:
     """Returns a point's records, of one setting; none where it has none."""
     return next(iter(measured.alike(found.get((experiment.id, f"{column}-{row}"), []))), [])
-
-
-def _shown(mean: Spread, counts: bool) -> str:
-    spread = "" if mean.std is None else f" ± {mean.std:.1f}"
-    return f"{mean.mean:.1f}{spread}{'' if counts else '*'}"

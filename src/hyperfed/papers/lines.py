@@ -1,6 +1,6 @@
 """The lines of a report's tables: a cell's records, beside what was published and one another."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -8,10 +8,10 @@ from typing import Any
 from hyperfed.data.partitions import novel_number
 from hyperfed.papers import grids, markdown, measured
 from hyperfed.papers.measured import UNITS, Cell, Measurement, Verdict
-from hyperfed.papers.svg import Curve, Dot, draw_cells
+from hyperfed.papers.svg import Dot, Series, draw_cells
 from hyperfed.runs import statistics
 from hyperfed.runs.comparison import difference, percent
-from hyperfed.runs.experiments import Experiment, Measure
+from hyperfed.runs.experiments import Experiment, Measure, Published
 from hyperfed.runs.settings import cohort_size
 from hyperfed.runs.statistics import Difference, Spread
 
@@ -24,19 +24,17 @@ class Line:
         about: how the row is called.
         group: the records, of several seeds.
         metric: what they are judged by.
-        published: the number with its spread, in words.
+        published: what the paper says; None where it says nothing.
         mean: over seeds.
         verdict: on what was published.
-        missed: by how much; None where nothing was published.
     """
 
     about: str
     group: Sequence[Measurement]
     metric: str
-    published: str
+    published: Published | None
     mean: Spread
     verdict: Verdict
-    missed: float | None
 
     @property
     def summaries(self) -> list[Mapping[str, Any]]:
@@ -98,40 +96,51 @@ class Line:
         return statistics.difference(ours, theirs)
 
 
-def lines_of(
-    found: Mapping[Cell, list[Measurement]], experiment: Experiment, column: str, measure: str
-) -> Iterator[Line]:
-    """Yields the cells of a column that have records, those of several settings several times.
+Lines = Mapping[tuple[str, str], Sequence[Line]]
+"""(column, measure) -> its lines."""
+
+
+def lines_of(found: Mapping[Cell, list[Measurement]], experiment: Experiment) -> Lines:
+    """Returns the cells of a table that have records, those of several settings several times.
 
     Of each grid it is the best point alone.
     """
+    lines: dict[tuple[str, str], list[Line]] = {}
+    for column in experiment.columns:
+        worse = grids.worse(found, experiment, column)
+        cells = {f"{column}-{row}": row for row in experiment.rows if row not in worse}
+        there = {cell: row for cell, row in cells.items() if (experiment.id, cell) in found}
+        for measure in experiment.measures:
+            lines[column, measure] = [
+                line
+                for cell, row in there.items()
+                for group in measured.alike(found[experiment.id, cell])
+                if (line := _line(group, experiment, cell, row, measure)) is not None
+            ]
+    return lines
+
+
+def _line(
+    group: Sequence[Measurement], experiment: Experiment, cell: str, row: str, measure: str
+) -> Line | None:
+    """Returns the line of a cell's records with one set of settings; None without any number."""
     metric = experiment.measures[measure].metric
-    worse = grids.worse(found, experiment, column)
-    for row, part in experiment.rows.items():
-        cell = f"{column}-{row}"
-        if (experiment.id, cell) not in found or row in worse:
-            continue
-        published = experiment.published(measure, cell)
-        for group in measured.alike(found[experiment.id, cell]):
-            own = metric if measured.over_seeds(group, metric) else measured.plain(metric)
-            if (mean := measured.over_seeds(group, own)) is None:
-                continue
-            said = "–"
-            if published is not None:
-                said = f"{published.value:g}"
-                said += "" if published.spread is None else f" ± {published.spread:g}"
-            missed = None if published is None else mean.mean - published.value
-            judged = experiment.judged(cell)
-            verdict = measured.verdict(group, metric, published, judged=judged)
-            if own != metric:
-                verdict = Verdict(None, f"{own}: these records lack {metric}; {verdict.why}")
-            yield Line(part.about, group, own, said, mean, verdict, missed)
+    own = metric if measured.over_seeds(group, metric) else measured.plain(metric)
+    if (mean := measured.over_seeds(group, own)) is None:
+        return None
+    published = experiment.published(measure, cell)
+    verdict = measured.verdict(group, metric, published, judged=experiment.judged(cell))
+    if own != metric:
+        verdict = Verdict(None, f"{own}: these records lack {metric}; {verdict.why}")
+    return Line(experiment.rows[row].about, group, own, published, mean, verdict)
 
 
 def in_words(line: Line) -> str:
     """Returns the verdict, and which share of the rounds it rests on where that is not all."""
-    if line.verdict.reproduced is not None:
-        return "reproduced" if line.verdict.reproduced else f"missed by {line.missed:+.1f}"
+    if line.verdict.reproduced:
+        return "reproduced"
+    if line.verdict.reproduced is not None and line.published is not None:
+        return f"missed by {line.mean.mean - line.published.value:+.1f}"
     first = line.group[0]
     if first.origin.scale == 1 and "rounds" in first.differing:
         own, wanted = (int(rounds) for rounds in first.differing["rounds"])
@@ -146,28 +155,29 @@ def table_of(lines: Sequence[Line], notes: list[str]) -> str:
     header = ["method", "published", "measured", "seeds", "verdict"]
     header += ["worst tenth", "over Local", "to the best"] * percents
     header += ["rounds × clients × local", "MB", "min"] + ["points/GB"] * percents
-    return markdown.table(header, [_row(line, lines, notes) for line in lines])
+    at = measured.best([(line.group, line.metric) for line in lines])
+    best = lines[at] if at is not None and len(lines) > 1 else None
+    # The first row that is Local's is the paper's; others have other budgets.
+    local = [line for line in lines if line.method == "local"]
+    local.sort(key=lambda line: not line.counts)
+    return markdown.table(header, [_row(line, best, local, notes) for line in lines])
 
 
-def _row(line: Line, lines: Sequence[Line], notes: list[str]) -> list[str]:
+def _row(line: Line, best: Line | None, local: Sequence[Line], notes: list[str]) -> list[str]:
     percents = UNITS[line.metric][0] == "%"
     if line.verdict.reproduced is None:
         if line.verdict.why not in notes:
             notes.append(line.verdict.why)
         verdict = f"none ({notes.index(line.verdict.why) + 1})"
-    elif line.verdict.reproduced:
-        verdict = "**reproduced**"
     else:
-        verdict = f"missed by {line.missed:+.1f}"
-    cells = [line.about, line.published, markdown.spread(line.mean), str(line.mean.seeds), verdict]
+        verdict = "**reproduced**" if line.verdict.reproduced else in_words(line)
+    published = markdown.published(line.published)
+    cells = [line.about, published, markdown.spread(line.mean), str(line.mean.seeds), verdict]
     if percents:
-        best = measured.best([(other.group, other.metric) for other in lines])
         to_best = "–"
-        if best is not None and len(lines) > 1:
-            to_best = "best" if line is lines[best] else _gain(line, line.against(lines[best]))
-        # The first row that is Local's is the paper's; others have other budgets.
-        local = [other for other in lines if other.method == "local"]
-        alone = map(line.against, sorted(local, key=lambda other: not other.counts))
+        if best is not None:
+            to_best = "best" if line is best else _gain(line, line.against(best))
+        alone = map(line.against, local)
         over = "–" if line.method == "local" else _gain(line, next(filter(None, alone), None))
         cells += ["–" if line.worst is None else percent(line.worst), over, to_best]
     rounds, clients, local_work = line.budget
@@ -201,15 +211,6 @@ def figure(lines: Sequence[Line], notes: Sequence[str], measure: Measure) -> str
         name = line.about
         if line.verdict.why in notes:  # which tells it from other records of the same cell
             name += f" ({notes.index(line.verdict.why) + 1})"
-        curves.append(Curve(name, line.curve))
-        published = line.published.split(" ± ")
-        dots.append(
-            Dot(
-                name,
-                line.mean.mean,
-                line.mean.std or 0.0,
-                None if published[0] == "–" else float(published[0]),
-                float(published[1]) if len(published) > 1 else 0.0,
-            )
-        )
+        curves.append(Series(name, line.curve))
+        dots.append(Dot(name, line.mean, line.published))
     return draw_cells(curves, dots, measure.about or measure.metric)

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from hyperfed.runs.experiments import Published
 from hyperfed.runs.statistics import Spread
 
 
@@ -16,6 +17,13 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -
 def spread(value: Spread) -> str:
     """Returns a mean over seeds, with the deviation where there are several."""
     return f"{value.mean:.1f}" if value.std is None else f"{value.mean:.1f} ± {value.std:.1f}"
+
+
+def published(number: Published | None) -> str:
+    """Returns what a paper says, with its spread where it has one, or a dash."""
+    if number is None:
+        return "–"
+    return f"{number.value:g}" + ("" if number.spread is None else f" ± {number.spread:g}")
 
 
 def minutes(summaries: Sequence[Mapping[str, Any]]) -> str:

@@ -14,16 +14,10 @@ from hyperfed.errors import one_line
 from hyperfed.metrics import ACCURACY, Metric, named
 from hyperfed.papers import bound, grids, markdown, measured, owed
 from hyperfed.papers.computed import Computed, read_record
-from hyperfed.papers.lines import budgets, figure, in_words, lines_of, table_of
+from hyperfed.papers.lines import Lines, budgets, figure, in_words, lines_of, table_of
 from hyperfed.papers.measured import UNITS, Cell, Measurement
 from hyperfed.papers.others import compared
-from hyperfed.papers.svg import (
-    Place,
-    Series,
-    draw_along,
-    draw_series,
-    to_svg,
-)
+from hyperfed.papers.svg import Place, Series, draw_along, draw_series, to_svg
 from hyperfed.runs import comparison, learned
 from hyperfed.runs.experiments import Experiment
 from hyperfed.runs.folder import RunRecord
@@ -103,10 +97,11 @@ def of_papers(
         UserError: a record is damaged.
     """
     found, others = measured.collect(folder, experiments)
-    writer = _Writer(folder, found, figures)
-    writer.say(_read(folder / ABOUT) if paper is None else "")
     asked = [each for each in experiments if paper in (None, each.id.split("/")[0])]
-    writer.say("## In short", _overview(found, asked), LEGEND, _owed(folder, found, asked))
+    lines = {each.id: lines_of(found, each) for each in asked}
+    writer = _Writer(folder, found, lines, figures)
+    writer.say(_read(folder / ABOUT) if paper is None else "")
+    writer.say("## In short", _overview(found, lines, asked), LEGEND, _owed(folder, found, asked))
     for name, tables in groupby(asked, key=lambda experiment: experiment.id.split("/")[0]):
         writer.paper(name, list(tables))
         for table in computed:
@@ -130,27 +125,30 @@ def of_methods(folder: Path, experiments: Sequence[Experiment]) -> dict[str, str
     found, _ = measured.collect(folder, experiments)
     rows: dict[str, list[list[str]]] = {}
     for experiment in experiments:
-        for column, part in experiment.columns.items():
-            for measure, told in experiment.measures.items():
-                what = f"{told.about or told.metric} ({UNITS[told.metric][0]})"
-                for line in lines_of(found, experiment, column, measure):
-                    cell = [f"`{experiment.id}` {part.about}: {line.about}; {what}"]
-                    cell += [in_words(line), line.published]
-                    cell += [markdown.spread(line.mean), str(line.mean.seeds)]
-                    rows.setdefault(line.method, []).append(cell)
+        for (column, measure), lines in lines_of(found, experiment).items():
+            part, told = experiment.columns[column], experiment.measures[measure]
+            what = f"{told.about or told.metric} ({UNITS[told.metric][0]})"
+            for line in lines:
+                cell = [f"`{experiment.id}` {part.about}: {line.about}; {what}"]
+                cell += [in_words(line), markdown.published(line.published)]
+                cell += [markdown.spread(line.mean), str(line.mean.seeds)]
+                rows.setdefault(line.method, []).append(cell)
     header = ["cell", "verdict", "published", "measured", "seeds"]
     return {method: markdown.table(header, of, left=2) for method, of in rows.items()}
 
 
-def _overview(found: Mapping[Cell, list[Measurement]], experiments: Sequence[Experiment]) -> str:
+def _overview(
+    found: Mapping[Cell, list[Measurement]],
+    lines: Mapping[str, Lines],
+    experiments: Sequence[Experiment],
+) -> str:
     rows = []
     for experiment in experiments:
         cells = [found[experiment.id, c] for c in experiment.cells if (experiment.id, c) in found]
         judged = [
             line.verdict.reproduced
-            for column in experiment.columns
-            for measure in experiment.measures
-            for line in lines_of(found, experiment, column, measure)
+            for several in lines[experiment.id].values()
+            for line in several
             if line.verdict.reproduced is not None
         ]
         rows.append(
@@ -181,10 +179,16 @@ def _owed(
 class _Writer:
     """Collects the parts of a report."""
 
-    def __init__(self, folder: Path, found: dict[Cell, list[Measurement]], draw: bool) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        found: Mapping[Cell, list[Measurement]],
+        lines: Mapping[str, Lines],
+        draw: bool,
+    ) -> None:
         self.parts: list[str] = []
         self.figures: dict[str, str] = {}
-        self._folder, self._found, self._draw = folder, found, draw
+        self._folder, self._found, self._lines, self._draw = folder, found, lines, draw
 
     def say(self, *parts: str) -> None:
         """Adds parts, but for empty ones."""
@@ -249,8 +253,7 @@ class _Writer:
             )
 
     def _column(self, experiment: Experiment, column: str, measure: str) -> None:
-        lines = list(lines_of(self._found, experiment, column, measure))
-        if not lines:
+        if not (lines := self._lines[experiment.id][column, measure]):
             return
         told = experiment.measures[measure]
         unit = UNITS[told.metric][0]

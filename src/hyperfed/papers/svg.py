@@ -22,19 +22,12 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Curve(Series):
-    """Accuracy in % (y) over what has travelled, in MB (x)."""
-
-
-@dataclass(frozen=True)
 class Dot:
-    """A number of a cell, in %, beside the published one where there is one."""
+    """A number of a cell over seeds, in %, beside the published one where there is one."""
 
     name: str
-    measured: float
-    spread: float
-    published: float | None
-    published_spread: float
+    measured: Spread
+    published: Published | None
 
 
 @dataclass(frozen=True)
@@ -52,13 +45,13 @@ class Place:
     published: Published | None
 
 
-def draw_cells(curves: Sequence[Curve], dots: Sequence[Dot], label: str) -> str:
+def draw_cells(curves: Sequence[Series], dots: Sequence[Dot], label: str) -> str:
     """Draws the cells of a column: accuracy over what travels, and beside what was published.
 
     A curve that never travels is a level line at its last accuracy.
 
     Args:
-        curves: of each cell.
+        curves: of each cell, accuracy in % (y) over what has travelled, in MB (x).
         dots: of each cell.
         label: what the dots are.
 
@@ -78,16 +71,17 @@ def draw_cells(curves: Sequence[Curve], dots: Sequence[Dot], label: str) -> str:
     left.set_xlabel("MB travelled, both ways")
     left.set_ylabel("test accuracy of known clients (%)")
     left.legend(frameon=False, fontsize="x-small")
+    first = next((at for at, dot in enumerate(dots) if dot.published is not None), None)
     for index, dot in enumerate(dots):
         place = len(dots) - 1 - index
         if dot.published is not None:
             right.errorbar(
-                dot.published, place + 0.15, xerr=dot.published_spread, fmt="D", color="0.55",
-                capsize=3, label="published" if index == _first(dots) else None,
+                dot.published.value, place + 0.15, xerr=dot.published.spread or 0.0, fmt="D",
+                color="0.55", capsize=3, label="published" if index == first else None,
             )  # fmt: skip
         right.errorbar(
-            dot.measured, place - 0.15, xerr=dot.spread, fmt="o", color=COLOURS[0], capsize=3,
-            label="measured" if index == 0 else None,
+            dot.measured.mean, place - 0.15, xerr=dot.measured.std or 0.0, fmt="o",
+            color=COLOURS[0], capsize=3, label="measured" if index == 0 else None,
         )  # fmt: skip
     right.set_yticks(range(len(dots)), [dot.name for dot in reversed(dots)], fontsize="small")
     right.set_ylim(-0.6, len(dots) - 0.4)
@@ -157,10 +151,6 @@ def draw_along(lines: Mapping[str, Sequence[Place]], across: str, up: str) -> st
     axes.legend(frameon=False, fontsize="x-small")
     plain(axes, "y")
     return to_svg(figure)
-
-
-def _first(dots: Sequence[Dot]) -> int:
-    return next(index for index, dot in enumerate(dots) if dot.published is not None)
 
 
 def to_svg(figure: "Figure") -> str:
