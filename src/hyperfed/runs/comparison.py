@@ -201,15 +201,22 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     return found + [_further(own) for own in judged.values() if any(row.more for row in own)]
 
 
+def new_table(*numbers: str) -> Table:
+    """Returns a table without rows, of methods and what such columns say of each in numbers."""
+    # Two-line headers and narrow gaps: it is to fit into 80 columns.
+    shown = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=True)
+    shown.title_justify, shown.title_style = "left", ""
+    shown.add_column("\nmethod")
+    for column in numbers:
+        shown.add_column(column, justify="right")
+    return shown
+
+
 def _further(rows: Sequence[Row]) -> Table:
     """Returns the metrics beside the one that runs are judged by."""
-    shown = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=True)
-    shown.add_column("\nmethod")
     names = list(dict.fromkeys(name for row in rows for name in row.more))
     metrics = [named(name) for name in names]
-    for metric in metrics:
-        for split in ("test", "novel"):
-            shown.add_column(f"{split}\n{metric.header}", justify="right")
+    shown = new_table(*(f"{split}\n{it.header}" for it in metrics for split in ("test", "novel")))
     for row in rows:
         pairs = (row.more.get(name, (None, None)) for name in names)
         cells = [
@@ -226,13 +233,9 @@ def table(rows: Sequence[Row]) -> Table:
 
     Above it stands how far apart clients are by their labels, where that is the same for all rows.
     """
-    # Two-line headers and narrow gaps: it is to fit into 80 columns.
-    shown = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=True)
-    shown.title_justify, shown.title_style = "left", ""
     metric = metric_of(rows)
     unit = metric.short
-    shown.add_column("\nmethod")
-    for column in (
+    shown = new_table(
         "\nrounds",
         "best\nround",
         f"val\n{unit}",
@@ -243,8 +246,7 @@ def table(rows: Sequence[Row]) -> Table:
         "MB\ndown",
         "MB\nup",
         "\nseconds",
-    ):
-        shown.add_column(column, justify="right")
+    )
     for row in rows:
         shown.add_row(
             row.label,

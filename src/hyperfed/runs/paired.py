@@ -19,6 +19,7 @@ from hyperfed.runs.comparison import (
     grouped,
     metric_of,
     most_alike,
+    new_table,
     percent,
 )
 from hyperfed.runs.drawing import COLOURS, MARKERS, check_ending, new_figure, plain, save
@@ -176,18 +177,15 @@ def told_of(metric: Metric) -> str:
 
 
 def _table(pairs: Sequence[Paired]) -> Table:
-    shown = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=True)
     metric = pairs[0].metric
     gain = "points" if metric.percents else f"{metric.label} gain"
     joined = any(one.novel_to_best is not None for one in pairs)
-    for column in (
-        "\nmethod",
+    shown = new_table(
         f"{gain} to\nthe best",
         *(["of who joined\nafterwards"] if joined else []),
         f"{gain}\nover local",
         "clients that\ngain over it %",
-    ):
-        shown.add_column(column, justify="left" if "method" in column else "right")
+    )
     for one in pairs:
         local, best = one.over_local, one.label == one.best
         shown.add_row(

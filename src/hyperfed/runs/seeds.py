@@ -10,7 +10,7 @@ from rich.table import Table
 
 from hyperfed.errors import UserError
 from hyperfed.metrics import Metric
-from hyperfed.runs.comparison import KEYS, Row, grouped, megabytes
+from hyperfed.runs.comparison import KEYS, Row, grouped, megabytes, new_table
 from hyperfed.runs.measures import Number
 from hyperfed.runs.statistics import Spread, by_seed, spread
 
@@ -128,11 +128,8 @@ def tables(groups: Sequence[OverSeeds]) -> list[Table]:
 
 
 def _table(groups: Sequence[OverSeeds], metric: Metric) -> Table:
-    shown = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=True)
-    shown.title, shown.title_justify, shown.title_style = "mean ± sd over seeds", "left", ""
-    shown.add_column("\nmethod")
     unit = metric.short
-    for column in (
+    shown = new_table(
         "\nseeds",
         f"val\n{unit}",
         f"test\n{unit}",
@@ -141,8 +138,8 @@ def _table(groups: Sequence[OverSeeds], metric: Metric) -> Table:
         "MB\ndown",
         "MB\nup",
         "\nseconds",
-    ):
-        shown.add_column(column, justify="right")
+    )
+    shown.title = "mean ± sd over seeds"
     for one in groups:
         shown.add_row(
             one.group,
