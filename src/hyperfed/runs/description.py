@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -12,7 +12,7 @@ from hyperfed.data.own import Task
 from hyperfed.engines import EngineConfig
 from hyperfed.errors import UserError
 from hyperfed.runs.run import Run
-from hyperfed.runs.settings import RunConfig
+from hyperfed.runs.settings import RunConfig, one_step
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,13 @@ def describe(config: RunConfig, task: Task | None = None) -> Description:
             "a run to describe must be of data that are here, got engine=flower, whose sites keep "
             "theirs; leave the engine out"
         )
-    once = {"local_steps": 1, "local_epochs": None}
-    known = {field.name for field in fields(config.settings)}
-    settings = replace(config.settings, **{key: once[key] for key in once.keys() & known})
     more = config.rounds + 1  # so that the first round is neither the last nor evaluated
     tried = replace(
-        config, settings=settings, engine=EngineConfig("loop"), rounds=more, evaluate_every=more
+        config,
+        settings=one_step(config.settings),
+        engine=EngineConfig("loop"),
+        rounds=more,
+        evaluate_every=more,
     )
     with closing(Run(tried, task)) as run:
         learned = {name: part for name, part in vars(run.server).items() if _is_learned(part)}

@@ -8,7 +8,7 @@ any client's data, in exchange for any others; no theorem on sampling that we kn
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -22,7 +22,7 @@ from hyperfed.engines.updates import PrivateUpdates, without_negative_variances
 from hyperfed.errors import UserError
 from hyperfed.federation import AllLostError, Server
 from hyperfed.privacy import Ledger
-from hyperfed.runs.settings import RunConfig, cohort_size
+from hyperfed.runs.settings import RunConfig, cohort_size, one_step
 from hyperfed.system.randomness import generator, seeded
 from hyperfed.task import Task
 from hyperfed.trees import Tree
@@ -80,9 +80,7 @@ def answers_of(config: RunConfig, task: Task, method: ModuleType) -> Answers:
         UserError: an answer is no update.
     """
     task = made_up(task)
-    few = {"local_steps": 1, "local_epochs": None}
-    known = {field.name for field in fields(config.settings)}
-    settings = replace(config.settings, **{key: few[key] for key in few.keys() & known})
+    settings = one_step(config.settings)
     wanted = config.privacy
     free = PrivateUpdates(wanted.where, wanted.bound, 1.0, float("inf"), wanted.delta)
     engine = LoopEngine(task, method.Client, settings, seed=config.seed, private=free)

@@ -196,6 +196,12 @@ class RunConfig:
         return self.engine.name == "ray" or is_here(self.device)
 
 
+def one_step(settings: Any) -> Any:
+    """Returns a method's settings with one local step, for a round that is tried out."""
+    once = {"local_steps": 1, "local_epochs": None}
+    return replace(settings, **{key: once[key] for key in once.keys() & vars(settings).keys()})
+
+
 def cohort_size(cohort: int | float, known: int) -> int:
     """Returns how many of the ``known`` clients a round has; a number above all means all."""
     if isinstance(cohort, int):
