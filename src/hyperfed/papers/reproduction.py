@@ -17,7 +17,6 @@ from itertools import count
 from os.path import relpath
 from pathlib import Path
 from time import monotonic
-from types import FrameType
 
 from hyperfed.errors import UserError
 from hyperfed.papers import agreement, bound, measured, origin
@@ -319,32 +318,28 @@ def carry_out(job: Job, tell: Tell) -> None:
 
 
 class _Stopping:
-    """Has signals stop a run, also one that is not there yet."""
+    """Has signals stop a run, also one that is not there yet.
+
+    Attributes:
+        asked: whether it is to stop.
+    """
 
     def __init__(self) -> None:
-        self._asked = False
+        self.asked = False
         self._run: Run | None = None
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._ask)
-
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        self.ask()
+            signal.signal(number, lambda *_: self.ask())
 
     def ask(self) -> None:
         """Stops the run, or the one that comes."""
-        self._asked = True
+        self.asked = True
         if self._run is not None:
             self._run.stop()
-
-    @property
-    def asked(self) -> bool:
-        """Whether a signal has asked to stop."""
-        return self._asked
 
     def watch(self, run: Run) -> None:
         """From now on it is this run that is stopped."""
         self._run = run
-        if self._asked:
+        if self.asked:
             run.stop()
 
 

@@ -30,13 +30,11 @@ class Outcome:
     """What became of jobs.
 
     Attributes:
-        done: their records are there.
         stopped: they can be gone on with.
         failed: job and why.
         ours: whether one of these is our fault, and not the input's.
     """
 
-    done: list[Job] = field(default_factory=list)
     stopped: list[Job] = field(default_factory=list)
     failed: list[tuple[Job, str]] = field(default_factory=list)
     ours: bool = False
@@ -148,8 +146,6 @@ class _Team:
         elif end is None:
             end = ("failed", f"its process ended with {worker.process.exitcode}", True)
         match end:
-            case ("done",):
-                self.outcome.done.append(worker.job)
             case ("stopped",):
                 self.outcome.stopped.append(worker.job)
             case ("failed", str(why), ours):

@@ -378,7 +378,10 @@ class Served:
             task = with_samples(task, samples, config.seed)
         other = Served(config, task)
         ours, theirs = (each._new_server().state(optimizers=False) for each in (self, other))
-        kept, needed = (_keeps_models(each.config) for each in (self, other))
+        # Whether clients remember what they trained, and must.
+        kept, needed = (
+            getattr(each.config.settings, "keeps_models", False) for each in (self, other)
+        )
         if trees.structure(ours) != trees.structure(theirs) or (needed and not kept):
             raise UserError(
                 f"settings for serving must not change what was trained, but {', '.join(overrides)}"
@@ -596,12 +599,6 @@ def _measured(config: RunConfig, task: Task) -> tuple[str, ...]:
             )
     always = ("r2",) if regression and not at_sites else ()
     return (*always, *(name for name in dict.fromkeys(config.metrics) if name not in always))
-
-
-def _keeps_models(config: RunConfig) -> bool:
-    """Whether clients remember what they trained, which serving by such settings needs."""
-    keeps: bool = getattr(config.settings, "keeps_models", False)
-    return keeps
 
 
 def _from_pickle(

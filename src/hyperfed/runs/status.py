@@ -172,7 +172,7 @@ class Reporter:
             time=datetime.now(UTC),
             round=run.round,
             rounds=run.config.rounds,
-            sites=_sites(run.engine),
+            sites=Sites(*run.engine.answering) if isinstance(run.engine, FlowerEngine) else None,
             lost=len(self._lost),
             reasons={name_of(it.client): one_line(it.reason) for it in self._lost[:TOLD]},
             bytes_down=run.bytes["down"],
@@ -183,12 +183,6 @@ class Reporter:
             seconds_left=None if each is None else each * (run.config.rounds - run.round),
             patience=max(PATIENCE, MESSAGES * run.config.engine.timeout, 3 * self._longest),
         )
-
-
-def _sites(engine: Any) -> Sites | None:
-    if not isinstance(engine, FlowerEngine):
-        return None
-    return Sites(*engine.answering)
 
 
 def _spent(run: Served) -> float | None:
