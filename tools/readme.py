@@ -22,8 +22,8 @@ from hyperfed.errors import UserError
 from hyperfed.methods import METHODS
 from hyperfed.papers.agreement import read_run
 from hyperfed.runs.budgets import budget_of, within
-from hyperfed.runs.comparison import FinishedRun
 from hyperfed.runs.folder import RunRecord
+from hyperfed.runs.records import FinishedRun
 
 README = Path(__file__).parents[1] / "README.md"
 DOCS = README.parent / "docs"

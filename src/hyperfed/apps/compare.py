@@ -19,9 +19,10 @@ from hyperfed.runs import (
     seeds,
     table_file,
 )
-from hyperfed.runs.comparison import FinishedRun, Row
+from hyperfed.runs.comparison import Row
 from hyperfed.runs.folder import RunRecord, find_runs
 from hyperfed.runs.paired import Paired
+from hyperfed.runs.records import FinishedRun
 
 
 def compare(

@@ -19,9 +19,9 @@ from hyperfed.data import tasks
 from hyperfed.errors import EngineLostError, UserError, one_line
 from hyperfed.methods import METHODS
 from hyperfed.runs import comparison, config, experiments, seeds
-from hyperfed.runs.comparison import FinishedRun
 from hyperfed.runs.folder import read_run
 from hyperfed.runs.progress import following, watch
+from hyperfed.runs.records import FinishedRun
 from hyperfed.runs.run import Run
 from hyperfed.runs.settings import RunConfig
 from hyperfed.system.signals import handled

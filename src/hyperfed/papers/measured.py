@@ -217,9 +217,8 @@ def flat(settings: RunConfig | Mapping[str, Any]) -> dict[str, str]:
     left out have it, and what methods did with momentum before one could say. Where nothing is
     private or masked, no more is told of that.
     """
-    nested = settings if isinstance(settings, Mapping) else config.to_dict(settings)
-    told = {}
-    for key, value in _flat(nested):
+    nested, told = config.to_dict(settings), {}
+    for key, value in config.flat(nested).items():
         if key != "seed" and not key.startswith(CHANGE_NO_NUMBER):
             here = Path(value).name if key == "task.partition_file" and value else value
             told[key] = literal(here)
@@ -244,8 +243,8 @@ def differing(
     of none says nothing.
     """
     own = flat(settings)
-    nested = settings if isinstance(settings, Mapping) else config.to_dict(settings)
-    usual = _defaults(method) if (method := _method(nested)) in METHODS else {}
+    method = _method(config.to_dict(settings))
+    usual = _defaults(method) if method in METHODS else {}
     found = {}
     for key, value in wanted.items():
         if own.get(key, usual.get(key, value)) != value:
@@ -261,14 +260,6 @@ def _defaults(method: str) -> Mapping[str, str]:
 
 def _method(nested: Mapping[str, Any]) -> str:
     return str(nested.get("method", {}).get("name"))
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    for key, value in settings.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
 
 
 def alike(measurements: Iterable[Measurement]) -> list[list[Measurement]]:

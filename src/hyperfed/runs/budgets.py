@@ -14,11 +14,10 @@ import torch
 
 from hyperfed.errors import UserError
 from hyperfed.metrics import ACCURACY, RMSE
-from hyperfed.runs.comparison import FinishedRun
 from hyperfed.runs.config import to_dict
 from hyperfed.runs.evaluation import is_better
 from hyperfed.runs.numbers import numbers
-from hyperfed.runs.records import Evaluation, deciding
+from hyperfed.runs.records import Evaluation, FinishedRun, deciding
 from hyperfed.runs.settings import RobustConfig, RunConfig, cohort_size
 from hyperfed.trees import Tree
 
@@ -149,7 +148,7 @@ def _best_round(
     run: FinishedRun, kept: Sequence[Evaluation], tested: Mapping[int, Evaluation]
 ) -> int:
     """Returns the best round as the run would have chosen it; without validation data the last."""
-    config = run.config if isinstance(run.config, Mapping) else to_dict(run.config)
+    config = to_dict(run.config)
     best, robust = config.get("best", "accuracy"), config.get("robust", {})
     mean = robust.get("aggregation", "mean") == "mean"
     hostile = None if mean else robust.get("hostile", RobustConfig().hostile)

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 from rich.table import Table
@@ -14,7 +14,7 @@ from hyperfed.methods import METHODS
 from hyperfed.metrics import ACCURACY, METRICS, Metric, named
 from hyperfed.runs.config import flat, to_dict
 from hyperfed.runs.measures import Number
-from hyperfed.runs.records import Evaluation, deciding
+from hyperfed.runs.records import FinishedRun, deciding
 from hyperfed.runs.settings import RunConfig
 from hyperfed.runs.statistics import Difference
 
@@ -35,22 +35,6 @@ KEPT_MOMENTUM = ("local", "fml", "pfedhn_pc")
 
 PERSONAL = 0.01
 """By which part of the metric a client's own model must be better than another client's."""
-
-
-class FinishedRun(Protocol):
-    """What a report needs: a :class:`hyperfed.runs.run.Run` that is done, or its record on disk."""
-
-    @property
-    def config(self) -> RunConfig | Mapping[str, Any]:
-        """All settings; of a record, nested as in its file."""
-
-    @property
-    def evaluations(self) -> Sequence[Evaluation]:
-        """In the order of the run."""
-
-    @property
-    def summary(self) -> Mapping[str, Any] | None:
-        """The final numbers."""
 
 
 @dataclass(frozen=True)
@@ -379,7 +363,7 @@ def _differ(one: Mapping[str, Any], other: Mapping[str, Any], key: str) -> bool:
 
 def settings_of(run: FinishedRun) -> dict[str, Any]:
     """Returns {dotted key: value} of a run's settings, but for those that change no number."""
-    return _of_numbers(run.config if isinstance(run.config, Mapping) else to_dict(run.config))
+    return _of_numbers(to_dict(run.config))
 
 
 def _of_numbers(nested: Mapping[str, Any]) -> dict[str, Any]:

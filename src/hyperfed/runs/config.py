@@ -108,8 +108,13 @@ def known_keys(method: str, *, methods: Mapping[str, Any] = METHODS) -> list[str
     return [shown(key) for key in _known(methods[method].Config)]
 
 
-def to_dict(config: RunConfig) -> dict[str, Any]:
-    """Returns all settings as nested dicts of plain values, with the keys that users write."""
+def to_dict(config: RunConfig | Mapping[str, Any]) -> dict[str, Any]:
+    """Returns all settings as nested dicts of plain values, with the keys that users write.
+
+    Those of a record are such already.
+    """
+    if isinstance(config, Mapping):
+        return dict(config)
     plain = TypeAdapter(RunConfig).dump_python(config, mode="json")
     settings = plain.pop("settings")
     if config.task.source == "python":  # of which the other settings say nothing

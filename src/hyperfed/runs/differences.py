@@ -5,7 +5,8 @@ from typing import Any
 
 from rich.table import Table
 
-from hyperfed.runs.comparison import FinishedRun, Row, grouped, settings_of
+from hyperfed.runs.comparison import Row, grouped, settings_of
+from hyperfed.runs.records import FinishedRun
 
 NAMED = 6
 """Runs with the most frequent value that are named in a table; more are the others."""

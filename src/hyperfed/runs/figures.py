@@ -8,8 +8,9 @@ import numpy as np
 
 from hyperfed.errors import UserError
 from hyperfed.runs.budgets import AXES, axis_of
-from hyperfed.runs.comparison import FinishedRun, Row, compare, metric_of
+from hyperfed.runs.comparison import Row, compare, metric_of
 from hyperfed.runs.drawing import COLOURS, check_ending, look, new_figure, save
+from hyperfed.runs.records import FinishedRun
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -15,11 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hyperfed.errors import UserError
-from hyperfed.runs.comparison import FinishedRun
 from hyperfed.runs.config import to_dict
 from hyperfed.runs.drawing import look, new_figure, plain
-from hyperfed.runs.records import Evaluation
-from hyperfed.runs.settings import RunConfig
+from hyperfed.runs.records import Evaluation, FinishedRun
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -314,8 +312,7 @@ def draw_gap(runs: Mapping[str, Sequence[FinishedRun]]) -> "Figure":
 
 def _alpha_of(run: FinishedRun) -> object:
     """Returns the Dirichlet concentration of the novel clients of a run, or None."""
-    task = to_dict(run.config)["task"] if isinstance(run.config, RunConfig) else run.config["task"]
-    return task.get("novel_alpha")
+    return to_dict(run.config)["task"].get("novel_alpha")
 
 
 def draw_correlation(runs: Mapping[str, Sequence[FinishedRun]]) -> "Figure":

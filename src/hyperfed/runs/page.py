@@ -8,17 +8,11 @@ from typing import Any
 
 from hyperfed.metrics import Metric, named
 from hyperfed.runs.budgets import AXES
-from hyperfed.runs.comparison import (
-    TESTED,
-    FinishedRun,
-    compare,
-    metric_of,
-    saw_the_same,
-    without,
-)
+from hyperfed.runs.comparison import TESTED, compare, metric_of, saw_the_same, without
 from hyperfed.runs.differences import differences
 from hyperfed.runs.figures import curve, of_clients
 from hyperfed.runs.measures import Number
+from hyperfed.runs.records import FinishedRun
 from hyperfed.system.files import atomic_write
 
 

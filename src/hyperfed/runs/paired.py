@@ -12,7 +12,6 @@ from hyperfed.errors import UserError
 from hyperfed.metrics import Metric
 from hyperfed.runs import statistics
 from hyperfed.runs.comparison import (
-    FinishedRun,
     Row,
     compare,
     difference,
@@ -24,6 +23,7 @@ from hyperfed.runs.comparison import (
 )
 from hyperfed.runs.drawing import COLOURS, MARKERS, check_ending, new_figure, plain, save
 from hyperfed.runs.measures import Number
+from hyperfed.runs.records import FinishedRun
 from hyperfed.runs.statistics import Difference, Scores
 
 

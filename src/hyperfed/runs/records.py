@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 from pydantic import TypeAdapter
 from torch import Tensor
@@ -20,6 +20,7 @@ from hyperfed.runs.measures import (
     weighted_mean,
     worst_decile,
 )
+from hyperfed.runs.settings import RunConfig
 from hyperfed.trees import Tree, tree_map
 
 REHEARSAL = "rehearsal"
@@ -150,6 +151,22 @@ class Evaluation:
     def evaluated(self) -> str:
         """How many clients there are numbers of, in words."""
         return f"{len(self.clients) - len(self.missed)} of {len(self.clients)}"
+
+
+class FinishedRun(Protocol):
+    """What a report needs: a :class:`hyperfed.runs.run.Run` that is done, or its record on disk."""
+
+    @property
+    def config(self) -> RunConfig | Mapping[str, Any]:
+        """All settings; of a record, nested as in its file."""
+
+    @property
+    def evaluations(self) -> Sequence[Evaluation]:
+        """In the order of the run."""
+
+    @property
+    def summary(self) -> Mapping[str, Any] | None:
+        """The final numbers."""
 
 
 _EVALUATION = TypeAdapter(Evaluation)

@@ -5,11 +5,11 @@ import statistics
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 from hyperfed.metrics import ACCURACY, Metric
 from hyperfed.runs.measures import Number, worst_decile
-from hyperfed.runs.records import Evaluation
+from hyperfed.runs.records import FinishedRun
 
 CONFIDENCE = 0.95
 """Of every interval."""
@@ -102,18 +102,6 @@ class Difference:
         return "here" if _has_zero(self.seeds_low, self.seeds_high) else ""
 
 
-class Measured(Protocol):
-    """A run that is done, or its record."""
-
-    @property
-    def evaluations(self) -> Sequence[Evaluation]:
-        """In the order of the run."""
-
-    @property
-    def summary(self) -> Mapping[str, Any] | None:
-        """The final numbers."""
-
-
 def spread(values: Sequence[float]) -> Spread:
     """Returns mean and deviation of a number, one value for each seed, at least one."""
     std = statistics.stdev(values) if len(values) > 1 else None
@@ -153,7 +141,7 @@ def best(methods: Sequence[Mapping[Seed, float]], metric: Metric) -> int | None:
     return max(least, key=lambda place: least[place], default=None)
 
 
-def scores(run: Measured, split: str = "test") -> Scores:
+def scores(run: FinishedRun, split: str = "test") -> Scores:
     """Returns each client's metric, at the best validation round; of novel clients, the last."""
     summary = run.summary or {}
     best = summary.get("best_round")
