@@ -1,5 +1,6 @@
 """Your own arrays as examples: every problem found, then all reported together."""
 
+import unicodedata
 import zlib
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -146,8 +147,8 @@ def label_numbers(
     counted = integers and values.dtype.kind in "iu"
     if not labels or values.ndim != 1 or not (values.dtype == bool or counted or is_text(values)):
         return y
-    number = {label: place for place, label in enumerate(labels)}
-    words = [str(value) for value in values]
+    number = {_composed(label): place for place, label in enumerate(labels)}
+    words = [_composed(str(value)) for value in values]
     if strange := [row for row, word in enumerate(words) if word not in number]:
         # Whoever numbers labels may do so in another order than they are numbered in here.
         problems.append(
@@ -170,7 +171,39 @@ def words_in_order(y: Any, labels: Sequence[str], problems: list[str]) -> tuple[
     if len(set(labels)) < len(labels):
         twice = next(label for label in labels if list(labels).count(label) > 1)
         problems.append(f"labels must be named once each, got {twice!r} twice; remove one")
+    check_names("labels", labels, problems)
     return targets(label_numbers(y, labels, problems), len(labels), problems)
+
+
+def check_names(what: str, names: Iterable[str], problems: list[str]) -> None:
+    """Tells of different names that read the same, and of one that no file can hold.
+
+    An accented letter is one character, or the letter and an accent beside it (Unicode's NFC and
+    NFD): systems write folders, and programs words, in one way or the other.
+
+    Args:
+        what: is called so.
+        names: each once.
+        problems: what must hold and does not is appended here.
+    """
+    known: dict[str, str] = {}
+    for name in names:
+        if any("\ud800" <= letter <= "\udfff" for letter in name):
+            problems.append(
+                f"{what} must be called by whole characters, got {name[:100]!a}; rename it"
+            )
+        other = known.setdefault(_composed(name), name)
+        if other != name:
+            problems.append(
+                f"{what} must have names that read differently, got {other!a} and {name!a}, which "
+                "are one name written in two ways; write it in one, as "
+                "unicodedata.normalize('NFC', name) does"
+            )
+
+
+def _composed(name: str) -> str:
+    """Returns a name with each accented letter as one character, however it was written."""
+    return unicodedata.normalize("NFC", name)
 
 
 def parts_named(splits: Mapping[str, Any]) -> npt.NDArray[Any]:
@@ -238,6 +271,7 @@ def named(client: Iterable[Hashable] | Any, problems: list[str]) -> tuple[Tensor
             f"clients must have names of their own, but two different ids read {twice!r}; convert "
             "all ids to one type"
         )
+    check_names("clients", names, problems)
     return torch.tensor([number[identity] for identity in ids], dtype=torch.int64), names
 
 

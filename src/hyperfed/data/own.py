@@ -101,6 +101,7 @@ def from_arrays(
         y, classes = _by_name(y, labels, classes, problems), len(labels)
     else:
         y, labels = _numbered(y, problems)
+    arrays.check_names("labels", labels, problems)
     counted = classes is None
     targets, classes = arrays.targets(y, classes, problems)
     numbered = not counted or arrays.check_numbering(targets, problems)

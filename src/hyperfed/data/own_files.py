@@ -97,6 +97,7 @@ def of_table(
     numbers, labels = rows.y, tuple(named)
     if not named:
         numbers, labels = tables.numbered(rows.y, numbers=rows.classes is not None)
+    arrays.check_names("labels", labels, problems)
     y, classes = arrays.targets(numbers, len(labels) or rows.classes, problems)
     names: tuple[str, ...] = ()
     client = part = None
@@ -197,6 +198,8 @@ def _images(
         ids, number = np.unique(people, return_inverse=True)
         client, names = torch.from_numpy(number), tuple(str(identity) for identity in ids)
     problems: list[str] = []
+    for what, called in (("clients", names), ("labels", labels)):
+        arrays.check_names(what, called, problems)
     words = part = None
     if (split := columns.split or "split") in features:
         words = readers.column_of(splits, split)

@@ -209,6 +209,7 @@ def _targets(
     """Returns (N,) labels or floats, the number of labels, and the names of words."""
     y, classes = held["y"], _classes(held.get("classes"), problems)
     names = tuple(held.get("names", ()))
+    arrays.check_names("labels", names, problems)
     if names:  # numbered by this site's own list of them
         numbers, known = arrays.targets(y, len(names), problems)
         if not labels or problems:  # sites are compared by the names
