@@ -61,6 +61,7 @@ def test_a_task_stays_as_it_is_where_its_data_are_changed_afterwards(tmp_path: P
         (torch.tensor(X).to_sparse(), r"must be dense, got torch.sparse_coo; pass x\.to_dense"),
         (np.full((N, 4), 2**63, np.uint64), "integers below 2.*63, got 9223372036854775808"),
         (np.zeros((N, 8, 8, 4), np.uint8), r"channels before height and width, got shape"),
+        (np.zeros((N, 8, 8, 2), np.uint8), r"channels before height and width, got shape"),
     ],
 )
 def test_what_cannot_be_taken_for_examples_is_refused(x: Any, told: str) -> None:
@@ -68,8 +69,9 @@ def test_what_cannot_be_taken_for_examples_is_refused(x: Any, told: str) -> None
         task_of(x)
 
 
-def test_images_of_four_channels_are_images() -> None:
-    images = np.arange(N * 4 * 8 * 4).astype(np.uint8).reshape(N, 4, 8, 4)
+@pytest.mark.parametrize("width", [2, 4])
+def test_images_of_four_channels_are_images(width: int) -> None:
+    images = np.arange(N * 4 * 8 * width).astype(np.uint8).reshape(N, 4, 8, width)
     assert task_of(images).x.tolist() == images.tolist()
 
 

@@ -67,8 +67,8 @@ def features(x: Any, problems: list[str]) -> Tensor:
 
 
 def _are_channels_last(first: int, _: int, last: int) -> bool:
-    """Whether images are (H, W, C), by their shape; of four channels where they are RGBA."""
-    return (last in (1, 3) and first not in (1, 3)) or (last == 4 and first > 4)
+    """Whether images are (H, W, C), by their shape; with an alpha channel where C is 2 or 4."""
+    return (last in (1, 3) and first not in (1, 3)) or (last in (2, 4) and first > 4)
 
 
 def targets(y: Any, classes: int | None, problems: list[str]) -> tuple[Tensor, int]:
