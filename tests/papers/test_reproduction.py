@@ -248,8 +248,9 @@ def test_what_is_wrong_is_told_before_anything_is_written(folder: Path) -> None:
     for scale in (0.0, 1.5):
         with pytest.raises(UserError, match="--scale must be a part of the rounds"):
             planned(folder, scale=scale)
-    with pytest.raises(UserError, match="--seeds must be at least 1, came 0"):
-        planned(folder, seeds=0)
+    for seeds in (0, 10**12):
+        with pytest.raises(UserError, match=f"--seeds must be from 1 to 1000, came {seeds}"):
+            planned(folder, seeds=seeds)
     (job,) = planned(folder, "like-itpfl")
     job.folder.mkdir(parents=True)
     config.dump(dataclasses.replace(job.config, rounds=7), job.folder / "config.toml")

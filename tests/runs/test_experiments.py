@@ -148,3 +148,6 @@ def test_all_that_is_wrong_with_a_table_is_told_at_once(table: Path) -> None:
     table.write_text(TABLE.replace("judged", "judgd"))
     with pytest.raises(UserError, match=r"rows\.other\.judgd: "):
         experiments.read(table)
+    table.write_text(TABLE.replace("set.rounds = 3", "seeds = 1000000000"))
+    with pytest.raises(UserError, match=r"table\.seeds: Input should be less than or equal"):
+        experiments.read(table)

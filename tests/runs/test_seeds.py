@@ -49,6 +49,17 @@ def test_a_range_is_a_run_for_each_seed_and_anything_else_one_run():
         asked_for(["seed=2..1"])
 
 
+def test_more_seeds_than_anybody_trains_are_refused_before_they_are_listed():
+    assert len(asked_for(["seed=1..1000"])) == 1000
+    with pytest.raises(UserError, match=r"must be 1000 at most, .* got seed=0\.\.1000, 1001;"):
+        asked_for(["seed=0..1000"])
+    with pytest.raises(UserError, match=r"must be 1000 at most"):
+        asked_for(["seed=0..999999999999999999"])
+    (settings,) = asked_for([f"seed=0..{'9' * 5000}"])
+    with pytest.raises(UserError, match="seed: must be a valid integer"):
+        load("fedavg", settings)
+
+
 @pytest.mark.parametrize(
     ("settings", "seeds"),
     [

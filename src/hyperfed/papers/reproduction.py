@@ -146,8 +146,8 @@ def plan(
     """
     if not 0 < scale <= 1:
         raise UserError(f"--scale must be a part of the rounds, above 0 to 1, came {scale:g}")
-    if seeds < 1:
-        raise UserError(f"--seeds must be at least 1, came {seeds}")
+    if not 1 <= seeds <= experiments.MOST_SEEDS:
+        raise UserError(f"--seeds must be from 1 to {experiments.MOST_SEEDS}, came {seeds}")
     for setting in where:
         if not WHERE.fullmatch(setting):
             raise UserError(

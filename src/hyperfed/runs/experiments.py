@@ -70,6 +70,9 @@ _STRICT = ConfigDict(extra="forbid")
 MOST_NAMED = 12
 """Cells that a message names, at most."""
 
+MOST_SEEDS = 1000
+"""Of one command or table: each is a training, and all are listed before the first begins."""
+
 
 @dataclass(frozen=True)
 class Published:
@@ -152,7 +155,7 @@ class About:
 
     paper: str
     title: str
-    seeds: PositiveInt = 3
+    seeds: Annotated[PositiveInt, Field(le=MOST_SEEDS)] = 3
     spread: str = ""
     remarks: tuple[str, ...] = ()
     figures: tuple[FigureName, ...] = ()

@@ -11,10 +11,11 @@ from rich.table import Table
 from hyperfed.errors import UserError
 from hyperfed.metrics import Metric
 from hyperfed.runs.comparison import KEYS, Row, grouped, megabytes, new_table
+from hyperfed.runs.experiments import MOST_SEEDS
 from hyperfed.runs.measures import Number
 from hyperfed.runs.statistics import Spread, by_seed, spread
 
-RANGE = re.compile(r"\s*seed\s*=\s*(\d+)\.\.(\d+)\s*")
+RANGE = re.compile(r"\s*seed\s*=\s*(\d{1,18})\.\.(\d{1,18})\s*")
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def asked_for(settings: Sequence[str]) -> list[list[str]]:
     Of several seeds or ranges the last counts, as of every key that is given twice.
 
     Raises:
-        UserError: a range that ends before it begins.
+        UserError: a range that ends before it begins, or of more than :data:`MOST_SEEDS`.
     """
     of_seed = [setting for setting in settings if _is_seed(setting)]
     match = RANGE.fullmatch(of_seed[-1]) if of_seed else None
@@ -79,6 +80,11 @@ def asked_for(settings: Sequence[str]) -> list[list[str]]:
         raise UserError(
             f"several seeds must be written from the smallest to the largest, got seed="
             f"{first}..{last}; write seed={last}..{first}"
+        )
+    if last - first >= MOST_SEEDS:
+        raise UserError(
+            f"several seeds must be {MOST_SEEDS} at most, each of which is a training, got seed="
+            f"{first}..{last}, {last - first + 1}; train fewer"
         )
     others = [setting for setting in settings if not _is_seed(setting)]
     return [[*others, f"seed={seed}"] for seed in range(first, last + 1)]
