@@ -56,6 +56,31 @@ def test_labels_of_a_csv_file_are_numbers_where_these_say_all_of_them(
     assert examples.y[: len(first)].tolist() == pytest.approx(first)
 
 
+@pytest.mark.parametrize("nothing", ["NA", "nan", "None"])
+@pytest.mark.parametrize("column", ["age", "label"])
+def test_what_stands_for_no_number_among_numbers_is_told(
+    tmp_path: Path, column: str, nothing: str
+) -> None:
+    numbers = [nothing if row == 5 else str(row + 0.5) for row in range(N)]
+    path = saved(table(height=None, **{column: numbers}), tmp_path / "mine.csv")
+    with pytest.raises(UserError, match=rf"'{column}' must be finite, .* the first is row 5"):
+        datasets.load(path)
+    words = table(height=None, label=["a", nothing] * (N // 2))
+    assert set(datasets.load(saved(words, tmp_path / "b.csv")).labels) == {"a", nothing}
+
+
+@pytest.mark.parametrize("ending", ["", ","])
+def test_cells_belong_to_the_names_above_them(tmp_path: Path, ending: str) -> None:
+    rows = [f"c{row % 2},{row % 3},{row}" for row in range(N)]
+    path = tmp_path / "mine.csv"
+    path.write_text("\n".join(["client,label,age", *(f"{row}{ending}" for row in rows), ""]))
+    found = datasets.load(str(path))
+    assert (found.names, found.x.flatten().tolist()) == (("c0", "c1"), [*range(N)])
+    path.write_text("\n".join(["label,age", *rows, ""]))  # as R writes it, with names of rows
+    with pytest.raises(UserError, match=r"a name for each cell of a row, got 2 above longer rows"):
+        datasets.load(str(path))
+
+
 @pytest.mark.usefixtures("cached")
 def test_ids_of_csv_files_in_a_folder_are_as_they_are_written(tmp_path: Path) -> None:
     ids, labels = ["01", "1", "NA"] * 8, ["010", "10"] * 12

@@ -18,6 +18,7 @@ Rows are counted from 0, the first below a file's column names.
 """
 
 import re
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -45,6 +46,9 @@ NOTHING = np.zeros(0)
 _INTEGER = r"\s*[+-]?(0|[1-9]\d*)\s*"
 _NUMBER = r"\s*[+-]?((0|[1-9]\d*)(\.\d*)?|\.\d+|inf)([eE][+-]?\d+)?\s*"
 """What is written as one, without zeros before it."""
+
+_NO_NUMBER = ("NA", "N/A", "#N/A", "NaN", "nan", "NULL", "null", "None", "none", "?", "-")
+"""What programs write in the place of a number where there is none; among words it may be one."""
 
 _NAMELESS = re.compile(r"Unnamed: \d+")
 
@@ -146,19 +150,28 @@ def read_csv(paths: Sequence[Path], columns: Columns) -> tuple[Any, list[int]]:
     """
     import pandas
 
-    # "NA" or "None" may be a label or a name; only an empty cell has none.
-    empty: dict[str, Any] = {"keep_default_na": False, "na_values": [""]}
+    # "NA" or "None" may be a label or a name; only an empty cell has none. And cells belong to the
+    # names above them: of a longer row pandas would take the first ones for names of rows.
+    read: dict[str, Any] = {"keep_default_na": False, "na_values": [""], "index_col": False}
     parts: list[Any] = []
     for path in paths:
-        empty["sep"] = "\t" if ".tsv" in path.suffixes[-2:] else ","
+        read["sep"] = "\t" if ".tsv" in path.suffixes[-2:] else ","
         try:
-            header = list(pandas.read_csv(path, nrows=0, **empty))
+            header = list(pandas.read_csv(path, nrows=0, **read))
             target = columns.target or next((name for name in TARGETS if name in header), "")
             said = {columns.client or "client", columns.split or "split", target}
             kinds = dict.fromkeys(said, str)
-            parts.append(pandas.read_csv(path, dtype=kinds, low_memory=False, **empty))
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", pandas.errors.ParserWarning)
+                parts.append(pandas.read_csv(path, dtype=kinds, low_memory=False, **read))
             # As they are written: of the second of two names pandas makes another.
-            written = pandas.read_csv(path, header=None, nrows=1, dtype=str, **empty)
+            written = pandas.read_csv(path, header=None, nrows=1, dtype=str, **read)
+        except pandas.errors.ParserWarning as error:
+            raise UserError(
+                f"{path} must have a name for each cell of a row, got {len(header)} above longer "
+                "rows; name all cells (R's write.table leaves out the names of rows), or remove "
+                "those without a name"
+            ) from error
         except UNREADABLE as error:
             raise UserError(
                 f"{path} must be a readable table, but is not: {one_line(str(error))}"
@@ -172,13 +185,18 @@ def read_csv(paths: Sequence[Path], columns: Columns) -> tuple[Any, list[int]]:
                 f"{', '.join(header)}; rename or add them"
             )
     table = parts[0] if len(parts) == 1 else pandas.concat(parts, ignore_index=True)
-    if target in header:
-        table[target] = _typed(table[target])
+    features = columns.features or [name for name in header if name not in said]
+    for name in {target, *features} & {*header}:
+        if pandas.api.types.is_string_dtype(table[name]):
+            table[name] = _typed(table[name])
     return table, [len(part) for part in parts]
 
 
 def _typed(words: Any) -> Any:
-    """Returns a column of words as the numbers or truth values that all of them are, if so."""
+    """Returns a column of words as the numbers or truth values that all of them are, if so.
+
+    What stands for no number among numbers is NaN, which is told of where it is used.
+    """
     if words.isin(("True", "False")).all():
         return words == "True"
     if words.str.fullmatch(_INTEGER, na=False).all():
@@ -186,7 +204,10 @@ def _typed(words: Any) -> Any:
             return words.astype(np.int64)
         except (OverflowError, ValueError):  # more than 64 bits
             return words
-    return words.astype(np.float64) if words.str.fullmatch(_NUMBER, na=False).all() else words
+    numbers, absent = words.str.fullmatch(_NUMBER, na=False), words.isin(_NO_NUMBER)
+    if (numbers | absent).all() and numbers.any():
+        return words.mask(absent).astype(np.float64)
+    return words
 
 
 def read_parquet(path: Path) -> Any:
