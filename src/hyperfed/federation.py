@@ -498,8 +498,9 @@ class Cohort(Protocol):
         The slice of a lost client is zero, and so is its weight.
 
         Raises:
-            AllLostError: no client is left to answer. The round is over and changes nothing, so
-                a method changes its server's state only after its last ``ask``.
+            AllLostError: no client is left to answer. The round is over and changes nothing, or,
+                where those of other sizes are there, begins again with them, so a method changes
+                its server's state only after its last ``ask``.
         """
 
     def mean(

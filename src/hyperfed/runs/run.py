@@ -343,9 +343,27 @@ class Run(Served):
     # Parts of a round.
 
     def _one_round(self) -> None:
-        cohort = self.engine.cohort(self._cohort(self.round), self.round, training=True)
+        lost: dict[int, str] = {}
+        cohort = self._asked(self._cohort(self.round), lost)
+        while not self._learns(cohort):
+            cohort = self._asked(cohort.there, lost)
+        self._tally.count(self._bytes)
+        self._reporter.lost(self._tally.note(lost.items()))
+        self.round += 1
+
+    def _asked(self, clients: Sequence[int], lost: dict[int, str]) -> EngineCohort:
+        """Returns the cohort of this round with these clients; whom it loses is noted."""
+        cohort = self.engine.cohort(clients, self.round, training=True)
         self._tally.follow(cohort.state)
-        cohort.state.reply_bound = self.config.robust.reply_bound
+        cohort.state.lost, cohort.state.reply_bound = lost, self.config.robust.reply_bound
+        return cohort
+
+    def _learns(self, cohort: EngineCohort) -> bool:
+        """Trains the server with a cohort; whether the round is over so, if only to no avail.
+
+        It is not where all clients of one target size were lost, of which a method can make
+        nothing: then those of other sizes are asked once more, unless an answer costs.
+        """
         self._before.take(self.server)
         try:
             with self._aggregating(cohort):
@@ -356,6 +374,10 @@ class Run(Served):
             else:
                 self._take_back(cohort, "a number of the server was not finite after it")
         except AllLostError as error:
+            costs = self.private is not None or self.engine.masking is not None
+            if 0 < len(cohort.there) < len(cohort.ids) and not costs:
+                self._before.restore(self.server, self.engine, cohort)
+                return False
             self._nobody = self._why(cohort.state.lost)
             self._failures += error.__cause__ is not None
             if self._failures >= PATIENCE:
@@ -370,9 +392,7 @@ class Run(Served):
                 raise
             what = one_line(f"{type(error).__name__}: {error}")
             self._take_back(cohort, f"the server could not use its replies ({what})")
-        self._tally.count(self._bytes)
-        self._reporter.lost(self._tally.note(cohort.state.lost.items()))
-        self.round += 1
+        return True
 
     @contextmanager
     def _aggregating(self, cohort: EngineCohort) -> Iterator[None]:

@@ -1,0 +1,99 @@
+"""Of several target sizes all clients of one are lost: the others' round is not void."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from hyperfed import trees
+from hyperfed.engines.calls import Call
+from hyperfed.engines.faults import Faults
+from hyperfed.federation import AllLostError, Cohort
+from hyperfed.methods import METHODS
+from hyperfed.runs.config import from_keys
+from hyperfed.runs.run import Run
+from hyperfed.system.randomness import seeded
+from hyperfed.task import Task
+from hyperfed.trees import Tree
+from toys import Normed, TwoLayers, make_task
+
+LOST = 1
+"""The only client of its size."""
+
+OWN: dict[str, dict[str, Any]] = {"itpfl": {"phase_one_rounds": 1}}
+"""Settings without which a method needs more than two rounds."""
+
+
+def task() -> Task:
+    with seeded(0, "sizes"):
+        models = {"S": TwoLayers().double(), "L": Normed().double()}
+    return make_task(models=models, sizes=("S", "L", "S", "S"))
+
+
+def run_of(method: str, **keys: Any) -> Run:
+    settings = {"rounds": 2, "cohort": 1.0, "evaluate_every": 2, "track": "none"}
+    own = {"local_steps": 2, "batch_size": 4, "local_lr": 0.1} | OWN.get(method, {})
+    return Run(from_keys(method, settings | {"method": own} | keys), task())
+
+
+def learned(run: Run) -> Tree:
+    """What two rounds came to."""
+    for _ in range(2):
+        run._one_round()
+    return trees.clone({"server": run.server.state(), "memory": {**run.engine.memory}})
+
+
+def lose(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+    """Loses the client from now on; returns how often each was asked."""
+    asked: Counter[int] = Counter()
+
+    def drops(_: Faults, seed: int, call: Call) -> bool:
+        asked[call.client] += 1
+        return call.client == LOST
+
+    monkeypatch.setattr(Faults, "drops", drops)
+    return asked
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_learned_is_as_without_them(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lose(monkeypatch)
+    run = run_of(method)
+    found = learned(run)
+    assert [lost.client for lost in run._tally.lost] == [LOST] * 2
+    assert run._tally.void_rounds == 0
+    assert found["memory"].keys() <= {0, 2, 3}
+    monkeypatch.setattr(Run, "_cohort", lambda *_: [0, 2, 3])
+    torch.testing.assert_close(found, learned(run_of(method)), rtol=1e-9, atol=1e-12)
+
+
+def test_the_others_are_asked_once_more_and_the_lost_one_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = lose(monkeypatch)
+    learned(run_of("fedavg"))
+    assert asked == {0: 4, LOST: 2, 2: 4, 3: 4}
+
+
+@pytest.mark.parametrize("where", ["local", "central"])
+def test_nobody_is_asked_once_more_where_an_answer_costs(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of("fedavg", privacy={"epsilon": 8.0, "clip": 1.0, "where": where})
+    before, asked = trees.clone(run.server.state()), lose(monkeypatch)
+    after = learned(run)["server"]
+    assert asked == {0: 2, LOST: 2, 2: 2, 3: 2}
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+def test_a_round_of_which_a_method_can_make_nothing_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, rounds = run_of("fedavg"), Counter[int]()
+
+    def nothing(clients: Cohort) -> None:
+        rounds[clients.round] += 1
+        raise AllLostError
+
+    monkeypatch.setattr(run.server, "round", nothing)
+    learned(run)
+    assert rounds == {0: 1, 1: 1}
