@@ -35,6 +35,7 @@ SUMMARY = """\
     - [No labels](howto/no_labels.md)
     - [Many clients](howto/many_clients.md)
     - [Several architectures](howto/architectures.md)
+    - [Reproduce a paper's table](howto/reproduce.md)
     - [Adapters of a pretrained network](adapters.md)
 - Notebooks
     - [One model cannot serve all](notebooks/first_run.ipynb)
