@@ -1,11 +1,14 @@
-"""What a client reads of its data."""
+"""What a client reads of its data, and how it is called."""
 
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from hyperfed.errors import UserError
 from hyperfed.task import Split
 from toys import make_task
 
@@ -26,3 +29,14 @@ def test_a_batch_is_the_rows_it_names_as_they_lie_in_memory(x: Tensor) -> None:
     assert torch.equal(batch.x, x[[2, 7, 2]])
     assert torch.equal(batch.y, torch.tensor([2, 7, 2]))
     assert batch.x.stride() == x.stride()
+
+
+@pytest.mark.parametrize("client", [1, np.int64(1), torch.tensor(1), "1"])
+def test_a_client_is_called_by_its_number_or_name(client: Any) -> None:
+    assert make_task().number_of(client) == 1
+
+
+@pytest.mark.parametrize("client", [1.5, None, ("a", 1), [1]])
+def test_a_client_that_is_called_otherwise_is_nobody(client: Any) -> None:
+    with pytest.raises(UserError, match=r"its number, or by its name, which is text, came "):
+        make_task().number_of(client)

@@ -4,6 +4,7 @@ A server is told the :class:`Outline`, a client reads its own :class:`Split`.
 """
 
 import copy
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -148,9 +149,16 @@ class Task:
                 f"a client's name must be that of one of {self.clients} clients, came {client!r}"
                 + (f"; did you mean {near[0]!r}?" if near else "; see run.task.names")
             )
-        if not 0 <= client < self.clients:
-            raise UserError(f"a client's number must be below {self.clients}, came {client}")
-        return int(client)
+        try:
+            number = operator.index(client)
+        except TypeError as error:
+            raise UserError(
+                f"a client must be called by its number, or by its name, which is text, came "
+                f"{client!r}; see run.task.names"
+            ) from error
+        if not 0 <= number < self.clients:
+            raise UserError(f"a client's number must be below {self.clients}, came {number}")
+        return number
 
     def size_of(self, client: int) -> str:
         """Returns the name of the target size that ``client`` runs."""
