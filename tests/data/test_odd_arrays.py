@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from hyperfed.data import datasets, site
 from hyperfed.data.own import Task
 from hyperfed.errors import UserError
 
@@ -90,3 +91,38 @@ def test_times_with_a_zone_are_told_once() -> None:
     frame = pd.DataFrame({"when": when, "label": Y, "client": Y})
     with pytest.raises(UserError, match="got Timestamp in row 0; convert it"):
         Task.from_frame(frame, model=lambda: nn.LazyLinear(3))
+
+
+def archive(folder: Path, **arrays: Any) -> str:
+    usual = {"x": X, "y": Y, "client": np.arange(N) % 4}
+    path = folder / "mine.npz"
+    np.savez(path, **{name: held for name, held in (usual | arrays).items() if held is not None})
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"classes": 10**9}, "classes must be one whole number above 0, 1000000 at most, got"),
+        ({"classes": np.nan}, "classes must be one whole number above 0"),
+        ({"classes": 2.5}, "classes must be one whole number above 0"),
+        ({"classes": "three"}, "classes must be one whole number above 0"),
+        ({"x": 3}, "column 'x' must hold a value for each row, got one"),
+        ({"y": 3}, "column 'y' must hold a value for each row, got one"),
+        ({"client": 3}, "column 'client' must hold a value for each row, got one"),
+        ({"x": None, "a": X[:, 0], "b": X[:5, 0]}, r"got \(24,\) in 'a' and \(5,\) in 'b'"),
+        ({"y": np.stack([Y, Y], 1)}, r"y must have shape \(N,\), got \(24, 2\)"),
+    ],
+)
+def test_an_archive_that_cannot_be_a_table_is_refused(
+    tmp_path: Path, changes: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(UserError, match=told):
+        datasets.load(archive(tmp_path, **changes))
+
+
+def test_labels_of_tokens_are_refused_at_a_site_whose_loss_takes_one_for_each(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(UserError, match=r"y must have shape \(N,\), got \(24, 2\)"):
+        site.read(archive(tmp_path, y=np.stack([Y, Y], 1)))

@@ -229,7 +229,11 @@ def test_a_loss_of_ones_own_is_kept():
         ),
         ({"y": np.full(100, np.inf), "model": linear(1)}, "y must be finite"),
         ({"y": np.stack([X, X], 1)}, r"y must have shape \(N,\), .* got \(100, 2, 4\)"),
-        ({"y": np.stack([Y, Y], 1)}, r"must give 2 x 3 outputs per example, got shape \(2, 3\)"),
+        ({"y": np.stack([Y, Y], 1)}, r"must give 2 x 3 outputs .* or y where it holds no labels"),
+        ({"classes": 3.0}, r"classes must be one whole number above 0, .* got 3\.0; leave it out"),
+        ({"classes": "3"}, "classes must be one whole number above 0, .* got '3'"),
+        ({"classes": 0}, "classes must be one whole number above 0, .* got 0"),
+        ({"classes": 10**9}, "above 0, 1000000 at most, got 1000000000"),
         ({"y": np.stack([Y, Y - 1], 1)}, r"labels must lie in 0..2, got -1 at index 0 .34 such."),
         (
             {"y": ["a", np.nan, "b", np.nan] * 25},

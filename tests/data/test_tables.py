@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 import torch
 from PIL import Image
@@ -20,7 +21,7 @@ from own_data import SENSORS, N, saved, table
 from sensors import ACTIVITIES, NETS, PEOPLE, SensorNet, windows
 
 
-def from_frame(frame: pd.DataFrame, outputs: int = 3, **options: Any) -> Task:
+def from_frame(frame: Any, outputs: int = 3, **options: Any) -> Task:
     return Task.from_frame(frame, model=lambda: nn.LazyLinear(outputs), **options)
 
 
@@ -220,7 +221,7 @@ def test_a_newcomers_arrays_are_the_features_of_a_table_in_their_order() -> None
         ({"label": [0.5] * 9 + [np.inf] * 15}, {}, "'label' must be finite, .*15 rows, .*row 9"),
         ({"client": [None] + ["a"] * 23}, {}, "'client' must have a value in every row, .*row 0"),
         ({"age": [[1, 2]] * 7 + [[1]] * 17}, {}, r"got \(2,\) in row 0 and \(1,\) in row 7; cut"),
-        ({"age": [[1, 2]] * N}, {}, r"one shape in each row, got \(2,\) in 'age' and \(\) in 'hei"),
+        ({"age": [[1, 2]] * N}, {}, r"one shape, rows first, got \(24, 2\) in 'age' and \(24,\)"),
         ({"age": [["a"]] * N}, {}, "'age' must hold arrays of numbers, got others"),
         ({"age": [1, "a"] * 12}, {}, "got int in row 0 and str in row 1; convert it"),
         ({"age": pd.date_range("2026-01-01", periods=N)}, {}, "'age' must not hold times"),
@@ -246,6 +247,22 @@ def test_what_is_wrong_is_told_with_column_and_row(
 ) -> None:
     with pytest.raises(UserError, match=told):
         from_frame(table(**changes), **options)
+
+
+def test_tables_of_other_libraries_are_taken_as_data_frames() -> None:
+    arrow = pa.Table.from_pandas(table(label=["a", "b", "c"] * (N // 3)))
+    task = from_frame(arrow)
+    assert (task.labels, task.columns.features) == (("a", "b", "c"), ("age", "height"))
+    turned = arrow.select(["height", "label", "age"])[:2]
+    assert torch.equal(newcomer(task, turned).x, task.x[:2])
+
+
+@pytest.mark.parametrize("held", [table().to_numpy(), table().to_dict("records"), "mine.csv"])
+def test_what_is_no_table_is_refused(held: Any) -> None:
+    with pytest.raises(
+        UserError, match=r"must be a pandas DataFrame, got (ndarray|list|str); make"
+    ):
+        from_frame(held)
 
 
 def test_files_that_are_no_tables_are_refused(tmp_path: Path) -> None:

@@ -23,6 +23,9 @@ from hyperfed.system.files import check_file
 PARTS = ("train", "val", "test")
 """What an example is for, as a split says it; the position is its number."""
 
+MOST_CLASSES = 10**6
+"""Of a task, and tokens that a vocabulary is made for."""
+
 IGNORED = -100
 """The label of a token that counts for nothing, as of PyTorch's cross entropy."""
 
@@ -71,23 +74,25 @@ def _are_channels_last(first: int, _: int, last: int) -> bool:
     return (last in (1, 3) and first not in (1, 3)) or (last in (2, 4) and first > 4)
 
 
-def targets(y: Any, classes: int | None, problems: list[str]) -> tuple[Tensor, int]:
+def targets(
+    y: Any, classes: int | None, problems: list[str], *, tokens: bool = False
+) -> tuple[Tensor, int]:
     """Converts targets to (N,) int64 labels and their number, or (N,) floats and 0.
-
-    Labels may be those of tokens, (N, T), of which IGNORED counts for nothing.
 
     Args:
         y: NumPy array or tensor of integers (labels) or floats (regression).
         classes: number of labels; largest label + 1 where None.
         problems: what must hold and does not is appended here.
+        tokens: labels may be those of tokens, (N, T), of which IGNORED counts for nothing.
     """
     y = to_tensor(y, "y")
     several = y.ndim == 2 and y.shape[1] != 1  # one each is a column that nobody flattened
-    of_tokens = several and y.dtype != torch.bool and not y.is_floating_point()
+    of_tokens = tokens and several and y.dtype != torch.bool and not y.is_floating_point()
     if y.ndim != 1 and not of_tokens:
+        or_of_tokens = ", or (N, T) for labels of tokens" if tokens else ""
         problems.append(
-            f"y must have shape (N,), or (N, T) for labels of tokens, got {tuple(y.shape)} "
-            f"{y.dtype}; flatten it, or take y.argmax(1) where a row has a 1 for its label"
+            f"y must have shape (N,){or_of_tokens}, got {tuple(y.shape)} {y.dtype}; flatten it, or "
+            "take y.argmax(1) where a row has a 1 for its label"
         )
         return y, classes or 0
     if y.is_floating_point():
@@ -119,6 +124,26 @@ def targets(y: Any, classes: int | None, problems: list[str]) -> tuple[Tensor, i
             + (", and leave out rows that have none" if found < 0 else "")
         )
     return y, limit
+
+
+def class_count(said: Any, problems: list[str]) -> int | None:
+    """Returns how many classes there are, where somebody says so; None where nobody does.
+
+    Args:
+        said: a whole number, or an array of one.
+        problems: what must hold and does not is appended here.
+    """
+    if said is None:
+        return None
+    number = np.asarray(said)
+    count = int(number.item()) if number.size == 1 and number.dtype.kind in "iu" else 0
+    if 1 <= count <= MOST_CLASSES:
+        return count
+    problems.append(
+        f"classes must be one whole number above 0, {MOST_CLASSES} at most, got {said!r}; leave it "
+        "out for regression"
+    )
+    return None
 
 
 def is_text(values: npt.NDArray[Any]) -> bool:

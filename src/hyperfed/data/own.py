@@ -95,6 +95,7 @@ def from_arrays(
         UserError: lists all that is wrong with the arguments.
     """
     problems: list[str] = []
+    classes = arrays.class_count(classes, problems)
     inputs = arrays.features(x, problems)
     usable = not problems
     if labels:
@@ -103,7 +104,7 @@ def from_arrays(
         y, labels = _numbered(y, problems)
     arrays.check_names("labels", labels, problems)
     counted = classes is None
-    targets, classes = arrays.targets(y, classes, problems)
+    targets, classes = arrays.targets(y, classes, problems, tokens=True)
     numbered = not counted or arrays.check_numbering(targets, problems)
     owner, names = arrays.named(client, problems)
     aligned = arrays.same_length(problems, x=inputs, y=targets, client=owner)
@@ -182,7 +183,8 @@ def from_frame(
     """Makes a task of a table, whose columns :mod:`hyperfed.data.tables` reads.
 
     Args:
-        frame: a pandas ``DataFrame`` with one row per example.
+        frame: a pandas ``DataFrame`` with one row per example, or what has a ``to_pandas``, such as
+            a table of polars or pyarrow.
         client: the column that says who holds a row; ``client`` where None.
         target: the column to be learned; ``y``, ``target`` or ``label`` where None.
         features: the column or columns it is learned from; ``x`` where None, or else all others.
@@ -195,6 +197,12 @@ def from_frame(
     given = [features] if isinstance(features, str) else features
     named = None if given is None else tuple(given)
     columns = tables.Columns(client, target, named, split)
+    frame = tables.frame_of(frame)
+    if not tables.is_frame(frame):
+        raise UserError(
+            f"a table must be a pandas DataFrame, got {type(frame).__name__}; make one of it, or "
+            "pass arrays to Task.from_arrays"
+        )
     rows = tables.rows_of(frame, columns, "the table")
     if rows.client is None:
         raise UserError(
@@ -248,6 +256,7 @@ def newcomer(task: Task, x: Any, y: Any = None, *, size: str | None = None) -> T
         UserError: lists all in which the data do not fit the task.
     """
     problems: list[str] = []
+    x = tables.frame_of(x)
     if tables.is_frame(x):
         if y is not None:
             raise UserError("y must be left out where x is a table, which has it; name no y")
@@ -268,7 +277,7 @@ def newcomer(task: Task, x: Any, y: Any = None, *, size: str | None = None) -> T
         if not task.classes:  # of a few numbers all may be whole, and are no labels for that
             y = arrays.to_tensor(y, "y")
             y = y if y.is_complex() else y.to(task.y.dtype)
-        targets, _ = arrays.targets(y, task.classes or None, problems)
+        targets, _ = arrays.targets(y, task.classes or None, problems, tokens=True)
         arrays.same_length(problems, x=inputs, y=targets)
         targets = targets.to(task.y.dtype)
     elif not len(targets):
@@ -547,6 +556,7 @@ def try_models(
                 f"model {size!r} must give {_numbers(*wanted)} outputs per example, got shape "
                 f"{tuple(output.shape)} for {len(batch)} examples; change its last layer"
                 + ("" if wanted[-1] else ", or convert y to integers if these floats are labels")
+                + (", or y where it holds no labels of tokens" if len(wanted) > 1 else "")
             )
 
 

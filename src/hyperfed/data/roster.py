@@ -15,6 +15,7 @@ from pydantic import ConfigDict, Field, FiniteFloat, NonNegativeInt, TypeAdapter
 from pydantic.dataclasses import dataclass as validated
 from torch import nn
 
+from hyperfed.data.arrays import MOST_CLASSES
 from hyperfed.data.examples import Normalize, hash_of
 from hyperfed.data.own import Task, mean_squared_error, minus_squared_error
 from hyperfed.errors import UserError, one_line
@@ -31,8 +32,6 @@ LONGEST_NAME = 250
 _Name = Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]
 _Examples = Annotated[int, Field(ge=0, le=10**8)]
 """Of one client: a number beyond any, which weighs no more than that."""
-
-MOST_CLASSES = 10**6
 
 _Number = Annotated[int, Field(ge=0, le=MOST_CLASSES)]
 """Of classes, or of clients."""

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from hyperfed.data import arrays, hub, own_files, partitions, readers, tables
 from hyperfed.data.examples import channel_moments, hash_of
 from hyperfed.data.own import Task
-from hyperfed.data.roster import MOST_CLASSES, Frame, Introduction, Member
+from hyperfed.data.roster import Frame, Introduction, Member
 from hyperfed.data.tables import Columns
 from hyperfed.errors import UserError, one_line
 
@@ -175,8 +175,8 @@ def read(
     if check and not labels and arrays.is_text(np.asarray(held["y"])):
         labels = tuple(sorted(map(str, np.unique(held["y"]))))
     y, number, labels = _targets(held, labels, problems)
-    if number > MOST_CLASSES:
-        problems.append(f"labels must be of {MOST_CLASSES} classes at most, got {number}")
+    if number > arrays.MOST_CLASSES:
+        problems.append(f"labels must be of {arrays.MOST_CLASSES} classes at most, got {number}")
     clients = np.asarray(held["client"])
     if clients.ndim:
         arrays.numbered(clients, problems)  # which tells of names that are missing
@@ -207,7 +207,7 @@ def _targets(
     held: Mapping[str, Any], labels: Sequence[str], problems: list[str]
 ) -> tuple[Tensor, int, Sequence[str]]:
     """Returns (N,) labels or floats, the number of labels, and the names of words."""
-    y, classes = held["y"], _classes(held.get("classes"), problems)
+    y, classes = held["y"], arrays.class_count(held.get("classes"), problems)
     names = tuple(held.get("names", ()))
     arrays.check_names("labels", names, problems)
     if names:  # numbered by this site's own list of them
@@ -250,17 +250,6 @@ def _from_table(path: Path, columns: Columns) -> dict[str, Any]:
     if rows.classes is not None:
         held["classes"] = np.array(rows.classes)
     return held | {"names": own_files.label_names(path, columns)}
-
-
-def _classes(said: Any, problems: list[str]) -> int | None:
-    """Returns how many classes there are, where the data say so."""
-    if said is None:
-        return None
-    number = np.asarray(said)
-    if number.size != 1 or number.dtype.kind not in "iu" or not int(number.item()) >= 1:
-        problems.append("classes must be one whole number above 0; leave it out for regression")
-        return None
-    return int(number.item())
 
 
 def _from_npz(path: Path) -> dict[str, Any]:

@@ -98,6 +98,15 @@ def is_frame(data: Any) -> bool:
     return hasattr(data, "columns") and hasattr(data, "iloc")
 
 
+def frame_of(data: Any) -> Any:
+    """Returns a table of another library (polars, pyarrow, datasets) as a ``DataFrame``.
+
+    Anything else is as it came.
+    """
+    table = hasattr(data, "columns") or hasattr(data, "column_names")
+    return data.to_pandas() if table and hasattr(data, "to_pandas") else data
+
+
 def read(path: Path, columns: Columns | None = None) -> Any:
     """Reads a table: a ``DataFrame``, or {name: array} of an archive.
 
@@ -260,15 +269,16 @@ def rows_of(
     y = None if target is None else _values(table[target], target, problems)
     held = {name: _values(table[name], name, problems) for name in (client, split) if name}
     _check_finite({target: y} if target and y is not None else {}, problems)
+    said: Any = table["classes"] if "classes" in names and not is_frame(table) else None
+    classes = None if np.ndim(said) else arrays.class_count(said, problems)
     arrays.raise_all(problems, f"{what} does not hold usable columns")
-    classes = table["classes"] if "classes" in names and not is_frame(table) else None
     return Rows(
         x=x,
         y=y,
         client=held.get(client or ""),
         split=held.get(split or ""),
         features=features,
-        classes=int(classes) if classes is not None and np.ndim(classes) == 0 else None,
+        classes=classes,
         text=text,
     )
 
@@ -350,6 +360,9 @@ def _check_names(names: Sequence[str], used: Set[str | None], problems: list[str
 def _values(column: Any, name: str, problems: list[str]) -> Array:
     """Returns what a column holds: numbers, words (as objects) or stacked arrays."""
     values = np.asarray(column)
+    if values.ndim == 0:
+        problems.append(f"column {name!r} must hold a value for each row, got one; repeat it")
+        return NOTHING
     if values.dtype.kind == "U":
         return values.astype(object)
     if values.dtype.kind in "mM":
@@ -445,11 +458,11 @@ def _features(
         _check_finite({names[0]: parts[0]}, problems)
         return parts[0], False
     _check_finite(dict(zip(names, parts, strict=True)), problems)
-    shapes = {name: part.shape[1:] for name, part in zip(names, parts, strict=True)}
+    shapes = {name: part.shape for name, part in zip(names, parts, strict=True)}
     odd = next((name for name in names if shapes[name] != shapes[names[0]]), None)
     if odd is not None:
         problems.append(
-            f"features must have one shape in each row, got {shapes[names[0]]} in {names[0]!r} and "
+            f"features must have one shape, rows first, got {shapes[names[0]]} in {names[0]!r} and "
             f"{shapes[odd]} in {odd!r}; name those that go together"
         )
         return NOTHING, False
