@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from hyperfed.data import datasets, site
-from hyperfed.data.own import Task
+from hyperfed.data.own import Task, newcomer
+from hyperfed.data.tasks import TaskConfig, build
 from hyperfed.errors import UserError
 
 N = 24
@@ -126,3 +127,26 @@ def test_labels_of_tokens_are_refused_at_a_site_whose_loss_takes_one_for_each(
 ) -> None:
     with pytest.raises(UserError, match=r"y must have shape \(N,\), got \(24, 2\)"):
         site.read(archive(tmp_path, y=np.stack([Y, Y], 1)))
+
+
+def test_tokens_that_a_model_does_not_know_are_refused_in_whatever_row_they_are() -> None:
+    def net() -> nn.Module:
+        return nn.Sequential(nn.Embedding(8, 2), nn.Flatten(), nn.Linear(8, 3))
+
+    tokens = np.arange(N * 4).reshape(N, 4) % 8
+    for row, odd in ((N - 1, 8), (5, -1)):
+        beyond = tokens.copy()
+        beyond[row, 2] = odd
+        told = rf"torch\.int64 from {min(odd, 0)} to {max(odd, 7)}, but fails on it \(IndexError"
+        with pytest.raises(UserError, match=told):
+            Task.from_arrays(beyond, Y, client=np.arange(N) % 4, model=net)
+        task = Task.from_arrays(tokens, Y, client=np.arange(N) % 4, model=net)
+        assert len(newcomer(task, tokens).x) == N
+        with pytest.raises(UserError, match=told):
+            newcomer(task, beyond)
+
+
+def test_integers_that_are_too_large_for_tokens_take_no_memory(tmp_path: Path) -> None:
+    path = archive(tmp_path, x=np.full((N, 4), 10**12))
+    with pytest.raises(UserError, match=r"tokens must be below 1000000, got 1000000000000 in mine"):
+        build(TaskConfig(path, novel=0), seed=0)

@@ -124,7 +124,8 @@ def from_arrays(
     inputs = inputs.to(precision) if inputs.is_floating_point() else inputs
     targets = targets.to(precision) if targets.is_floating_point() else targets
     if usable and aligned:
-        batch = Normalize(*channel_statistics(inputs[:2]))(inputs[:2])
+        tried = to_try(inputs)
+        batch = Normalize(*channel_statistics(tried))(tried)
         sized = numbered and targets.ndim < 2 + bool(classes)  # else the problem is that of y
         wanted = (*targets.shape[1:], classes) if sized and not (loss or score) else None
         try:
@@ -286,6 +287,8 @@ def newcomer(task: Task, x: Any, y: Any = None, *, size: str | None = None) -> T
         size = next(iter(task.models))
     if size not in task.models:
         problems.append(f"size must be one of {', '.join(task.models)}, got {size}; choose one")
+    if not problems and task.features is None and inputs.dtype == torch.int64:
+        try_models({str(size): task.models[str(size)]}, to_try(inputs), None, 0, problems)
     arrays.raise_all(problems, "these data do not fit the task")
     nothing = torch.zeros(0, dtype=torch.int64)
     once = None if task.features is None else features.computed(task.transform, inputs, keep=False)
@@ -501,6 +504,18 @@ def _precision(models: Mapping[str, nn.Module]) -> torch.dtype:
     return trained[0].dtype if trained else torch.get_default_dtype()
 
 
+def to_try(x: Tensor) -> Tensor:
+    """Returns two examples to try networks on: of tokens those with the smallest and the largest.
+
+    Args:
+        x: (N, ...) examples, at least one.
+    """
+    if x.dtype != torch.int64:
+        return x[:2]
+    tokens = x.flatten(1)
+    return x[[int(tokens.amin(dim=1).argmin()), int(tokens.amax(dim=1).argmax())]]
+
+
 def try_models(
     models: Mapping[str, nn.Module],
     batch: Tensor,
@@ -535,14 +550,12 @@ def try_models(
                     network.train()
                 output = trees.copied(network).eval()(batch)
         except Exception as error:  # whatever a user's network raises is to be told
+            tokens = batch.dtype == torch.int64
+            of = f" from {int(batch.min())} to {int(batch.max())}" if tokens else ""
             problems.append(
-                f"model {size!r} must take a batch of x, shape {tuple(batch.shape)} {batch.dtype}, "
-                f"but fails on it ({type(error).__name__}: {error}); change the model or x"
-                + (
-                    ", to floats if these integers are no tokens"
-                    if batch.dtype == torch.int64
-                    else ""
-                )
+                f"model {size!r} must take a batch of x, shape {tuple(batch.shape)} {batch.dtype}"
+                f"{of}, but fails on it ({type(error).__name__}: {error}); change the model or x"
+                + (", to floats if these integers are no tokens" if tokens else "")
             )
             continue
         if not isinstance(output, Tensor):

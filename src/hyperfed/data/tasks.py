@@ -9,7 +9,7 @@ from torch import nn
 
 from hyperfed import task as tasks
 from hyperfed.data import datasets, features, model_files, own_files, partitions
-from hyperfed.data.arrays import raise_all
+from hyperfed.data.arrays import MOST_CLASSES, raise_all
 from hyperfed.data.corruptions import CorruptionName, corrupt_novel
 from hyperfed.data.division import divide, fitted, names_of, novel_dealt_anew
 from hyperfed.data.examples import (
@@ -29,6 +29,7 @@ from hyperfed.data.own import (
     mean_squared_error,
     minus_squared_error,
     newcomer,
+    to_try,
     try_models,
 )
 from hyperfed.data.partitions import Partition
@@ -172,7 +173,7 @@ def _split(
 ) -> tuple[dict[str, nn.Module], Prefix]:
     """Returns the targets that take features, and what makes these of raw examples."""
     models, net = features.split_off(whole, prefix)
-    features.check(whole, models, net, normalize(examples.x[:2]))
+    features.check(whole, models, net, normalize(to_try(examples.x)))
     return models, Prefix(normalize, net)
 
 
@@ -220,6 +221,11 @@ def targets(config: TaskConfig, examples: Examples, seed: int) -> dict[str, nn.M
                 "them from 0"
             )
         vocabulary = max(outputs, int(examples.x.max()) + 1)
+        if vocabulary > MOST_CLASSES:
+            raise UserError(
+                f"tokens must be below {MOST_CLASSES}, got {vocabulary - 1} in {examples.name}; "
+                "number them from 0, or make floats of integers that are none"
+            )
     models = {}
     for size, width in widths.items():
         given = {"width": width, "hidden": config.hidden, "vocabulary": vocabulary}
@@ -232,7 +238,7 @@ def targets(config: TaskConfig, examples: Examples, seed: int) -> dict[str, nn.M
             )
     if own:
         problems: list[str] = []
-        batch = _transform(config, examples)(examples.x[:2])
+        batch = _transform(config, examples)(to_try(examples.x))
         try_models(models, batch, (examples.classes,), seed, problems)
         raise_all(problems, f"{name} does not suit {examples.name}")
     return models
