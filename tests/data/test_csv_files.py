@@ -1,8 +1,10 @@
 """CSV files: ids and labels are as they are written there, alone and in folders."""
 
 import zipfile
+from functools import partial
 from pathlib import Path
 
+import datasets as library
 import pytest
 import torch
 
@@ -10,6 +12,10 @@ from hyperfed.data import datasets, hub, site
 from hyperfed.data.tables import Columns
 from hyperfed.errors import UserError
 from own_data import N, saved, table
+
+UNCLOSED = pytest.mark.filterwarnings(  # of files that the library reads
+    "ignore:unclosed file:ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
+)
 
 
 def written(folder: Path, ids: list[str], labels: list[str]) -> str:
@@ -113,6 +119,7 @@ def test_ids_are_as_they_are_written_whatever_a_csv_file_is_called(
     assert found.x.tolist() == torch.tensor(frame[["age", "height"]].to_numpy()).float().tolist()
 
 
+@UNCLOSED
 @pytest.mark.usefixtures("cached")
 def test_ids_of_csv_files_that_a_readme_names_are_as_they_are_written(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
@@ -122,6 +129,35 @@ def test_ids_of_csv_files_that_a_readme_names_are_as_they_are_written(tmp_path: 
     assert datasets.load(str(tmp_path)).names == ("01", "1")
     (tmp_path / "README.md").write_text(f"---\n{named}  sep: ;\n---\n")
     assert hub.csv_files(tmp_path, str(tmp_path / "scratch")) == {}  # which is read as it says
+    frame = table(client=["01", "1", "NA"] * 8, label=["010", "10"] * 12)
+    frame.to_csv(tmp_path / "data" / "mine.csv", index=False, sep=";")
+    found = datasets.load(str(tmp_path))
+    assert (found.names, found.labels) == (("01", "1", "NA"), ("010", "10"))
+    assert found.x.tolist() == torch.tensor(frame[["age", "height"]].to_numpy()).float().tolist()
+    frame.assign(label=frame.age).to_csv(tmp_path / "data" / "mine.csv", index=False, sep=";")
+    assert datasets.load(str(tmp_path)).y.tolist() == [*range(N)]
+    frame.assign(client=["01", ""] * 12).to_csv(
+        tmp_path / "data" / "mine.csv", index=False, sep=";"
+    )
+    with pytest.raises(UserError, match="'client' must have a value in every row, got none in 12"):
+        datasets.load(str(tmp_path))
+
+
+@UNCLOSED
+@pytest.mark.usefixtures("cached")
+def test_ids_of_csv_files_on_the_hub_are_as_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(table(client=["01", "1"] * 12, label=["010", "10"] * 12), tmp_path / "mine.csv")
+    monkeypatch.setattr(hub, "reachable", lambda: False)
+    for name in ("load_dataset", "load_dataset_builder"):
+        opened = getattr(library, name)
+        here = partial(
+            lambda opened, _, *where, **how: opened(str(tmp_path), *where, **how), opened
+        )
+        monkeypatch.setattr(library, name, here)
+    found = datasets.load("some/where")
+    assert (found.names, found.labels) == (("01", "1"), ("010", "10"))
 
 
 @pytest.mark.usefixtures("cached")

@@ -121,12 +121,12 @@ def _load_rows(name: str, data_dir: Path | None, columns: Columns) -> Examples:
             f" data_dir (or HYPERFED_DATA) to a folder that holds {name}/"
         )
     files = _files(folder) if folder else source
-    reader = known.read.__name__ if known else f"whole folders, upright, {columns}"
+    reader = known.read.__name__ if known else f"whole folders, upright, as written, {columns}"
 
     def build() -> Examples:
         # The rows of a local folder are decoded once: no second copy of them stays on disk.
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
-            cache_dir, own = scratch if folder else None, known is None
+            cache_dir, own = scratch if folder else None, None if known else columns
             files = hub.csv_files(folder, scratch) if folder and own else {}
             if files:
                 return _finished(own_files.from_csv_files(files, name, columns))
@@ -175,14 +175,20 @@ def _files(folder: Path) -> list[tuple[str, int, int]]:
 
 
 def _rows(
-    name: str, source: str, config: str | None, cache_dir: str | None, own: bool
+    name: str, source: str, config: str | None, cache_dir: str | None, own: Columns | None
 ) -> Mapping[str, Any]:
-    """Opens a configuration of a data set, or says what to do about it."""
+    """Opens a configuration of a data set, or says what to do about it.
+
+    Of somebody's own data ``own`` says which column is what.
+    """
     import datasets  # takes seconds to import, and a cached load does without
 
     local = cache_dir is not None
     try:
-        splits: Mapping[str, Any] = hub.load(source, config, cache_dir, local=local, whole=own)
+        ids = tables.ids(own) if own else ()
+        splits: Mapping[str, Any] = hub.load(
+            source, config, cache_dir, local=local, whole=own is not None, ids=ids
+        )
     except ConnectionError as error:
         raise UserError(
             f"{name} must come from a local folder or the Hugging Face hub, and the hub could not "

@@ -6,7 +6,7 @@ only where it holds what it must (:mod:`hyperfed.data.folder_checks`).
 """
 
 import sys
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Collection, Iterator, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,13 @@ PATIENCE = 5.0
 
 
 def load(
-    source: str, config: str | None, cache_dir: str | None, *, local: bool, whole: bool = False
+    source: str,
+    config: str | None,
+    cache_dir: str | None,
+    *,
+    local: bool,
+    whole: bool = False,
+    ids: Collection[str] = (),
 ) -> Any:
     """Returns what ``datasets.load_dataset`` does, and raises what it does.
 
@@ -34,6 +40,8 @@ def load(
         cache_dir: where the rows go; the library's own folder where None.
         local: it is a folder.
         whole: of which all files of a kind must be read, unless its README says which.
+        ids: columns that are words as they are written in CSV files, unless a README says of what
+            kind they are.
 
     Raises:
         ValueError: the folder cannot be read, or its README names data that are not in it.
@@ -45,7 +53,8 @@ def load(
             if local:
                 folder_checks.check_unread(Path(source))
             if not (whole and local) or folder_checks.named_data(Path(source)):
-                return datasets.load_dataset(source, config, cache_dir=cache_dir)
+                options = _as_written(source, config, cache_dir, ids) if ids else {}
+                return datasets.load_dataset(source, config, cache_dir=cache_dir, **options)
             builder = _builder_of_all(source, cache_dir=cache_dir)
             splits = datasets.load_dataset(source, config, cache_dir=cache_dir)
             folder_checks.check_metadata(Path(source), builder, splits)
@@ -57,6 +66,19 @@ def load(
         if not local or isinstance(error, OSError | ValueError | DatasetsError):
             raise
         raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def _as_written(
+    source: str, config: str | None, cache_dir: str | None, ids: Collection[str]
+) -> dict[str, Any]:
+    """Returns with what options the library leaves columns of CSV files as they are written."""
+    import datasets
+
+    builder = datasets.load_dataset_builder(source, config, cache_dir=cache_dir)
+    typed = builder.config.features or builder.info.features
+    guessed = type(builder.config).__name__ == "CsvConfig" and not typed
+    words = {"converters": dict.fromkeys(ids, str), "keep_default_na": False, "na_values": [""]}
+    return words if guessed else {}
 
 
 def _builder_of_all(folder: str, *, cache_dir: str | None) -> Any:

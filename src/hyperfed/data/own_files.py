@@ -167,6 +167,8 @@ def read_rows(
     table = pandas.concat([held.to_pandas() for held in splits.values()], ignore_index=True)
     if len(splits) > 1 and columns.split is None and "split" not in table:
         table["split"] = arrays.parts_named(splits)
+    if next(iter(splits.values())).info.builder_name == "csv":
+        tables.type_words(table, columns)
     return of_table(table, name, columns, name, _names_of_target(features, columns))
 
 

@@ -162,14 +162,13 @@ def read_csv(paths: Sequence[Path], columns: Columns) -> tuple[Any, list[int]]:
     # "NA" or "None" may be a label or a name; only an empty cell has none. And cells belong to the
     # names above them: of a longer row pandas would take the first ones for names of rows.
     read: dict[str, Any] = {"keep_default_na": False, "na_values": [""], "index_col": False}
+    words = ids(columns)
     parts: list[Any] = []
     for path in paths:
         read["sep"] = "\t" if ".tsv" in path.suffixes[-2:] else ","
         try:
             header = list(pandas.read_csv(path, nrows=0, **read))
-            target = columns.target or next((name for name in TARGETS if name in header), "")
-            said = {columns.client or "client", columns.split or "split", target}
-            kinds = dict.fromkeys(said, str)
+            kinds = dict.fromkeys(words, str)
             with warnings.catch_warnings():
                 warnings.simplefilter("error", pandas.errors.ParserWarning)
                 parts.append(pandas.read_csv(path, dtype=kinds, low_memory=False, **read))
@@ -186,7 +185,7 @@ def read_csv(paths: Sequence[Path], columns: Columns) -> tuple[Any, list[int]]:
                 f"{path} must be a readable table, but is not: {one_line(str(error))}"
             ) from error
         problems: list[str] = []
-        _check_names(list(written.loc[0]), said | {*(columns.features or header)}, problems)
+        _check_names(list(written.loc[0]), words | {*(columns.features or header)}, problems)
         arrays.raise_all(problems, f"{path} does not hold usable columns")
         if {*header} != {*parts[0]}:
             raise UserError(
@@ -194,11 +193,23 @@ def read_csv(paths: Sequence[Path], columns: Columns) -> tuple[Any, list[int]]:
                 f"{', '.join(header)}; rename or add them"
             )
     table = parts[0] if len(parts) == 1 else pandas.concat(parts, ignore_index=True)
-    features = columns.features or [name for name in header if name not in said]
-    for name in {target, *features} & {*header}:
+    type_words(table, columns)
+    return table, [len(part) for part in parts]
+
+
+def ids(columns: Columns) -> set[str]:
+    """Returns the columns in which CSV files may have ids or labels, which are words there."""
+    targets = TARGETS if columns.target is None else (columns.target,)
+    return {columns.client or "client", columns.split or "split", *targets}
+
+
+def type_words(table: Any, columns: Columns) -> None:
+    """Makes numbers of what a CSV file holds as words, but of clients and splits, where all are."""
+    import pandas
+
+    for name in {*table} - {columns.client or "client", columns.split or "split"}:
         if pandas.api.types.is_string_dtype(table[name]):
             table[name] = _typed(table[name])
-    return table, [len(part) for part in parts]
 
 
 def _typed(words: Any) -> Any:
