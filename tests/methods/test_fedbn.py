@@ -245,10 +245,13 @@ def test_with_batch_norm_in_a_target_of_any_size_there_is_no_warning(
     assert not caplog.messages
 
 
-def test_the_settings_of_pfedla() -> None:
-    config = from_keys("fedbn", {"preset": "pfedla"})
-    assert (config.rounds, config.cohort, config.task.clients) == (600, 1.0, 10)
-    assert (config.task.model, config.settings.local_epochs) == ("pfedla_cnn", 10)
+def test_the_settings_of_pfedla_are_those_that_pfedla_has_itself() -> None:
+    """With the network of it that has batch-norm, which its own preset leaves to the data."""
+    ours = from_keys("fedbn", {"preset": "pfedla"})
+    theirs = from_keys("pfedla", {"preset": "paper", "task": {"model": "pfedla_cnn"}})
+    assert (ours.rounds, ours.cohort, ours.task) == (theirs.rounds, theirs.cohort, theirs.task)
+    assert ours.settings.batches == theirs.settings.batches
+    assert ours.settings.local == theirs.settings.local
 
 
 # Mistakes that the checks above notice
