@@ -21,6 +21,7 @@ import readme
 from hyperfed.apps import cli, training
 from hyperfed.methods import METHODS
 from hyperfed.runs import config, experiments, seeds
+from hyperfed.runs.keys import keys_of
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -122,9 +123,8 @@ def write_files(document: Path, folder: Path) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_commands_parse(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_files(ROOT / name, folder)
-    methods = dict(METHODS)
     if (added := folder / "src" / "hyperfed" / "methods" / f"{EXAMPLE}.py").exists():
-        methods[EXAMPLE] = as_module(added, monkeypatch)
+        monkeypatch.setitem(METHODS, EXAMPLE, as_module(added, monkeypatch))
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     group = typer.main.get_command(cli.app)
     for program, *arguments in commands_of(ROOT / name):
@@ -140,7 +140,7 @@ def test_commands_parse(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
         if command == "run":
             for source in METHODS if given["source"] == training.ALL else [given["source"]]:
                 for settings in seeds.asked_for(given["settings"] or ()):
-                    config.load(source, settings, methods=methods)
+                    config.load(source, settings)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -163,7 +163,7 @@ def test_links_lead_to_files(name: str) -> None:
 
 
 def test_settings_of_methods_that_documents_name_are_there() -> None:
-    known = {key for method in METHODS for key in config.known_keys(method)}
+    known = {key.name for method in METHODS for key in keys_of(method)}
     assert "method.novel_models" in known
     for document in DOCUMENTS:
         named = set(re.findall(r"`(method\.\w+)\b", document.read_text(encoding="utf-8")))

@@ -3,6 +3,7 @@
 import dataclasses
 from types import SimpleNamespace
 from typing import Any, Literal
+from unittest.mock import patch
 
 import pytest
 from pydantic import ConfigDict, PositiveFloat, PositiveInt
@@ -12,7 +13,7 @@ from hyperfed.engines import ENGINES, Faults
 from hyperfed.errors import UserError
 from hyperfed.methods import METHODS
 from hyperfed.runs import config
-from hyperfed.runs.config import known_keys, to_dict
+from hyperfed.runs.config import to_dict
 from hyperfed.runs.settings import EngineConfig, RunConfig
 
 
@@ -48,7 +49,13 @@ FAKES = {
 
 
 def load(source="hyper", *overrides):
-    return config.load(str(source), overrides, methods=FAKES)
+    with patch.object(config, "METHODS", FAKES):
+        return config.load(str(source), overrides)
+
+
+def from_keys(keys):
+    with patch.object(config, "METHODS", FAKES):
+        return config.from_keys("hyper", keys)
 
 
 def errors(source, *overrides):
@@ -259,7 +266,7 @@ def test_a_dumped_configuration_loads_to_an_equal_one(tmp_path):
         "cohort": 1.0,
         "engine.cores_per_client": 2,
     }
-    run = config.from_keys("hyper", keys, methods=FAKES)
+    run = from_keys(keys)
     config.dump(run, tmp_path / "config.toml")
     told = (tmp_path / "config.toml").read_text().splitlines()[0]
     assert told == "# Trained again by: hyperfed run config.toml"
@@ -294,18 +301,9 @@ def test_to_dict_holds_every_key(tmp_path):
     assert found["rounds"] == 70
 
 
-def test_known_keys_are_those_that_users_write():
-    keys = known_keys("plain", methods=FAKES)
-    assert {"method", "task", "engine", "rounds", "task.clients", "method.rate"} <= set(keys)
-    assert not {"settings", "task.name", "method.name", "method.lr"} & set(keys)
-    assert len(keys) == len(set(keys))
-
-
 def test_python_values_make_the_same_configuration():
-    made = config.from_keys(
-        "hyper",
-        {"rounds": 3, "task.clients": 5, "method": {"hidden": (1, 2)}, "engine": "loop"},
-        methods=FAKES,
+    made = from_keys(
+        {"rounds": 3, "task.clients": 5, "method": {"hidden": (1, 2)}, "engine": "loop"}
     )
     written = ["rounds=3", "task.clients=5", "method.hidden=[1, 2]", "engine=loop"]
     assert made == load("hyper", *written)

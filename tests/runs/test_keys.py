@@ -8,7 +8,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from hyperfed.methods import METHODS
-from hyperfed.runs.config import known_keys
+from hyperfed.runs.config import flat, from_keys, shown, to_dict
 from hyperfed.runs.keys import keys_of, type_name
 from hyperfed.training import LocalConfig
 
@@ -17,11 +17,16 @@ from hyperfed.training import LocalConfig
 def test_every_key_of_every_method_says_what_it_means(names):
     for method in names:
         found = keys_of(method)
-        assert [key.name for key in found] == [
-            name for name in known_keys(method) if name != "method"
-        ]
+        settings = flat(to_dict(from_keys(method, {}))).keys() - {"method.name"}
+        assert sorted(key.name for key in found) == sorted(map(shown, settings))
         assert [f"{method}: {key.name}" for key in found if not key.about] == []
         assert [key.name for key in found if "`" in key.about] == []
+
+
+def test_keys_are_called_as_users_write_them():
+    names = {key.name for key in keys_of("local")}
+    assert {"task", "engine", "rounds", "task.clients", "method.local_lr"} <= names
+    assert not {"settings", "task.name", "method.name", "method.lr"} & names
 
 
 @dataclass(frozen=True)

@@ -48,9 +48,7 @@ class TooShortError(UserError):
     """All is right but for the number of rounds, which a method's phases do not fit in."""
 
 
-def load(
-    source: str, overrides: Sequence[str] = (), *, methods: Mapping[str, Any] = METHODS
-) -> RunConfig:
+def load(source: str, overrides: Sequence[str] = ()) -> RunConfig:
     """Builds the configuration of a run.
 
     Args:
@@ -59,7 +57,6 @@ def load(
             (:mod:`hyperfed.runs.experiments`).
         overrides: ``key=value`` each. A value is read as a TOML literal; a bare word is a string.
             Of a key that is given twice the last counts.
-        methods: name -> module with ``Config`` and ``PRESETS``.
 
     Raises:
         UserError: lists all errors at once.
@@ -67,18 +64,16 @@ def load(
     problems: list[str] = []
     file = experiments.split(source)
     written = _read(Path(file[0]), file[1]) if file else {"method.name": source}
-    return _build(written | dict(_parse(overrides, problems)), problems, methods)
+    return _build(written | dict(_parse(overrides, problems)), problems)
 
 
-def from_keys(
-    method: str, keys: Mapping[str, Any], *, methods: Mapping[str, Any] = METHODS
-) -> RunConfig:
+def from_keys(method: str, keys: Mapping[str, Any]) -> RunConfig:
     """Builds the configuration of a run from Python values: ``{"rounds": 10, "task.clients": 5}``.
 
     Raises:
         UserError: lists all errors at once.
     """
-    return _build({"method.name": method, **dict(_flatten(keys))}, [], methods)
+    return _build({"method.name": method, **flat(keys)}, [])
 
 
 def override(config: RunConfig, overrides: Sequence[str], *, allowed: Sequence[str]) -> RunConfig:
@@ -100,12 +95,7 @@ def override(config: RunConfig, overrides: Sequence[str], *, allowed: Sequence[s
             problems.append(
                 f"{shown(key)}: must begin with {' or '.join(allowed)} to change after training"
             )
-    return _build(dict(_flatten(to_dict(config))) | changed, problems, METHODS)
-
-
-def known_keys(method: str, *, methods: Mapping[str, Any] = METHODS) -> list[str]:
-    """Returns every key that a run of ``method`` understands, as a user writes it."""
-    return [shown(key) for key in _known(methods[method].Config)]
+    return _build(flat(to_dict(config)) | changed, problems)
 
 
 def to_dict(config: RunConfig | Mapping[str, Any]) -> dict[str, Any]:
@@ -254,15 +244,13 @@ def _parse(overrides: Iterable[str], problems: list[str]) -> Iterator[tuple[str,
 # Validation.
 
 
-def _build(
-    written: Mapping[str, Any], problems: list[str], methods: Mapping[str, Any]
-) -> RunConfig:
+def _build(written: Mapping[str, Any], problems: list[str]) -> RunConfig:
     """Validates section by section, so that one error does not hide the others."""
     name = written.get("method.name")
-    module = methods.get(name) if isinstance(name, str) else None
+    module = METHODS.get(name) if isinstance(name, str) else None
     if module is None:
-        came = f"came {toml.literal(name)}{nearest(name, methods)}" if name else "it is missing"
-        problems.append(f"method: must be one of {', '.join(methods)}; {came}")
+        came = f"came {toml.literal(name)}{nearest(name, METHODS)}" if name else "it is missing"
+        problems.append(f"method: must be one of {', '.join(METHODS)}; {came}")
 
     keys = _preset(module, name, written, problems) | dict(written)
     known = _known(module.Config if module else None)
@@ -355,7 +343,7 @@ def _preset(
             f"preset: must be one of {', '.join(presets)} for {method}; "
             f"came {toml.literal(preset)}{nearest(preset, presets)}"
         )
-    return dict(_flatten(presets.get(preset, {})))
+    return flat(presets.get(preset, {}))
 
 
 def _section(
