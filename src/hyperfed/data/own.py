@@ -272,17 +272,7 @@ def newcomer(task: Task, x: Any, y: Any = None, *, size: str | None = None) -> T
     )
     if not problems and given != ours:
         problems.append(f"x must hold examples like the task's, {ours}, got {given}; convert it")
-    targets = torch.zeros(len(inputs) if inputs.ndim else 0, dtype=task.y.dtype)
-    if y is not None:
-        y = arrays.label_numbers(y, task.labels, problems)
-        if not task.classes:  # of a few numbers all may be whole, and are no labels for that
-            y = arrays.to_tensor(y, "y")
-            y = y if y.is_complex() else y.to(task.y.dtype)
-        targets, _ = arrays.targets(y, task.classes or None, problems, tokens=True)
-        arrays.same_length(problems, x=inputs, y=targets)
-        targets = targets.to(task.y.dtype)
-    elif not len(targets):
-        problems.append("x must hold at least one example, got none; pass some")
+    targets = _targets_like(task, y, inputs, problems)
     if size is None and len(task.models) == 1:
         size = next(iter(task.models))
     if size not in task.models:
@@ -306,6 +296,22 @@ def newcomer(task: Task, x: Any, y: Any = None, *, size: str | None = None) -> T
         fingerprint=hash_of(inputs, *([] if y is None else [targets])),
         names=(),
     )
+
+
+def _targets_like(task: Task, y: Any, inputs: Tensor, problems: list[str]) -> Tensor:
+    """Returns targets of inputs as a task has them, zeros where ``y`` is None."""
+    if y is None:
+        nothing = torch.zeros(len(inputs) if inputs.ndim else 0, dtype=task.y.dtype)
+        if not len(nothing):
+            problems.append("x must hold at least one example, got none; pass some")
+        return nothing
+    y = arrays.label_numbers(y, task.labels, problems)
+    if not task.classes:  # of a few numbers all may be whole, and are no labels for that
+        y = arrays.to_tensor(y, "y")
+        y = y if y.is_complex() else y.to(task.y.dtype)
+    targets, _ = arrays.targets(y, task.classes or None, problems, tokens=True)
+    arrays.same_length(problems, x=inputs, y=targets)
+    return targets.to(task.y.dtype)
 
 
 def rows_like(task: Task, table: Any, what: str) -> tables.Rows:

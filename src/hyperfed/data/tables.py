@@ -384,8 +384,11 @@ def _values(column: Any, name: str, problems: list[str]) -> Array:
             f"column {name!r} must hold real numbers, got {values.dtype}; make two columns of it"
         )
         return NOTHING
-    if values.dtype != object:
-        return values
+    return values if values.dtype != object else _objects(values, name, problems)
+
+
+def _objects(values: Array, name: str, problems: list[str]) -> Array:
+    """Returns words as they are, and stacked arrays or numbers of what Python objects are."""
     if missing := [row for row, cell in enumerate(values) if arrays.is_missing(cell)]:
         problems.append(
             f"column {name!r} must have a value in every row, got none in {len(missing)} rows, the "
