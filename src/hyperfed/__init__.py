@@ -10,8 +10,10 @@ Example:
     >>> run.personalize(x_new, y_new)(batch)  # a client never seen
     >>> run = hyperfed.open_run("runs/pfedhn/20260101-120000-seed0")  # another day
     >>> run = hyperfed.resume("runs/pfedhn/20260102-120000-seed0")  # one that was stopped
+    >>> hyperfed.compare("runs")  # a table of all that are done
 """
 
+import logging
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 from hyperfed.errors import UserError, one_line
 
 if TYPE_CHECKING:
+    from pandas import DataFrame
+
     from hyperfed.data.own import Task
     from hyperfed.runs.export import export_model
     from hyperfed.runs.run import Run
@@ -28,6 +32,7 @@ __all__ = [
     "Task",
     "UserError",
     "__version__",
+    "compare",
     "export_model",
     "open_run",
     "resume",
@@ -99,6 +104,41 @@ def train(
     run = Run(config, task) if out is None else Run.start(config, Path(out), task)
     watch(run, show=progress)
     return run
+
+
+def compare(*runs: "Run | str | Path") -> "DataFrame":
+    """Sets finished runs side by side, one row for each, as ``hyperfed compare --table`` does.
+
+    Args:
+        runs: runs, folders of runs, or folders that hold some, of which those that are not done are
+            left out with a warning.
+
+    Returns:
+        Columns, among them: ``label`` and ``group``, by which runs are told apart and seeds belong
+        together, ``test_accuracy``, ``worst_decile_accuracy`` and ``novel_accuracy`` from 0 to 1
+        (or the task's own metric by its name), ``bytes_down`` and ``bytes_up``.
+
+    Raises:
+        UserError: there is none, one is damaged, or a run that was given is not done.
+    """
+    import pandas
+
+    from hyperfed.papers.agreement import read_runs
+    from hyperfed.runs import comparison
+    from hyperfed.runs.records import FinishedRun
+
+    found: list[FinishedRun] = []
+    for run in runs:
+        if isinstance(run, str | Path):
+            records = read_runs([Path(run)])
+            for left in (record.path for record in records if record.summary is None):
+                logging.getLogger(__name__).warning("left out, not done: %s", left)
+            found += [record for record in records if record.summary is not None]
+        else:
+            found.append(run)
+    if not found:
+        raise UserError("there must be finished runs to compare, but there is none; give some")
+    return pandas.DataFrame([row.by_name for row in comparison.compare(found)])
 
 
 def open_run(path: str | Path, task: "Task | None" = None) -> "Run":

@@ -20,7 +20,7 @@ from hyperfed.runs import (
     table_file,
 )
 from hyperfed.runs.comparison import Row
-from hyperfed.runs.folder import RunRecord, find_runs
+from hyperfed.runs.folder import RunRecord
 from hyperfed.runs.paired import Paired
 from hyperfed.runs.records import FinishedRun
 
@@ -94,13 +94,7 @@ def compare(
 
 def _done(paths: Sequence[Path]) -> list[RunRecord]:
     """Reads the runs that paths name or hold, each once, and says which are left out, not done."""
-    folders: dict[Path, None] = {}
-    for path in paths:
-        below = find_runs(path)
-        if not below:
-            raise UserError(f"{path} must be a run's folder or hold some, but holds none")
-        folders |= dict.fromkeys(below)
-    found = [agreement.read_run(folder) for folder in folders]
+    found = agreement.read_runs(paths)
     for unfinished in (record for record in found if record.summary is None):
         say(f"warning: left out, not done: {unfinished.path}")
     done = [record for record in found if record.summary is not None]

@@ -5,7 +5,7 @@ What sets records beside others or beside published numbers reads them here.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,21 @@ def read_run(path: Path) -> RunRecord:
             "files, or run it again"
         ) from error
     return record
+
+
+def read_runs(paths: Iterable[Path]) -> list[RunRecord]:
+    """Reads the runs that paths name or hold, each once; also those that are not done.
+
+    Raises:
+        UserError: a path names and holds none, or as of :func:`read_run`.
+    """
+    folders: dict[Path, None] = {}
+    for path in paths:
+        below = folder.find_runs(path)
+        if not below:
+            raise UserError(f"{path} must be a run's folder or hold some, but holds none")
+        folders |= dict.fromkeys(below)
+    return [read_run(each) for each in folders]
 
 
 def _check(

@@ -367,8 +367,12 @@ def settings_of(run: FinishedRun) -> dict[str, Any]:
 
 
 def _of_numbers(nested: Mapping[str, Any]) -> dict[str, Any]:
-    settings = flat(nested)
-    return {key: settings[key] for key in settings if not key.startswith(CHANGE_NO_NUMBER)}
+    """Returns settings as a record has them, in which nothing is the word for it."""
+    return {
+        key: "none" if value is None else value
+        for key, value in flat(nested).items()
+        if not key.startswith(CHANGE_NO_NUMBER)
+    }
 
 
 def remarks(summary: Mapping[str, Any]) -> list[str]:

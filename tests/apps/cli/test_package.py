@@ -47,6 +47,18 @@ class TestPackage:
         assert run.summary["rounds"] == 2
         assert not list(tmp_path.iterdir())
 
+    def test_runs_are_compared_in_python(self, trained, copy, caplog):
+        run = hyperfed.open_run(trained)
+        (copy / "summary.json").unlink()
+        found = hyperfed.compare(str(trained.parent), run, copy)
+        assert found["label"].tolist() == ["pfedhn (1)", "pfedhn (2)"]
+        assert found["test_accuracy"].tolist() == [run.summary["test_accuracy"]] * 2
+        assert caplog.messages == [f"left out, not done: {copy}"]
+        with pytest.raises(hyperfed.UserError, match="there must be finished runs"):
+            hyperfed.compare(copy)
+        with pytest.raises(hyperfed.UserError, match="must be a run's folder or hold some"):
+            hyperfed.compare(trained / "checkpoint")
+
     def test_a_run_can_be_opened_and_resumed_in_python(self, trained, copy):
         assert hyperfed.open_run(str(trained)).round == 4
         with pytest.raises(hyperfed.UserError, match="must not be done"):
