@@ -76,15 +76,53 @@ def test_the_others_are_asked_once_more_and_the_lost_one_is_not(
     assert asked == {0: 4, LOST: 2, 2: 4, 3: 4}
 
 
-@pytest.mark.parametrize("where", ["local", "central"])
+def test_who_is_lost_then_is_told_of_beside_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = lose(monkeypatch)
+    drops = Faults.drops
+    monkeypatch.setattr(
+        Faults,
+        "drops",
+        lambda self, seed, call: drops(self, seed, call) or (call.client, asked[3]) == (3, 2),
+    )
+    run = run_of("fedavg")
+    run._one_round()
+    assert [lost.client for lost in run._tally.lost] == [LOST, 3]
+
+
+@pytest.mark.parametrize(
+    "privacy",
+    [
+        {"epsilon": 8.0, "where": "local"},
+        {"epsilon": 8.0, "where": "central"},
+        {"masking": True},  # of one sum more or less the difference is a client's own
+    ],
+)
 def test_nobody_is_asked_once_more_where_an_answer_costs(
-    where: str, monkeypatch: pytest.MonkeyPatch
+    privacy: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = run_of("fedavg", privacy={"epsilon": 8.0, "clip": 1.0, "where": where})
+    run = run_of("fedavg", privacy=privacy | {"clip": 1.0})
     before, asked = trees.clone(run.server.state()), lose(monkeypatch)
     after = learned(run)["server"]
     assert asked == {0: 2, LOST: 2, 2: 2, 3: 2}
     torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+def test_they_begin_where_the_round_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a method that has changed its server before it asked."""
+    lose(monkeypatch)
+    found = []
+    for begun in (False, True):
+        run = run_of("fedavg")
+        train = run.server.round
+
+        def hasty(clients: Cohort, run: Run = run, train: Any = train, begun: bool = begun) -> None:
+            if begun and LOST in clients.ids:
+                trees.tree_map(lambda leaf: leaf.add_(1), run.server.model["S"])
+            train(clients)
+
+        monkeypatch.setattr(run.server, "round", hasty)
+        found.append(learned(run))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 def test_a_round_of_which_a_method_can_make_nothing_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +130,8 @@ def test_a_round_of_which_a_method_can_make_nothing_ends(monkeypatch: pytest.Mon
 
     def nothing(clients: Cohort) -> None:
         rounds[clients.round] += 1
-        raise AllLostError
+        if rounds[clients.round] < 5:
+            raise AllLostError
 
     monkeypatch.setattr(run.server, "round", nothing)
     learned(run)
