@@ -153,6 +153,19 @@ def test_configurations_differ_in_their_partition():
     assert len(fingerprints) == len(BY_SHARES) + 2
 
 
+@pytest.mark.parametrize("name", ["class_shares", "dirichlet", "shuffled", "natural"])
+def test_what_is_tested_on_does_not_follow_from_the_validation_fraction(name):
+    examples = made(clients=10)
+    usual, other = (
+        divide(TaskConfig(clients=10, partition=name, val=val, test=0.25), examples, seed=0).test
+        for val in (0.15, 0.3)
+    )
+    assert torch.equal(all_indices(usual), all_indices(other))
+    for one, another in zip(usual, other, strict=True):
+        assert len(one) == len(another)
+        assert name != "natural" or torch.equal(one, another)
+
+
 def test_official_shares_leave_a_third_of_ten_clients_data():
     partition = divide(TaskConfig(clients=10, shares="official"), made(), seed=0)
     indices = all_indices(partition.train, partition.val, partition.test)
