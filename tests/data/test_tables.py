@@ -106,6 +106,11 @@ def test_the_columns_of_features_are_named() -> None:
     assert told.endswith(", f16, f17 and 3 more")
 
 
+def test_what_is_to_be_learned_is_no_feature_whatever_it_is_called() -> None:
+    task = from_frame(table(x=np.arange(N) / N), target="x", features=None, outputs=1)
+    assert task.columns.features == ("age", "height", "label")
+
+
 def test_numbers_of_rows_are_a_feature_only_where_they_are_named() -> None:
     frame = pd.read_csv(io.StringIO(table().to_csv()))
     assert from_frame(frame, features=["age", "Unnamed: 0"]).x.shape == (N, 2)
@@ -232,6 +237,12 @@ def test_a_newcomers_arrays_are_the_features_of_a_table_in_their_order() -> None
         ({"age": np.arange(N) * 1j}, {}, "column 'age' must hold real numbers, got complex128"),
         ({}, {"split": "part"}, "split must be one of them, got 'part'$"),
         ({}, {"features": ["age", "width"]}, "features must be some of them, got 'width'"),
+        (
+            {},
+            {"features": ["age", "label"]},
+            "neither target nor split, got 'label' again; leave it",
+        ),
+        ({}, {"features": ["age", "age"]}, "a feature must be there once, .* got 'age' again"),
         ({"age": None, "height": None}, {}, "there must be features beside client, target and spl"),
         (
             {"Unnamed: 0": range(N)},

@@ -343,11 +343,16 @@ def _picked(
             for name in columns.features
             if name not in names
         ]
+        problems += [
+            f"a feature must be there once, and be neither target nor split, got {name!r} again; "
+            "leave it out of the features"
+            for name, count in Counter([*columns.features, target, split]).items()
+            if count > 1 and name is not None
+        ]
         return client, target, split, columns.features
-    others = tuple(
-        name for name in names if name not in (client, target, split) and np.ndim(table[name]) > 0
-    )
-    features = ("x",) if "x" in names else others
+    left = [name for name in names if name not in (client, target, split)]
+    others = tuple(name for name in left if np.ndim(table[name]) > 0)
+    features = ("x",) if "x" in left else others
     if nameless := [name for name in features if _NAMELESS.fullmatch(name)]:
         problems.append(
             f"a feature must have a name, got {nameless[0]!r}, as pandas calls a column without "
