@@ -67,6 +67,12 @@ def test_a_label_is_known_however_its_accents_are_written(tmp_path: Path) -> Non
     assert at_site.y[:2].tolist() == [1, 0]
 
 
+@pytest.mark.parametrize("ending", ["", ".csv"])
+def test_a_name_that_is_too_long_for_a_file_is_refused(ending: str) -> None:
+    with pytest.raises(UserError, match=r"^a (data set|table) must "):
+        datasets.load("a" * 10_000 + ending)
+
+
 @pytest.mark.parametrize("what", ["clients", "labels"])
 def test_a_name_that_no_file_can_hold_is_refused(what: str) -> None:
     odd = ["\ud800", "a", "b"] * (N // 3)  # half a character, as of a folder's odd encoding

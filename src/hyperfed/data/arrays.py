@@ -193,32 +193,35 @@ def words_in_order(y: Any, labels: Sequence[str], problems: list[str]) -> tuple[
         labels: names of the labels 0, 1, ...
         problems: what must hold and does not is appended here.
     """
-    if len(set(labels)) < len(labels):
-        twice = next(label for label in labels if list(labels).count(label) > 1)
-        problems.append(f"labels must be named once each, got {twice!r} twice; remove one")
     check_names("labels", labels, problems)
     return targets(label_numbers(y, labels, problems), len(labels), problems)
 
 
-def check_names(what: str, names: Iterable[str], problems: list[str]) -> None:
-    """Tells of different names that read the same, and of one that no file can hold.
+def check_names(what: str, names: Iterable[Any], problems: list[str]) -> None:
+    """Tells of names that are the same or read the same, and of one that no file can hold.
 
     An accented letter is one character, or the letter and an accent beside it (Unicode's NFC and
     NFD): systems write folders, and programs words, in one way or the other.
 
     Args:
         what: is called so.
-        names: each once.
+        names: in their order.
         problems: what must hold and does not is appended here.
     """
     known: dict[str, str] = {}
     for name in names:
+        if not isinstance(name, str):
+            problems.append(f"{what} must have names that are words, got {name!r}; write it as one")
+            return
         if any("\ud800" <= letter <= "\udfff" for letter in name):
             problems.append(
                 f"{what} must be called by whole characters, got {name[:100]!a}; rename it"
             )
-        other = known.setdefault(_composed(name), name)
-        if other != name:
+        other = known.get(_composed(name))
+        known[_composed(name)] = name
+        if other == name:
+            problems.append(f"{what} must be named once each, got {name!r} twice; remove one")
+        elif other is not None:
             problems.append(
                 f"{what} must have names that read differently, got {other!a} and {name!a}, which "
                 "are one name written in two ways; write it in one, as "
@@ -296,7 +299,7 @@ def named(client: Iterable[Hashable] | Any, problems: list[str]) -> tuple[Tensor
             f"clients must have names of their own, but two different ids read {twice!r}; convert "
             "all ids to one type"
         )
-    check_names("clients", names, problems)
+    check_names("clients", dict.fromkeys(names), problems)
     return torch.tensor([number[identity] for identity in ids], dtype=torch.int64), names
 
 

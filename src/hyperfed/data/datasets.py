@@ -86,6 +86,13 @@ def load(name: str, data_dir: str | Path | None = None, columns: Columns | None 
             f"{name} must come without client, target, features and split, which are for your own "
             f"data, got {columns}; leave them out"
         )
+    try:
+        Path(name).exists()
+    except OSError as error:  # such as of a name that is too long
+        raise UserError(
+            f"a data set must have a name that can be looked for, got {name[:100]!r}, but: "
+            f"{error.strerror}; choose another"
+        ) from error
     if name == "digits":
         return _digits()
     if name == "cifar100_coarse":

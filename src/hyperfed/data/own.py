@@ -99,10 +99,12 @@ def from_arrays(
     inputs = arrays.features(x, problems)
     usable = not problems
     if labels:
+        arrays.check_names("labels", labels, problems)
+        labels = tuple(map(str, labels))
         y, classes = _by_name(y, labels, classes, problems), len(labels)
     else:
         y, labels = _numbered(y, problems)
-    arrays.check_names("labels", labels, problems)
+        arrays.check_names("labels", labels, problems)
     counted = classes is None
     targets, classes = arrays.targets(y, classes, problems, tokens=True)
     numbered = not counted or arrays.check_numbering(targets, problems)
@@ -420,7 +422,7 @@ def _split(
         )
         return None
     val, test = (HELD_OUT if share is None else share for share in (val, test))
-    if min(val, test) < 0 or val + test >= 1:
+    if not (val >= 0 and test >= 0 and val + test < 1):  # nor is NaN
         problems.append(
             "val and test must be 0 or more and leave examples to train on, got "
             f"{val} and {test}; lower them"
@@ -457,8 +459,8 @@ def _split(
 
 def _joining(novel: float, clients: int, problems: list[str]) -> int:
     """Returns how many clients join after training."""
-    joining = partitions.novel_number(novel, clients)
-    if partitions.is_number_or_fraction(novel) and 0 <= joining < max(clients, 1):
+    possible = partitions.is_number_or_fraction(novel)
+    if possible and (joining := partitions.novel_number(novel, clients)) < max(clients, 1):
         return joining
     problems.append(
         "novel must be a whole number of clients, or a fraction below 1, and leave one to "
