@@ -12,6 +12,7 @@ from hyperfed.runs.config import from_keys
 from hyperfed.runs.progress import watch
 from hyperfed.runs.run import Run
 from hyperfed.runs.trackers import PACKAGES, TRACKERS, About
+from toys import make_task
 
 SMALL: dict[str, Any] = {
     "rounds": 4,
@@ -181,12 +182,29 @@ def test_a_service_that_does_not_begin_is_an_error_before_training(service, tmp_
         hyperfed.train("fedavg", track=service.__name__, **SMALL)
 
 
-def test_our_own_fault_is_a_failed_run_there(service, monkeypatch):
+@pytest.mark.parametrize(("error", "ended"), [(ZeroDivisionError, 2), (KeyboardInterrupt, 1)])
+def test_our_own_fault_is_a_failed_run_there_and_ctrl_c_a_stopped_one(
+    service, error, ended, monkeypatch
+):
+    def one_round():
+        raise error
+
     run = Run(from_keys("fedavg", SMALL | {"track": service.__name__}))
-    monkeypatch.setattr(run, "_one_round", lambda: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
+    monkeypatch.setattr(run, "_one_round", one_round)
+    with pytest.raises(error):
         watch(run, show=False)
-    assert service.ended == [ENDS[service.__name__][2]]
+    assert service.ended == [ENDS[service.__name__][ended]]
+
+
+def test_a_number_that_is_not_there_is_not_handed_on(service):
+    """Of clients without validation data, where another metric is asked for."""
+    task = make_task()
+    task.val[:] = [rows[:0] for rows in task.val]
+    keys = {"rounds": 1, "cohort": 2, "metrics": ["f1"], "method": {"local_steps": 1}}
+    run = hyperfed.train("fedavg", task, track=service.__name__, **keys)
+    (_, val), (_, test), (_, summary) = service.numbers
+    assert set(val) == {"bytes/down", "bytes/up", "seconds"}
+    assert test["f1/test"] == run.summary["test_f1"] == summary["summary/test_f1"]
 
 
 def test_mlflow_takes_it_as_part_of_the_run_that_is_active(monkeypatch):
@@ -207,6 +225,7 @@ def test_the_project_of_wandb_is_the_environments_or_ours(monkeypatch, tmp_path)
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     hyperfed.train("fedavg", track="wandb", **SMALL)
     assert (fake.project, fake.dir) == ("mine", None)
+    assert fake.begun[-1]["name"] == "fedavg on digits, seed 0"  # there is no folder to name it by
 
 
 @pytest.mark.parametrize("name", sorted(TRACKERS))
