@@ -3,15 +3,11 @@
 The point that is best by the table's first measure stands for its row beside other rows.
 """
 
-from collections.abc import Mapping
 from itertools import product
 
 from hyperfed.papers import markdown, measured
-from hyperfed.papers.measured import Cell, Measurement
+from hyperfed.papers.measured import Found, Measurement
 from hyperfed.runs.experiments import Experiment
-
-Found = Mapping[Cell, list[Measurement]]
-"""Records by cell."""
 
 
 def worse(found: Found, experiment: Experiment, column: str) -> set[str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from hyperfed.data.partitions import novel_number
 from hyperfed.papers import grids, markdown, measured
-from hyperfed.papers.measured import UNITS, Cell, Measurement, Verdict
+from hyperfed.papers.measured import UNITS, Found, Measurement, Verdict
 from hyperfed.papers.svg import Dot, Series, draw_cells
 from hyperfed.runs import statistics
 from hyperfed.runs.comparison import difference, percent
@@ -100,7 +100,7 @@ Lines = Mapping[tuple[str, str], Sequence[Line]]
 """(column, measure) -> its lines."""
 
 
-def lines_of(found: Mapping[Cell, list[Measurement]], experiment: Experiment) -> Lines:
+def lines_of(found: Found, experiment: Experiment) -> Lines:
     """Returns the cells of a table that have records, those of several settings several times.
 
     Of each grid it is the best point alone.

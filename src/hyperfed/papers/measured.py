@@ -36,6 +36,9 @@ MEBIBYTE = 2**20
 NOT_SAID = "not said"
 """In the place of the value of a setting that a record lacks."""
 
+SPLITS = ("val", "test", "novel")
+"""Of what accuracies are, as their names begin."""
+
 OF_SIZE = "test_accuracy_"
 """How the mean over the clients of a target size, S, M or L, is called."""
 
@@ -56,18 +59,12 @@ UNITS: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], Number]]] = Mapping
     {
         **{
             key: _percent(key)
-            for split in ("val", "test", "novel")
             for key in (
-                f"{split}_accuracy",
-                f"{split}_masked_accuracy",
-                f"{split}_zeroed_accuracy",
+                *(f"{split}_{of}accuracy" for split in SPLITS for of in ("", "masked_", "zeroed_")),
+                *("test_accuracy_client_mean", "novel_accuracy_client_mean"),
+                *(f"{OF_SIZE}{size}" for size in "SML"),
             )
         },
-        **{
-            key: _percent(key)
-            for key in ("test_accuracy_client_mean", "novel_accuracy_client_mean")
-        },
-        **{f"{OF_SIZE}{size}": _percent(f"{OF_SIZE}{size}") for size in "SML"},
         "eighth_mebibytes": ("MiB", _eighth),
     }
 )
@@ -112,7 +109,7 @@ class Measurement:
         Of before it was told by client with the logits of other classes at zero there is none.
         """
         split = metric.partition("_")[0]
-        split = split if split in ("val", "novel") else "test"
+        split = split if split in SPLITS else "test"
         record = self.record
         for name in ("client_masked_accuracy", "client_zeroed_accuracy"):
             if metric.endswith(name.removeprefix("client")):
@@ -132,6 +129,9 @@ class Measurement:
 
 Cell = tuple[str, str]
 """(table, cell)."""
+
+Found = Mapping[Cell, Sequence[Measurement]]
+"""Records by cell."""
 
 
 def collect(

@@ -3,14 +3,14 @@
 Estimates are the lines of ``hours.jsonl`` beside the records, which ``tools/hours.py`` writes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import ConfigDict, NonNegativeFloat, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from hyperfed.errors import UserError, told
-from hyperfed.papers.measured import Cell, Measurement
+from hyperfed.papers.measured import Found
 from hyperfed.runs.experiments import Experiment
 
 FILE = "hours.jsonl"
@@ -58,9 +58,7 @@ def read(folder: Path) -> list[Estimate]:
 
 
 def rows(
-    found: Mapping[Cell, Sequence[Measurement]],
-    experiments: Sequence[Experiment],
-    estimates: Sequence[Estimate],
+    found: Found, experiments: Sequence[Experiment], estimates: Sequence[Estimate]
 ) -> list[list[str]]:
     """Returns what tables lack, each with all its seeds, and last the sum of all.
 
@@ -96,7 +94,7 @@ def rows(
     return [*listed, ["all", *_shown(total)]] if listed else []
 
 
-def _there(found: Mapping[Cell, Sequence[Measurement]], one: Estimate, seed: int) -> bool:
+def _there(found: Found, one: Estimate, seed: int) -> bool:
     return any(
         record.counts and record.summary.get("seed", 0) == seed
         for cell in one.cells

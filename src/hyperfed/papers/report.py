@@ -15,7 +15,7 @@ from hyperfed.metrics import ACCURACY, Metric, named
 from hyperfed.papers import bound, grids, markdown, measured, owed
 from hyperfed.papers.computed import Computed, read_record
 from hyperfed.papers.lines import Lines, budgets, figure, in_words, lines_of, table_of
-from hyperfed.papers.measured import UNITS, Cell, Measurement
+from hyperfed.papers.measured import UNITS, Found, Measurement
 from hyperfed.papers.others import compared
 from hyperfed.papers.svg import Place, Series, draw_along, draw_series, to_svg
 from hyperfed.runs import comparison, learned
@@ -137,11 +137,7 @@ def of_methods(folder: Path, experiments: Sequence[Experiment]) -> dict[str, str
     return {method: markdown.table(header, of, left=2) for method, of in rows.items()}
 
 
-def _overview(
-    found: Mapping[Cell, list[Measurement]],
-    lines: Mapping[str, Lines],
-    experiments: Sequence[Experiment],
-) -> str:
+def _overview(found: Found, lines: Mapping[str, Lines], experiments: Sequence[Experiment]) -> str:
     rows = []
     for experiment in experiments:
         cells = [found[experiment.id, c] for c in experiment.cells if (experiment.id, c) in found]
@@ -165,9 +161,7 @@ def _overview(
     return markdown.table(header, rows, left=2)
 
 
-def _owed(
-    folder: Path, found: Mapping[Cell, list[Measurement]], experiments: Sequence[Experiment]
-) -> str:
+def _owed(folder: Path, found: Found, experiments: Sequence[Experiment]) -> str:
     """Returns what did not fit, with its hours; nothing where nothing was estimated."""
     estimates = owed.read(folder)
     if not estimates or not (rows := owed.rows(found, experiments, estimates)):
@@ -179,13 +173,7 @@ def _owed(
 class _Writer:
     """Collects the parts of a report."""
 
-    def __init__(
-        self,
-        folder: Path,
-        found: Mapping[Cell, list[Measurement]],
-        lines: Mapping[str, Lines],
-        draw: bool,
-    ) -> None:
+    def __init__(self, folder: Path, found: Found, lines: Mapping[str, Lines], draw: bool) -> None:
         self.parts: list[str] = []
         self.figures: dict[str, str] = {}
         self._folder, self._found, self._lines, self._draw = folder, found, lines, draw
