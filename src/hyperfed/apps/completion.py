@@ -9,7 +9,7 @@ from hyperfed.methods import METHODS
 from hyperfed.nets.targets import TARGETS
 from hyperfed.runs import experiments, keys
 
-NAMED = {"task": ("digits", "cifar100_coarse", *datasets.KNOWN), "task.model": tuple(TARGETS)}
+NAMED = {"task": datasets.NAMES, "task.model": tuple(TARGETS)}
 """Key -> values that its type does not tell."""
 
 

@@ -1,12 +1,11 @@
 """What a run says of each client by its name: a table, and a figure."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hyperfed.errors import UserError
 from hyperfed.metrics import ACCURACY, Metric
-from hyperfed.runs.drawing import COLOURS, check_ending, new_figure, plain, save
+from hyperfed.runs.drawing import COLOURS, new_figure, plain
 from hyperfed.runs.records import Evaluation
 
 if TYPE_CHECKING:
@@ -70,16 +69,6 @@ def draw(
     for axes in (left, right):
         plain(axes)
     return figure
-
-
-def write(figure: "Figure", path: Path) -> None:
-    """Writes a figure.
-
-    Raises:
-        UserError: the ending is no format of figures, or the file cannot be written.
-    """
-    check_ending(figure, path)
-    save(figure, path)
 
 
 def _over_rounds(

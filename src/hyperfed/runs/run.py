@@ -28,6 +28,7 @@ from hyperfed.federation import AllLostError
 from hyperfed.runs import clients, examined, learned, private, records, trackers
 from hyperfed.runs import config as configuration
 from hyperfed.runs.accounts import Accounts, keyed, numbered
+from hyperfed.runs.drawing import check_ending, save
 from hyperfed.runs.evaluation import Counts, chosen_by, evaluate, is_better
 from hyperfed.runs.folder import RunFolder, read_run
 from hyperfed.runs.identity import check_identity, identity
@@ -264,7 +265,8 @@ class Run(Served):
         else:
             figure = learned.draw(of, self, self.config.method)
         if path is not None:
-            clients.write(figure, Path(path))
+            check_ending(figure, Path(path))
+            save(figure, Path(path))
         return figure
 
     def stop(self) -> None:

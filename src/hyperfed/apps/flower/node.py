@@ -118,13 +118,11 @@ def _certificates(path: Path) -> bytes:
 
 
 def _key(path: Path) -> ec.EllipticCurvePrivateKey:
-    content = _read(path, "--key")
+    content, key, why = _read(path, "--key"), None, ""
     try:
         key = load_ssh_private_key(content, None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        key, why = None, f" ({error})"
-    else:
-        why = ""
+        why = f" ({error})"
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise UserError(
             f"--key must be an elliptic curve's private key without a passphrase, but {path} is "
@@ -318,21 +316,19 @@ class Node:
         return message
 
     def _reply(self, message: Message) -> Message:
-        run, kind = message.metadata.run_id, message.metadata.message_type
         try:
-            settings = self._settings(run)
+            settings = self._settings(message.metadata.run_id)
         except Exception as error:
-            code, why = ErrorCode.INVALID_FAB, f"{type(error).__name__}: {error}"
-        else:
-            try:
-                content = bytes_of(message.content)
-                answer = self._executor.call(kind, content, settings, self._config)
-                return Message(record_of(answer), reply_to=message)
-            except (FailedError, WireError) as error:
-                code, why = ErrorCode.CLIENT_APP_RAISED_EXCEPTION, str(error)
-            except CrashedError as error:
-                code, why = ErrorCode.CLIENT_APP_CRASHED, str(error)
-        return self._failed(message, code, why)
+            why = f"{type(error).__name__}: {error}"
+            return self._failed(message, ErrorCode.INVALID_FAB, why)
+        try:
+            kind, content = message.metadata.message_type, bytes_of(message.content)
+            answer = self._executor.call(kind, content, settings, self._config)
+        except (FailedError, WireError) as error:
+            return self._failed(message, ErrorCode.CLIENT_APP_RAISED_EXCEPTION, str(error))
+        except CrashedError as error:
+            return self._failed(message, ErrorCode.CLIENT_APP_CRASHED, str(error))
+        return Message(record_of(answer), reply_to=message)
 
     def _failed(self, message: Message, code: int, why: str) -> Message:
         """Returns the reply to a message that has no other, and says so here."""

@@ -80,11 +80,6 @@ TELLS = {
 """What counts that a metric needs tell, by their kind."""
 
 
-def _of_metrics(policy: Policy) -> list[str]:
-    """Returns what is counted for metrics that the site allows, of validation and test data."""
-    return [f"- for {name}: {TELLS[METRICS[name].kind]}" for name in policy.metrics]
-
-
 def _of_replies(policy: Policy) -> str:
     """Returns what is told in training."""
     methods = ", ".join(policy.methods or ("any method",))
@@ -123,7 +118,7 @@ def explain(policy: Policy, data: SiteData | None) -> list[str]:
         f"{policy.smallest_evaluation} examples, at most {policy.evaluations_per_day} times a day "
         "for each client. Of a model that says the same of all examples nothing is counted; from "
         "one that was made for it, how many examples have which label can still be estimated",
-        *_of_metrics(policy),
+        *(f"- for {name}: {TELLS[METRICS[name].kind]}" for name in policy.metrics),
         f"- of a novel client in a private run: answers with noise of this machine's own, for "
         f"epsilon {policy.epsilon:g} at delta {policy.delta:g} in all runs together, and then none",
         f"Never run: {', '.join(policy.refused_steps) or 'nothing'}. Every call is noted in "
