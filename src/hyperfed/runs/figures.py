@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from hyperfed.errors import UserError
+from hyperfed.metrics import Metric
 from hyperfed.runs.budgets import AXES, axis_of
 from hyperfed.runs.comparison import Row, compare, metric_of
 from hyperfed.runs.drawing import COLOURS, check_ending, look, new_figure, save
@@ -64,39 +65,44 @@ def draw_accuracy(runs: Sequence[FinishedRun], path: Path, axis: str = "rounds")
             figure cannot be written.
     """
     rows = compare(runs)
-    curves = [curve(run, row, axis) for run, row in zip(runs, rows, strict=True)]
-    clients = [of_clients(run, row) for run, row in zip(runs, rows, strict=True)]
+    drawn = [
+        _Drawn(run, row, curve(run, row, axis), of_clients(run, row))
+        for run, row in zip(runs, rows, strict=True)
+    ]
     draw = _together if len(runs) <= TOGETHER else _apart
     check_ending(new_figure(1, 1), path)
-    figure = draw(runs, rows, curves, clients, axis)
+    figure = draw(drawn, metric_of(rows), axis)
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_axisbelow(True)
     save(figure, path)
 
 
-def _together(
-    runs: Sequence[FinishedRun],
-    rows: Sequence[Row],
-    curves: Sequence[Sequence[tuple[float, float]]],
-    clients: Sequence[Sequence[float]],
-    axis: str,
-) -> "Figure":
+class _Drawn(NamedTuple):
+    """A run, its curve, and what each of its clients came to."""
+
+    run: FinishedRun
+    row: Row
+    points: Sequence[tuple[float, float]]
+    clients: Sequence[float]
+
+
+def _together(drawn: Sequence[_Drawn], metric: Metric, axis: str) -> "Figure":
     """Draws all curves into one pair of axes, and a box and a point for each client beside it."""
     figure = new_figure(10, 4)
     left, right = figure.subplots(1, 2, sharey=True)
-    for index, (run, row, points) in enumerate(zip(runs, rows, curves, strict=True)):
-        _line(left, index, run, row, points)
-        _box(right, index, clients[index])
+    for index, one in enumerate(drawn):
+        _line(left, index, one)
+        _box(right, index, one.clients)
     left.set_title("All clients; marked: best validation round", fontsize="medium")
     _name_horizontal(left, axis)
-    metric = metric_of(rows)
     left.set_ylabel(metric.axis())
     left.legend(frameon=False)
-    crowded = sum(len(row.label) for row in rows) > 60
+    labels = [one.row.label for one in drawn]
+    crowded = sum(map(len, labels)) > 60
     right.set_xticks(
-        range(len(rows)),
-        [row.label for row in rows],
+        range(len(labels)),
+        labels,
         rotation=30 if crowded else 0,
         ha="right" if crowded else "center",
     )
@@ -109,60 +115,44 @@ def _together(
     return figure
 
 
-def _apart(
-    runs: Sequence[FinishedRun],
-    rows: Sequence[Row],
-    curves: Sequence[Sequence[tuple[float, float]]],
-    clients: Sequence[Sequence[float]],
-    axis: str,
-) -> "Figure":
+def _apart(drawn: Sequence[_Drawn], metric: Metric, axis: str) -> "Figure":
     """Draws each run into axes of its own, and below them a line of clients for each."""
-    metric = metric_of(rows)
-    order = sorted(range(len(rows)), key=lambda i: metric.order(rows[i].test), reverse=True)
-    down = -(-len(rows) // ACROSS)
-    heights = [1.7 * down + 0.6, 0.24 * len(rows) + 0.9]
+    ordered = sorted(drawn, key=lambda one: metric.order(one.row.test), reverse=True)
+    down = -(-len(drawn) // ACROSS)
+    heights = [1.7 * down + 0.6, 0.24 * len(drawn) + 0.9]
     figure = new_figure(12, sum(heights))
     above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=heights)[:, 0]
     panels = above.subplots(down, ACROSS, sharex=True, sharey=True, squeeze=False)
     for place, axes in enumerate(panels.flat):
-        if place >= len(order):
+        if place >= len(ordered):
             axes.set_visible(False)
             continue
-        here = order[place]
-        for other in curves:
-            places, values = zip(*other, strict=True)
-            axes.plot(places, values, color="0.85", linewidth=0.6, zorder=1)
-        _line(axes, 0, runs[here], rows[here], curves[here])
-        axes.set_title(f"{rows[here].label}  {metric.told(rows[here].test)}", fontsize=8)
+        here = ordered[place]
+        for other in drawn:
+            axes.plot(*zip(*other.points, strict=True), color="0.85", linewidth=0.6, zorder=1)
+        _line(axes, 0, here)
+        axes.set_title(f"{here.row.label}  {metric.told(here.row.test)}", fontsize=8)
         axes.tick_params(labelsize=7)
     above.supxlabel(AXES[axis][0], fontsize=9)
     above.supylabel(metric.axis(), fontsize=9)
     line = below.subplots()
-    for place, index in enumerate(order):
-        _dots(line, len(order) - 1 - place, clients[index])
-    line.set_yticks(range(len(order)), [rows[index].label for index in reversed(order)], fontsize=8)
-    line.set_ylim(-0.7, len(order) - 0.3)
+    for place, one in enumerate(ordered):
+        _dots(line, len(ordered) - 1 - place, one.clients)
+    line.set_yticks(range(len(ordered)), [one.row.label for one in reversed(ordered)], fontsize=8)
+    line.set_ylim(-0.7, len(ordered) - 0.3)
     line.set_xlabel(f"{metric.axis(OF_A_CLIENT)}, at the best validation round; bar: median")
     line.grid(axis="x", color="0.9")
     return figure
 
 
-def _line(
-    axes: "Axes",
-    index: int,
-    run: FinishedRun,
-    row: Row,
-    points: Sequence[tuple[float, float]],
-) -> None:
+def _line(axes: "Axes", index: int, one: _Drawn) -> None:
     """Draws a curve, with a marker at the best validation round, if it was tested."""
-    rounds = [e.round for e in run.evaluations if e.split == "test" and e.main.value is not None]
-    places, values = zip(*points, strict=True)
+    tested = [e for e in one.run.evaluations if e.split == "test" and e.main.value is not None]
     axes.plot(
-        places,
-        values,
+        *zip(*one.points, strict=True),
         **look(index, "linestyle", "marker"),
-        markevery=[place for place, number in enumerate(rounds) if number == row.best_round],
-        label=row.label,
+        markevery=[place for place, e in enumerate(tested) if e.round == one.row.best_round],
+        label=one.row.label,
         zorder=2,
     )
 
