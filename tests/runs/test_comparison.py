@@ -3,6 +3,7 @@
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 import pytest
@@ -17,6 +18,7 @@ from hyperfed.runs import paired
 from hyperfed.runs.comparison import (
     compare,
     difference,
+    groups,
     megabytes,
     percent,
     remark,
@@ -71,6 +73,39 @@ def test_runs_are_told_apart_by_how_their_clients_are_served():
     plain.config["serve"], tuned.config["serve"] = {"finetune_steps": 0}, {"finetune_steps": 20}
     labels = [row.label for row in compare([plain, tuned])]
     assert labels == ["fedavg serve.finetune_steps=0", "fedavg serve.finetune_steps=20"]
+
+
+CIFAR: dict[str, Any] = {"name": "cifar10"}
+
+
+@pytest.mark.parametrize(
+    ("now", "before", "same"),
+    [
+        ({"task": CIFAR | {"partition": None}}, {"task": CIFAR | {"partition": "class_shares"}}, 1),
+        ({"task": CIFAR | {"partition": None}}, {"task": CIFAR | {"partition": "iid"}}, 0),
+        (
+            {"task": {"name": "x", "partition": None}},
+            {"task": {"name": "x", "partition": "iid"}},
+            0,
+        ),
+        ({"task": CIFAR | {"val": None}}, {"task": CIFAR | {"val": "none"}}, 1),
+        ({"method": {"name": "fml", "keep_momentum": True}}, {"method": {"name": "fml"}}, 1),
+        ({"method": {"name": "fml", "keep_momentum": False}}, {"method": {"name": "fml"}}, 0),
+        ({"privacy": {"epsilon": None, "clip": 2.0}}, {"privacy": {"epsilon": None}}, 1),
+        ({"privacy": {"epsilon": 1.0, "clip": 2.0}}, {"privacy": {"epsilon": 1.0, "clip": 3.0}}, 0),
+        (
+            {"privacy": {"masking": True, "clip": 2.0}},
+            {"privacy": {"masking": True, "clip": 3.0}},
+            0,
+        ),
+    ],
+)
+def test_seeds_of_several_versions_are_together(now, before, same):
+    """What is left out, or none, is told in one way."""
+    runs = [finished("fedavg", 0), finished("fedavg", 1)]
+    for run, settings in zip(runs, (now, before), strict=True):
+        run.config.update(settings)
+    assert len(set(groups(runs))) == 2 - same
 
 
 def test_no_more_than_a_few_settings_are_named():

@@ -9,15 +9,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from hyperfed.data import datasets
-from hyperfed.data.division import OF_LABELLED
 from hyperfed.errors import UserError, one_line
 from hyperfed.methods import METHODS
 from hyperfed.metrics import ACCURACY
 from hyperfed.papers import agreement, origin
 from hyperfed.papers.origin import Origin
 from hyperfed.runs import comparison, config, statistics
-from hyperfed.runs.comparison import CHANGE_NO_NUMBER, KEPT_MOMENTUM
 from hyperfed.runs.experiments import Experiment, Published
 from hyperfed.runs.folder import RunRecord, find_runs
 from hyperfed.runs.measures import Number
@@ -211,27 +208,11 @@ def check_measures(experiment: Experiment) -> None:
 
 
 def flat(settings: RunConfig | Mapping[str, Any]) -> dict[str, str]:
-    """Returns {dotted key: value as TOML} of settings that change numbers, but for the seed.
-
-    A partition that is left to the data set is told by its name, as records of before it could be
-    left out have it, and what methods did with momentum before one could say. Where nothing is
-    private or masked, no more is told of that.
-    """
-    nested, told = config.to_dict(settings), {}
-    for key, value in config.flat(nested).items():
-        if key != "seed" and not key.startswith(CHANGE_NO_NUMBER):
-            here = Path(value).name if key == "task.partition_file" and value else value
-            told[key] = literal(here)
-    unsaid = told.get("task.partition") == literal(None)
-    if unsaid and nested["task"]["name"] in datasets.NAMES:
-        told["task.partition"] = literal(OF_LABELLED)
-    if _method(nested) in KEPT_MOMENTUM:
-        told.setdefault("method.keep_momentum", literal(True))
-    private = told.get("privacy.epsilon", literal(None)) != literal(None)
-    if not private and told.get("privacy.masking") != literal(True):
-        for key in ("clip", "delta", "where"):
-            told.pop(f"privacy.{key}", None)
-    return told
+    """Returns {dotted key: value as TOML} of settings that change numbers, but for the seed."""
+    told = comparison.canonical(config.to_dict(settings))
+    if path := told.get("task.partition_file"):
+        told["task.partition_file"] = Path(path).name
+    return {key: literal(value) for key, value in told.items() if key != "seed"}
 
 
 def differing(

@@ -9,6 +9,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from rich.table import Table
 
+from hyperfed.data import datasets
+from hyperfed.data.division import OF_LABELLED
 from hyperfed.errors import UserError
 from hyperfed.methods import METHODS
 from hyperfed.metrics import ACCURACY, METRICS, Metric, named
@@ -352,8 +354,7 @@ def _defaults(method: str) -> Mapping[str, Any]:
     """Returns the settings of a run without any preset; none of a method that is not here."""
     if method not in METHODS:
         return {}
-    usual = _of_numbers(to_dict(RunConfig(method=method, settings=METHODS[method].Config())))
-    return usual | ({"method.keep_momentum": True} if method in KEPT_MOMENTUM else {})
+    return canonical(to_dict(RunConfig(method=method, settings=METHODS[method].Config())))
 
 
 def _differ(one: Mapping[str, Any], other: Mapping[str, Any], key: str) -> bool:
@@ -363,16 +364,29 @@ def _differ(one: Mapping[str, Any], other: Mapping[str, Any], key: str) -> bool:
 
 def settings_of(run: FinishedRun) -> dict[str, Any]:
     """Returns {dotted key: value} of a run's settings, but for those that change no number."""
-    return _of_numbers(to_dict(run.config))
+    return canonical(to_dict(run.config))
 
 
-def _of_numbers(nested: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns settings as a record has them, in which nothing is the word for it."""
-    return {
+def canonical(nested: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns {dotted key: value} of settings that change numbers, told in one way for one thing.
+
+    Nothing is the word for it, as in a record. A partition that is left to the data set is told by
+    its name, as records of before it could be left out have it, and so is what methods did with
+    momentum before one could say. Where nothing is private or masked, no more is told of that.
+    """
+    settings = {
         key: "none" if value is None else value
         for key, value in flat(nested).items()
         if not key.startswith(CHANGE_NO_NUMBER)
     }
+    if settings.get("task.partition") == "none" and settings.get("task.name") in datasets.NAMES:
+        settings["task.partition"] = OF_LABELLED
+    if settings.get("method.name") in KEPT_MOMENTUM:
+        settings.setdefault("method.keep_momentum", True)
+    if settings.get("privacy.epsilon", "none") == "none" and not settings.get("privacy.masking"):
+        for key in ("clip", "delta", "where"):
+            settings.pop(f"privacy.{key}", None)
+    return settings
 
 
 def remarks(summary: Mapping[str, Any]) -> list[str]:
