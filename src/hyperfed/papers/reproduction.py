@@ -421,15 +421,14 @@ def _cleared(path: Path) -> Iterator[None]:
     if not path.exists():
         yield
         return
-    folder, lock = RunFolder(path), Lock(path)
-    try:
-        for left in (*folder.state.parent.glob("*"), folder.status, folder.log):
-            left.unlink(missing_ok=True)
-        yield
-    except OSError as error:
-        raise refused(path, error) from error
-    finally:
-        lock.release()
+    folder = RunFolder(path)
+    with Lock(path):
+        try:
+            for left in (*folder.state.parent.glob("*"), folder.status, folder.log):
+                left.unlink(missing_ok=True)
+            yield
+        except OSError as error:
+            raise refused(path, error) from error
 
 
 def _serve_further(job: Job, stopping: _Stopping) -> bool:

@@ -56,8 +56,7 @@ class Accounts:
         Other processes that serve clients of this run wait, and go on from there.
         """
         served = self.folder.served
-        lock = Lock(served.parent, wait=True)
-        try:
+        with Lock(served.parent, wait=True):
             self._read_served()
             before = self._of_those_served()
             try:
@@ -67,8 +66,6 @@ class Accounts:
                 if trees.structure(now) != trees.structure(before):
                     save_state(served, now, {})
                     sync(served.parent)
-        finally:
-            lock.release()
 
     def _of_those_served(self) -> Tree:
         """Returns what newcomers have let out, and novel clients where no checkpoint follows."""

@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Self
 
 from hyperfed.errors import UserError
 from hyperfed.system.files import refused, remove_unfinished
@@ -12,6 +13,8 @@ from hyperfed.system.files import refused, remove_unfinished
 
 class Lock:
     """Keeps other processes from writing to a folder, until it is released or this process ends.
+
+    It is released at the end of a ``with`` block, too.
 
     Where the system has no such locks (Windows, some network drives), nobody is kept out.
 
@@ -43,6 +46,12 @@ class Lock:
             ) from error
         except (ImportError, OSError):
             self.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
 @contextmanager

@@ -110,12 +110,9 @@ def node(
             "policy": "" if policy is None else str(policy.expanduser().resolve()),
         }
         if superlink and not check:
-            lock = Lock(state)
-            try:
+            with Lock(state):
                 clean(state)
                 _serve(given, superlink, root_certificates, key, insecure=insecure)
-            finally:
-                lock.release()
         start = _starts(given, superlink, root_certificates, key, insecure=insecure)
     learns = policies.explain(allowed, found)
     if as_json:
@@ -153,12 +150,9 @@ def move(
             f"clients to move must be of this run, but {one_line(strange[0], 100)} is not; "
             f"{place.sites} has their names"
         )
-    lock = Lock(run_dir)
-    try:
+    with Lock(run_dir):
         keys = {**roster.keys, **dict.fromkeys(clients, owner)}
         replace(roster, keys=keys).save(place.sites)
-    finally:
-        lock.release()
     for name in clients:
         print(f"{name} belongs to {owner}, before: {roster.keys.get(name) or 'nobody'}")
 
