@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from io import StringIO
 from typing import TYPE_CHECKING
 
-from hyperfed.runs.drawing import COLOURS, look, new_figure, plain, write
+from hyperfed.runs.drawing import COLOURS, finish, look, new_figure, write
 from hyperfed.runs.experiments import Published
 from hyperfed.runs.statistics import Spread
 
@@ -68,9 +68,8 @@ def draw_cells(curves: Sequence[Series], dots: Sequence[Dot], label: str) -> str
             left.axhline(curve.points[-1][1], label=curve.name, **style)
         else:
             left.plot(*zip(*curve.points, strict=True), label=curve.name, **style)
-    left.set_xlabel("MB travelled, both ways")
-    left.set_ylabel("test accuracy of known clients (%)")
     left.legend(frameon=False, fontsize="x-small")
+    finish(left, "MB travelled, both ways", "test accuracy of known clients (%)", "y")
     first = next((at for at, dot in enumerate(dots) if dot.published is not None), None)
     for index, dot in enumerate(dots):
         place = len(dots) - 1 - index
@@ -85,10 +84,8 @@ def draw_cells(curves: Sequence[Series], dots: Sequence[Dot], label: str) -> str
         )  # fmt: skip
     right.set_yticks(range(len(dots)), [dot.name for dot in reversed(dots)], fontsize="small")
     right.set_ylim(-0.6, len(dots) - 0.4)
-    right.set_xlabel(f"{label} (%)")
     right.legend(frameon=False, fontsize="x-small")
-    plain(left, "y")
-    plain(right, "x")
+    finish(right, f"{label} (%)", "", "x")
     return to_svg(figure)
 
 
@@ -107,10 +104,8 @@ def draw_series(series: Sequence[Series], across: str, up: str) -> str:
             label=one.name,
         )
     axes.set_xscale("log")
-    axes.set_xlabel(across)
-    axes.set_ylabel(up)
     axes.legend(frameon=False, fontsize="small")
-    plain(axes, "y")
+    finish(axes, across, up, "y")
     return to_svg(figure)
 
 
@@ -146,10 +141,8 @@ def draw_along(lines: Mapping[str, Sequence[Place]], across: str, up: str) -> st
                 label=f"{name}, published", **own,
             )  # fmt: skip
     axes.set_xticks(range(len(ticks)), [f"{tick:g}" for tick in ticks])
-    axes.set_xlabel(across)
-    axes.set_ylabel(up)
     axes.legend(frameon=False, fontsize="x-small")
-    plain(axes, "y")
+    finish(axes, across, up, "y")
     return to_svg(figure)
 
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from hyperfed.errors import UserError
 from hyperfed.metrics import ACCURACY, Metric
-from hyperfed.runs.drawing import COLOURS, new_figure, plain
+from hyperfed.runs.drawing import COLOURS, finish, new_figure
 from hyperfed.runs.records import Evaluation
 
 if TYPE_CHECKING:
@@ -66,8 +66,6 @@ def draw(
     _over_rounds(left, evaluations, best_round, metric)
     _of_clients(right, told, metric, named=named)
     figure.suptitle(title, fontsize="medium")
-    for axes in (left, right):
-        plain(axes)
     return figure
 
 
@@ -82,10 +80,9 @@ def _over_rounds(
         if points:
             axes.plot(*zip(*points, strict=True), marker=".", color=colour, label=label)
     axes.axvline(best_round, color="0.6", linewidth=1, zorder=1, label="best validation round")
-    axes.set_xlabel("round")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    axes.set_ylabel(metric.axis("{}"))
     axes.legend(frameon=False)
+    finish(axes, "round", metric.axis("{}"))
 
 
 def _of_clients(
@@ -103,6 +100,6 @@ def _of_clients(
             axes.scatter(values, places, s=24, color=colour, label=label, zorder=2)
     labels = [row["client"] for row, _ in ordered] if named else []
     axes.set_yticks(range(len(labels)), labels, fontsize="small")
-    axes.set_xlabel(metric.axis("test {} at the best round"))
-    axes.set_ylabel("client" if named else f"{len(ordered)} clients, the best at the top")
     axes.legend(frameon=False, loc="lower right")
+    up = "client" if named else f"{len(ordered)} clients, the best at the top"
+    finish(axes, metric.axis("test {} at the best round"), up)

@@ -36,8 +36,10 @@ def new_figure(width: float, height: float) -> "Figure":
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def plain(axes: "Axes", grid: Literal["x", "y", "both"] = "both") -> None:
-    """Leaves axes a light grid, behind what is drawn, and no frame."""
+def finish(axes: "Axes", across: str, up: str, grid: Literal["x", "y", "both"] = "both") -> None:
+    """Says what axes are, and leaves them a light grid behind what is drawn and no frame."""
+    axes.set_xlabel(across)
+    axes.set_ylabel(up)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis=grid, color="0.92" if grid == "both" else "0.9")
     axes.set_axisbelow(True)

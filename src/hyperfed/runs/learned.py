@@ -16,11 +16,10 @@ import numpy.typing as npt
 
 from hyperfed.errors import UserError
 from hyperfed.runs.config import to_dict
-from hyperfed.runs.drawing import look, new_figure, plain
+from hyperfed.runs.drawing import finish, look, new_figure
 from hyperfed.runs.records import Evaluation, FinishedRun
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Floats = npt.NDArray[np.float64]
@@ -212,7 +211,7 @@ def draw_weights(run: FinishedRun) -> "Figure":
                 label=f"{client}, itself" if client == TARGET else str(client),
             )
         axes.set_title(layer, fontsize="medium")
-        _name(axes, "round", "")
+        finish(axes, "round", "")
     panels[0].set_ylabel(f"weight in client {TARGET}'s model")
     panels[-1].legend(title="client", frameon=False, fontsize="x-small")
     return figure
@@ -279,7 +278,7 @@ def _over_distance(
             **look(index, "marker"),
             label=name,
         )
-    _name(axes, across, "accuracy of a novel client (%)")
+    finish(axes, across, "accuracy of a novel client (%)")
     axes.legend(frameon=False)
     return figure
 
@@ -305,7 +304,7 @@ def draw_gap(runs: Mapping[str, Sequence[FinishedRun]]) -> "Figure":
         )
     axes.axhline(0, color="0.6", linewidth=1, zorder=1)
     across = "mean total variation of novel clients to the nearest known one"
-    _name(axes, across, "accuracy, novel less known clients (points)")
+    finish(axes, across, "accuracy, novel less known clients (points)")
     axes.legend(frameon=False)
     return figure
 
@@ -370,7 +369,7 @@ def _over_rounds(
                 **look(index, "linestyle"),
                 label="_" if at else name,  # of which a legend says nothing
             )
-    _name(axes, "round", up)
+    finish(axes, "round", up)
     axes.legend(frameon=False, fontsize="small")
     return figure
 
@@ -446,12 +445,6 @@ def _at_best(run: FinishedRun) -> dict[str, Floats]:
     rounds, layers = weights_over_rounds(run.evaluations)
     best = (run.summary or {}).get("best_round", rounds[-1])
     return {layer: weights[rounds.index(best)] for layer, weights in layers.items()}
-
-
-def _name(axes: "Axes", across: str, up: str) -> None:
-    axes.set_xlabel(across)
-    axes.set_ylabel(up)
-    plain(axes)
 
 
 _NEEDS: Mapping[str, Callable[[FinishedRun], object]] = MappingProxyType(

@@ -21,7 +21,7 @@ from hyperfed.runs.comparison import (
     new_table,
     percent,
 )
-from hyperfed.runs.drawing import COLOURS, MARKERS, check_ending, new_figure, plain, save
+from hyperfed.runs.drawing import COLOURS, MARKERS, check_ending, finish, new_figure, save
 from hyperfed.runs.measures import Number
 from hyperfed.runs.records import FinishedRun
 from hyperfed.runs.statistics import Difference, Scores
@@ -251,10 +251,9 @@ def draw(usual: FinishedRun, better: FinishedRun, path: Path) -> None:
     margin = 0.03 * (high - low)
     ends = (low - margin, high + margin)
     axes.set(xlim=ends, ylim=ends, aspect="equal")
-    axes.set_xlabel(metric.axis(f"test {{}} under {across.label}"))
-    axes.set_ylabel(metric.axis(f"test {{}} under {up.label}"))
+    of_one = metric.axis(f"test {{}} under {across.label}")
+    finish(axes, of_one, metric.axis(f"test {{}} under {up.label}"))
     figure.legend(frameon=False, loc="outside upper center", ncols=2)  # points may be anywhere
-    plain(axes)
     save(figure, path)
 
 
