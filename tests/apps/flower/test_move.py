@@ -1,5 +1,6 @@
 """hyperfed move: a client belongs to another key from now on."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 
 from engines.flower.test_sites import PUBLIC
 from hyperfed.apps import cli
+from hyperfed.apps.flower import commands
 from hyperfed.data.roster import Introduction, Member, Roster, enrol
 from hyperfed.system.locks import Lock
 
@@ -49,3 +51,19 @@ def test_what_cannot_be_moved_is_told(folder: Path, capsys: Any) -> None:
         assert message in capsys.readouterr().err
     lock.release()
     assert (folder / "sites.json").read_bytes() == before
+
+
+def test_another_move_just_before_is_not_undone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Late(Lock):
+        """Another process was faster."""
+
+        def __init__(self, run_dir: Path) -> None:
+            roster = Roster.read(run_dir / "sites.json")
+            replace(roster, keys={**roster.keys, "bob": "C"}).save(run_dir / "sites.json")
+            super().__init__(run_dir)
+
+    monkeypatch.setattr(commands, "Lock", Late)
+    assert command(str(folder), "ann", "--key", str(folder / "node.pub")) == 0
+    assert Roster.read(folder / "sites.json").keys == {"ann": NAME, "bob": "C"}

@@ -144,13 +144,14 @@ def move(
             f"--key must be a public key, such as node.pub, but {key} is not ({error})"
         ) from error
     place = RunFolder(run_dir)
-    roster = Roster.read(place.sites)
-    if strange := [name for name in clients if name not in roster.numbers]:
+    known = Roster.read(place.sites).numbers
+    if strange := [name for name in clients if name not in known]:
         raise UserError(
             f"clients to move must be of this run, but {one_line(strange[0], 100)} is not; "
             f"{place.sites} has their names"
         )
     with Lock(run_dir):
+        roster = Roster.read(place.sites)  # anew: others may have moved since
         keys = {**roster.keys, **dict.fromkeys(clients, owner)}
         replace(roster, keys=keys).save(place.sites)
     for name in clients:
