@@ -23,6 +23,7 @@ from hyperfed.trees import Model, Tree, state
 __all__ = [
     "BASE",
     "EVALUATION_BATCH",
+    "PERSONAL",
     "AllLostError",
     "Client",
     "Cohort",
@@ -36,6 +37,10 @@ __all__ = [
     "average",
     "step",
 ]
+
+
+PERSONAL = "for its owner"
+"""Where a client's scratch has the model that its site is to keep for its owner."""
 
 
 @dataclass(frozen=True)
@@ -386,6 +391,15 @@ class Client:
     def export(self, received: Tree) -> Tree:
         """Hands the personal model to its owner (``Run.model``)."""
         return self.served_model(received)
+
+    @step
+    def keep(self, received: Tree) -> Tree:
+        """Leaves the personal model to the client's site, for its owner; replies with nothing.
+
+        In one process nobody asks for it: there a run has every model itself.
+        """
+        self.scratch[PERSONAL] = self.export(received)
+        return {}
 
     @step
     def evaluate(self, received: Tree) -> Tree:

@@ -1,5 +1,6 @@
 """``hyperfed status``: how a run is, or a site, in words and as an exit code, for monitoring."""
 
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -10,6 +11,7 @@ from typer import Argument
 from hyperfed.apps.guard import STOPPED
 from hyperfed.apps.printing import Json, print_json
 from hyperfed.engines.flower.diary import Told, told_by
+from hyperfed.engines.flower.store import MODELS, models_kept
 from hyperfed.runs import status
 from hyperfed.runs.comparison import megabytes
 from hyperfed.runs.folder import RunFolder
@@ -30,7 +32,7 @@ def show_status(
     refused today.
     """
     if (folder / "audit.jsonl").exists():
-        _say_site(told_by(folder), as_json=as_json)
+        _say_site(told_by(folder), models_kept(folder), as_json=as_json)
         return
     place = RunFolder(folder)
     found, now = status.read(place), datetime.now(UTC)
@@ -75,15 +77,17 @@ def _words(found: status.Status, why: str, now: datetime) -> list[str]:
     return lines
 
 
-def _say_site(told: Told, *, as_json: bool) -> None:
+def _say_site(told: Told, models: Mapping[str, int], *, as_json: bool) -> None:
     if as_json:
         said: dict[str, Any] = {"last": told.last, "calls": told.calls, "refused": told.refused}
-        print_json(said)
+        print_json(said | {"models": dict(models)})
         return
     print(f"last message: {told.last or 'none'}")
     print(f"today (UTC): {told.calls} calls of clients, {told.refused} of them refused")
     for decision, times in told.reasons:
         print(f"  {times} times {decision}")
+    for run, clients in models.items():
+        print(f"models of {clients} clients for their owners: {MODELS}/{run}")
 
 
 def lasting(seconds: float) -> str:

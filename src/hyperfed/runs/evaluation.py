@@ -5,7 +5,8 @@ prediction.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import TypeAlias
@@ -126,17 +127,26 @@ def _asked(group: EngineCohort, client: type[Client], serve: Serve, task: tasks.
         }
         for split in splits
     }
-    try:
+    counts = nobody
+    with _losing(group):
         replies = trees.to(group.ask(client.evaluate, serve(group)), CPU)
-        return {
+        counts = {
             split: {
                 name: replies[split][name].double().view(clients, *shape)
                 for name, shape in shapes.items()
             }
             for split in splits
         }
+    return counts
+
+
+@contextmanager
+def _losing(group: EngineCohort) -> Iterator[None]:
+    """Ends where nobody is left; of clients at sites all are lost by what the server cannot use."""
+    try:
+        yield
     except AllLostError:
-        return nobody
+        pass
     except UserError:
         raise
     except UNUSABLE as error:
@@ -144,7 +154,39 @@ def _asked(group: EngineCohort, client: type[Client], serve: Serve, task: tasks.
             raise
         reason = one_line(f"the server cannot use a reply: {type(error).__name__}: {error}")
         group.state.lost |= dict.fromkeys(group.there, reason)
-        return nobody
+
+
+def serve_all(engine: Engine, ids: Sequence[int], round: int, serve: Serve) -> dict[int, str]:
+    """Serves known clients; returns whom it could not, and why.
+
+    Args:
+        engine: runs the clients; what they remember does not change.
+        ids: the clients.
+        round: on which the draws of a personalisation depend.
+        serve: what makes the models.
+    """
+    failed: dict[int, str] = {}
+    for start in range(0, len(ids), CHUNK):
+        cohort = engine.cohort(ids[start : start + CHUNK], round, training=False)
+        for group in cohort.sizes.values():
+            with _losing(group):
+                serve(group)
+        failed |= {**dict(cohort.state.late), **cohort.state.lost}
+    return failed
+
+
+def keeping(serve: Serve, client: type[Client]) -> Serve:
+    """Returns what serves clients as ``serve`` does, and has the site of each keep its model.
+
+    Whose site does not is served all the same.
+    """
+
+    def serving(clients: EngineCohort) -> Tree | Each:
+        sent = serve(clients)
+        clients.gather(client.keep, (sent,), late=True)
+        return sent
+
+    return serving
 
 
 def _impossible(replies: Tree, group: EngineCohort, task: tasks.Task) -> dict[int, str]:

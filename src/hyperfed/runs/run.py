@@ -29,7 +29,14 @@ from hyperfed.runs import clients, examined, learned, private, records, trackers
 from hyperfed.runs import config as configuration
 from hyperfed.runs.accounts import Accounts, keyed, numbered
 from hyperfed.runs.drawing import check_ending, save
-from hyperfed.runs.evaluation import Counts, chosen_by, evaluate, is_better
+from hyperfed.runs.evaluation import (
+    Counts,
+    chosen_by,
+    evaluate,
+    is_better,
+    keeping,
+    serve_all,
+)
 from hyperfed.runs.folder import RunFolder, read_run
 from hyperfed.runs.identity import check_identity, identity
 from hyperfed.runs.numbers import numbers, numbers_of_sizes
@@ -521,6 +528,8 @@ class Run(Served):
                 f"{reason}; {self._advice(reason)}"
             )
         test = next(e for e in self.evaluations if (e.round, e.split) == (best, "test"))
+        if isinstance(self.task, RemoteTask):
+            self._hand_out()
         novel = self._evaluate_novel(self.round) if self.task.novel else None
         if novel is not None:
             self._record(novel)
@@ -558,6 +567,22 @@ class Run(Served):
         if self.folder is not None:
             configuration.make_portable(self.folder.config)
             self.folder.write_summary(self.summary)
+
+    def _hand_out(self) -> None:
+        """Has sites keep the models of the clients that trained, those of the best round."""
+        ids = list(self.task.known)
+        with self._at_best() as server:
+            serve = keeping(self._finetuning(server.personalize), self.method.Client)
+            failed = serve_all(self.engine, ids, self.best.round, serve)
+        if failed:
+            client, reason = next(iter(failed.items()))
+            log.warning(
+                "sites keep the models of %d of %d clients; client %s: %s",
+                len(ids) - len(failed),
+                len(ids),
+                self.task.name_of(client),
+                reason,
+            )
 
     # State.
 

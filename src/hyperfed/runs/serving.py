@@ -37,6 +37,7 @@ from hyperfed.runs.evaluation import (
     evaluate,
     exchanged,
     finetuned,
+    keeping,
     with_samples,
 )
 from hyperfed.runs.made_once import once
@@ -439,6 +440,8 @@ class Served:
         ids = list(self.task.novel_ids)
         with self._at_best() as server:
             serve = self._finetuning(self._once(server, self.engine))
+            if isinstance(self.task, RemoteTask):
+                serve = keeping(serve, self.method.Client)
             options: dict[str, Any] = {"novel": True, "serve": serve}
             drawn = [
                 evaluate(server, self.engine, ids, self.config.rounds + draw, **options)["test"]

@@ -199,6 +199,7 @@ def test_a_masked_run_of_the_app_equals_a_simulation_of_it(tmp_path: Path) -> No
         "train_model": True,
         "mask_reveal": False,
         "evaluate": False,
+        "keep": False,
     }
     notes = map(json.loads, (tmp_path / "5" / "audit.jsonl").read_text().splitlines())
     assert {note["step"]: note["bytes_out"] for note in notes if note["step"] != "evaluate"} == {
@@ -206,7 +207,9 @@ def test_a_masked_run_of_the_app_equals_a_simulation_of_it(tmp_path: Path) -> No
         "mask_shares": 4 * 120 + 32,
         "train_model": 8 * (64 + 1) * 200,  # of FedPer's body, each in eight bytes
         "mask_reveal": 4 * 52,
+        "keep": 0,  # the model is its site's
     }
+    assert len([*(tmp_path / "5").glob("models/run-*/*.safetensors")]) == 3
 
 
 def test_a_rule_against_lies_bears_one_about_images_and_numbers_of_examples(tmp_path: Path) -> None:

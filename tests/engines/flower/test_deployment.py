@@ -154,6 +154,11 @@ def test_pefll_over_tls_with_authenticated_nodes(federation: Deployment) -> None
     assert all(count > 0 for count in test["count"])
     assert len(test["clients"]) == 20
 
+    # Each site has the models of its clients, by its strict policy, and nobody else has.
+    for number in range(2):
+        assert len([*folder.glob(f"state{number}/models/run-*/*.safetensors")]) == 10
+    assert not [*(folder / said["folder"]).rglob("models")]
+
     # Whoever is not registered, or does not encrypt, had no part in it.
     nodes = federation.flwr("supernode", "list", "trial")["nodes"]
     assert len([node for node in nodes if node["status"] == "online"]) == 2

@@ -38,6 +38,7 @@ from hyperfed.errors import UserError
 from hyperfed.methods import METHODS
 from hyperfed.runs import config as configuration
 from hyperfed.runs import experiments
+from hyperfed.runs.export import export_model
 from hyperfed.runs.settings import RunConfig
 from hyperfed.system import toml
 from hyperfed.system.devices import find_device
@@ -240,6 +241,7 @@ def site_of(run_config: Mapping[str, Any], node_config: Mapping[str, Any]) -> Si
         private=config.privacy.updates(),
         masking=config.privacy.sums(),
         metrics=config.metrics,
+        write=export_model,
     )
 
 

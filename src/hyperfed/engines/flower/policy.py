@@ -22,7 +22,7 @@ from hyperfed.task import Split, Task
 from hyperfed.training import Batch, Batches, Epochs
 from hyperfed.trees import Tree
 
-COUNTING = ("evaluate", "finetune")
+COUNTING = ("evaluate", "finetune", "keep")
 """Steps of every client that reply with counts or with nothing."""
 
 READS_NOTHING = 1e-3

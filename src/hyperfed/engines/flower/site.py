@@ -4,13 +4,14 @@ Nothing of it stays in memory between two messages, so each may be answered by a
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from hyperfed import trees
 from hyperfed.data.examples import Normalize, fingerprint_of_frozen, hash_of_rows
@@ -22,14 +23,14 @@ from hyperfed.engines.flower.gate import Admitted, Gate
 from hyperfed.engines.flower.pairwise import STEPS, is_exchange
 from hyperfed.engines.flower.policy import Policy, RefusedError
 from hyperfed.engines.flower.releases import KeptReleases
-from hyperfed.engines.flower.store import Draft, Store, make_private
+from hyperfed.engines.flower.store import Draft, Store, make_private, place_of_model
 from hyperfed.engines.flower.wire import Request, Response, Version
 from hyperfed.engines.local.loop import LoopEngine
 from hyperfed.engines.local.vmap import best_engine
 from hyperfed.engines.masking import Masking
 from hyperfed.engines.updates import PrivateUpdates
 from hyperfed.errors import UserError, one_line
-from hyperfed.federation import Client
+from hyperfed.federation import PERSONAL, Client
 from hyperfed.system.devices import CPU
 from hyperfed.system.locks import alone
 from hyperfed.task import Task
@@ -145,6 +146,8 @@ class Site:
             that takes, a request says.
         masking: how updates are summed, by the run's settings, where the server is told no other.
         metrics: what clients count for beside the task's own metric.
+        write: writes a client's model for its owner, with the task's normalisation, to a file; None
+            where nobody wants it, as in a trial.
     """
 
     def __init__(
@@ -164,6 +167,7 @@ class Site:
         private: PrivateUpdates | None = None,
         masking: Masking | None = None,
         metrics: Sequence[str] = (),
+        write: Callable[[nn.Module, Task, Path], None] | None = None,
     ) -> None:
         self.source, self.state = source, state
         self._name = method or client.__module__
@@ -172,7 +176,7 @@ class Site:
         self._policy, self._masking, self._metrics = policy, masking, tuple(metrics)
         self._config, self._seed = config, seed
         self._workers, self._cores = workers, cores_per_client
-        self._precision, self._device = precision, device
+        self._precision, self._device, self._write = precision, device, write
         self._gate = Gate(
             client,
             config,
@@ -352,6 +356,8 @@ class Site:
             call = admitted.call
             memory, scratch = engine.memories.of(call)
             reply, masks = self._gate.leaving(came, admitted)
+            if PERSONAL in scratch:
+                scratch, reply = self._kept(request, call, engine.task, scratch)
             if not isinstance(reply, Exception):
                 draft = Draft(request.serial, memory, scratch, reply, masks)
                 version = (request.session, call.cohort)
@@ -359,6 +365,21 @@ class Site:
                 store.write(request.names[call.client], version, draft, lasting=lasting)
             answers[place] = Answered(reply, bool(memory), admitted.behind)
         return answers
+
+    def _kept(
+        self, request: Request, call: Call, task: Task, scratch: Tree
+    ) -> tuple[Tree, Tree | Exception]:
+        """Writes a client's model for its owner; returns what else it noted, and its reply."""
+        model, others = scratch[PERSONAL], {k: v for k, v in scratch.items() if k != PERSONAL}
+        if self._write is None:
+            return others, {}
+        module = copy.deepcopy(task.models[task.size_of(call.client)])
+        try:
+            path = place_of_model(self.state, request.run, request.names[call.client])
+            self._write(trees.fill(module, model), task, path)
+        except Exception as error:
+            return others, error
+        return others, {}
 
 
 def _check_distinct(request: Request) -> None:

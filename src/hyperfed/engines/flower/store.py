@@ -35,6 +35,9 @@ from hyperfed.trees.checkpoints import load_state, save_state
 
 _SUFFIX = ".safetensors"
 
+MODELS = "models"
+"""The folder of a site's state with the models of its clients, one folder for each run."""
+
 LONGEST_FILE_NAME = 200
 """Letters; most file systems take 255 bytes, with what we put before and after."""
 
@@ -231,6 +234,26 @@ def file_name(client: str) -> str:
     return f"_{name}"
 
 
+def place_of_model(folder: Path, run: int, client: str) -> Path:
+    """Returns where a client's model is kept for its owner, in a folder that is made.
+
+    Args:
+        folder: of the site's state.
+        run: its number.
+        client: its name.
+    """
+    place = folder / MODELS / f"run-{run}"
+    for each in (place.parent, place):
+        make_private(each)
+    return place / f"{file_name(client)}{_SUFFIX}"
+
+
+def models_kept(folder: Path) -> dict[str, int]:
+    """Returns of how many clients a site has the model, {run: number}."""
+    runs = sorted((folder / MODELS).glob("run-*"))
+    return {run.name: len([*run.glob(f"*{_SUFFIX}")]) for run in runs}
+
+
 def make_private(folder: Path) -> None:
     """Makes a folder that nobody else may look into, or of one that is there such a one."""
     folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
@@ -252,6 +275,7 @@ def clean(folder: Path) -> None:
         *folder.glob("released"),
         *folder.glob("run-*"),
         *folder.glob("run-*/_*"),
+        *folder.glob(f"{MODELS}/run-*"),
     ):
         remove_unfinished(place)
 
