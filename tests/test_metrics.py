@@ -141,15 +141,22 @@ def test_counts_that_cannot_be_are_told(kind: str, place: tuple[int, int], chang
 
 
 def test_sums_of_targets_that_cannot_be_are_told() -> None:
-    count = torch.tensor(2.0).double()
-
-    def said(total: float, squares: float) -> str | None:
+    def said(total: float, squares: float, of: float = 2.0) -> str | None:
         told = torch.tensor([total, squares]).double()
-        return why_not("targets", {"count": count, "targets": told}, None)
+        return why_not("targets", {"count": torch.tensor(of).double(), "targets": told}, None)
 
     assert said(3.0, 5.0) is None
     assert said(4.0, 5.0) is not None  # of two numbers that sum to 4, squares sum to 8 at least
     assert said(0.0, -1.0) is not None
+    assert said(0.0, -1.0, of=0.0) is not None
+
+
+def test_more_right_than_were_predicted_cannot_be() -> None:
+    classes = torch.tensor([[2, 2], [0, 3], [1, 2]]).double()  # nobody said the first
+    counts = {"count": torch.tensor(4.0).double(), "classes": classes}
+    assert why_not("classes", counts, None) == "classes with 3 predictions"
+    classes[1, 0] = 1
+    assert why_not("classes", counts, None) is None
 
 
 def test_the_comparison_has_a_table_of_them() -> None:
@@ -167,8 +174,9 @@ def test_the_comparison_has_a_table_of_them() -> None:
 
 
 def test_a_number_has_four_digits_or_all_before_the_point() -> None:
-    shown = [named("rmse").shown(value) for value in (0.5, 999.96, 1234.4, -1234.4, -0.5, 2e7)]
-    assert shown == ["0.5000", "1000.", "1234", "-1234", "-0.5000", "2.000e+07"]
+    values = (0.5, 999.96, 1000.0, 1234.4, -1234.4, -0.5, 1e7)
+    shown = [named("rmse").shown(value) for value in values]
+    assert shown == ["0.5000", "1000.", "1000", "1234", "-1234", "-0.5000", "1.000e+07"]
 
 
 @pytest.mark.parametrize(("name", "worst_first"), [("accuracy", [0.0, 0.5]), ("rmse", [2.0, 0.0])])
@@ -204,3 +212,13 @@ def test_words_name_metrics_in_a_file_and_on_the_command_line() -> None:
         assert config.load("fedavg", [text]).metrics == ("f1",)
     with pytest.raises(UserError, match="metrics"):
         config.load("fedavg", ["metrics=f2"])
+
+
+def test_a_value_is_shown_told_and_set_against_another_as_its_metric_has_it() -> None:
+    accuracy, rmse = named("accuracy"), named("rmse")
+    assert (accuracy.told(0.756), rmse.told(2.5)) == ("75.6 %", "2.500")
+    assert (accuracy.spread(0.756, 0.012), rmse.spread(2.5, None)) == ("75.6 ± 1.2", "2.500")
+    assert accuracy.spread(None, None) == "–"
+    assert (accuracy.gain(0.75, 0.5), rmse.gain(2.0, 2.5)) == (0.25, 0.5)
+    assert (accuracy.better, rmse.better) == ("more is better", "less is better")
+    assert (accuracy.axis(), named("mse").axis("{} of all")) == ("test accuracy (%)", "MSE of all")

@@ -100,6 +100,8 @@ def test_momentum_handed_on_makes_two_calls_one() -> None:
         objective, half.model, data[3:], settings, trainable=names, velocity=half.velocity
     )
     torch.testing.assert_close(rest.model, whole.model)
+    again = training.sgd(objective, start, data[:3], settings, trainable=names)
+    torch.testing.assert_close(half.velocity, again.velocity, rtol=0, atol=0)  # unchanged
     fresh = training.sgd(objective, half.model, data[3:], settings, trainable=names)
     assert not torch.allclose(fresh.model["head.weight"], whole.model["head.weight"])
 
@@ -181,3 +183,12 @@ def test_classes_are_counted_as_by_bincount() -> None:
     y = torch.tensor([3, 0, 3, 1, 3])
     assert torch.equal(training.count_classes(y, 5), torch.bincount(y, minlength=5))
     assert training.count_classes(y[:0], 2).tolist() == [0, 0]
+    assert training.count_classes(torch.tensor([[1, -100], [-1, 1]]), 2).tolist() == [0, 2]
+
+
+def test_the_mean_loss_is_that_of_all_examples_in_evaluation_mode() -> None:
+    net, (first, second, *_) = module(Normed), batches()
+    short = Batch(second.x[:3], second.y[:3])
+    found = training.mean_loss(net, F.cross_entropy, trees.model_of(net), [first, short])
+    x, y = torch.cat([first.x, short.x]), torch.cat([first.y, short.y])
+    torch.testing.assert_close(found, F.cross_entropy(net.eval()(x), y).detach())
