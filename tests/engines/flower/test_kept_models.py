@@ -31,8 +31,8 @@ CLIENTS = {1: (0, 2), 2: (1, 3, 4)}
 OWN: dict[str, dict[str, Any]] = {"itpfl": {"phase_one_rounds": 1}}
 NO_ONE_NETWORK = ("gpfl", "knn_per", "mapper")
 SERVED = (
-    *("local", "fedavg", "fedper", "fedbn", "ditto", "pfedme", "fedala", "hypcluster", "moon"),
-    *("pfedhn_pc", "mh_pfedhn", "pefll", "headstart", "itpfl", "pfedla", "pfedkt", *NO_ONE_NETWORK),
+    *("local", "fedavg", "fedper", "fedbn", "pfedme", "fedala", "pfedhn_pc", "pefll", "headstart"),
+    *("itpfl", *NO_ONE_NETWORK),
 )
 """Methods that serve clients in unlike ways."""
 
@@ -41,7 +41,7 @@ LENIENT = Policy(smallest_batch=1, smallest_reply=1, smallest_evaluation=1)
 
 def configured(method: str, **keys: Any) -> RunConfig:
     own = {"local_steps": 2, "batch_size": 4, "local_lr": 0.1} | OWN.get(method, {})
-    small = {"rounds": 3, "cohort": 2, "evaluate_every": 3, "track": "none"}
+    small = {"rounds": 2, "cohort": 2, "evaluate_every": 2, "track": "none"}
     return from_keys(method, small | {"method": own | keys.pop("own", {})} | keys)
 
 
