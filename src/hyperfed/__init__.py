@@ -161,6 +161,7 @@ def resume(
     task: "Task | None" = None,
     *,
     device: str | None = None,
+    rounds: int | None = None,
     progress: bool = True,
 ) -> "Run":
     """Goes on with a run that was stopped or killed, and returns it finished.
@@ -169,14 +170,16 @@ def resume(
         path: the run's folder.
         task: the data, where the run was started with its own; else built from the settings.
         device: where it goes on, such as ``cuda``; None for where it was last.
+        rounds: more than it was to have: also a run that is done goes on to so many.
         progress: shows a progress bar where there is a terminal.
 
     Raises:
-        UserError: as :func:`open_run`; or the run is done, or its device is not here.
+        UserError: as :func:`open_run`; or the run is done, its device is not here, or it cannot
+            have other rounds.
     """
     from hyperfed.runs.progress import watch
     from hyperfed.runs.run import Run
 
-    run = Run.resume(Path(path), task, device=device)
+    run = Run.resume(Path(path), task, device=device, rounds=rounds)
     watch(run, show=progress)
     return run

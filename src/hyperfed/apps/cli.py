@@ -138,18 +138,21 @@ def resume(
     device: Annotated[
         str | None, Option(help="Where it goes on: cpu, cuda or cuda:N; default: where it was.")
     ] = None,
+    rounds: Annotated[
+        int | None, Option(help="Go on to so many rounds, also with a run that is done.")
+    ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Go on with a run that was stopped or killed."""
-    loaded = submit.resumable(run_dir)
-    if loaded is not None and loaded.engine.name == "flower":
+    loaded = submit.resumable(run_dir, done=rounds is not None)
+    if loaded is not None and loaded.engine.name == "flower" and rounds is None:
         if device is not None:  # the server's; each site says its own
             loaded = loaded.on(device)
         submit_run(loaded, run_dir, as_json=as_json, quiet=quiet)
         return
     tell = own_process([loaded] if loaded else [], as_json=as_json)
-    with closing(Run.resume(run_dir, device=device)) as resumed:
+    with closing(Run.resume(run_dir, device=device, rounds=rounds)) as resumed:
         train(resumed, tell, as_json=as_json, quiet=quiet)
 
 

@@ -170,29 +170,39 @@ class Run(Served):
         return run
 
     @classmethod
-    def resume(cls, path: Path, task: Task | None = None, *, device: str | None = None) -> "Run":
-        """Goes on with a run that was stopped or killed.
+    def resume(
+        cls,
+        path: Path,
+        task: Task | None = None,
+        *,
+        device: str | None = None,
+        rounds: int | None = None,
+    ) -> "Run":
+        """Goes on with a run that was stopped or killed, or with one that is done for longer.
 
         Args:
             path: the run's folder.
             task: the data, where the run was started with its own; else built from the settings.
             device: where it goes on, which its settings say from then on; None for where it was
                 last. Devices round otherwise, which grows where training is not stable.
+            rounds: more than it was to have, which its settings say from then on.
 
         Raises:
-            UserError: as :meth:`open`; or the run is done, or its device is not here.
+            UserError: as :meth:`open`; or the run is done, its device is not here, or it cannot
+                have other rounds.
         """
         folder = _run_folder(path)
-        if folder.summary.exists():
+        if folder.summary.exists() and rounds is None:
             raise UserError(
-                f"a run to resume must not be done, but {path} has a summary.json; "
-                "evaluate or personalize it, or start a new run"
+                f"a run to resume must not be done, but {path} has a summary.json; evaluate or "
+                "personalize it, give it more rounds (hyperfed resume --rounds), or start a new run"
             )
         folder.check_links()
         lock = Lock(path)
         try:
             config = configuration.load(str(folder.config))
             moved = config if device in (None, config.device) else config.on(device)
+            moved = moved if rounds is None else _longer(moved, rounds)
             if not moved.has_device():
                 raise UserError(
                     f"{path} must go on with a device that is here, came {moved.device}; name one: "
@@ -201,14 +211,18 @@ class Run(Served):
                 )
             folder.clean()
             run = cls._open(folder, task, moved)
-            folder.truncate_after(run.round)
             if moved != config:
                 configuration.dump(moved, folder.config)
-                log.warning("goes on with device=%s, was %s", moved.device, config.device)
+                log.warning(
+                    "goes on with device=%s and rounds=%d, was %s and %d",
+                    *(moved.device, moved.rounds, config.device, config.rounds),
+                )
+            folder.summary.unlink(missing_ok=True)
+            folder.truncate_after(run.round)
         except BaseException:
             lock.release()
             raise
-        run.evaluations = folder.evaluations()
+        run.evaluations, run.summary = folder.evaluations(), {}
         run._lock = lock  # until it has been trained
         return run
 
@@ -696,6 +710,27 @@ class Run(Served):
                 raise ValueError("the best round must have one count of each kind of each client")
             number, value = index(meta["best_round"]), meta["best_accuracy"]  # of whatever metric
             self._best = Best(number, value, best["server"], memory, best["val"])
+
+
+def _longer(config: RunConfig, rounds: int) -> RunConfig:
+    """Returns settings with more rounds.
+
+    Raises:
+        UserError: they are no more, or what the run has told of its clients was for as many.
+    """
+    if rounds <= config.rounds:
+        raise UserError(
+            f"a run that goes on for longer must have more than its {config.rounds} rounds, came "
+            f"{rounds}; leave rounds out to go on as it was begun"
+        )
+    private = config.privacy.epsilon is not None or getattr(config.settings, "mechanism", None)
+    if private or config.engine.name == "flower":
+        why = "whose noise is for so many" if private else "which is at sites"
+        raise UserError(
+            f"a run must end after the rounds that it began with, {config.rounds}, where it is one "
+            f"{why}, came {rounds}; start a new run"
+        )
+    return replace(config, rounds=rounds)
 
 
 def _run_folder(path: Path) -> RunFolder:

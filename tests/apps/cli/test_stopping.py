@@ -21,7 +21,7 @@ from apps.cli.checks import DEADLINE, SMALL, Outcome, contents, failure, same_re
 from hyperfed.apps.flower import submit
 from hyperfed.errors import EngineLostError
 from hyperfed.runs import config
-from hyperfed.runs.folder import RunFolder
+from hyperfed.runs.folder import RunFolder, read_run
 from hyperfed.runs.run import Run
 from hyperfed.trees.checkpoints import previous
 
@@ -185,6 +185,12 @@ class TestResume:
         before = contents(trained)
         assert "must not be done" in failure(cli("resume", trained))
         assert contents(trained) == before
+
+    def test_gives_a_finished_run_more_rounds(self, cli, copy):
+        rounds = read_run(copy).summary["rounds"] + 1
+        assert f"more than its {rounds - 1} rounds" in failure(cli("resume", copy, "--rounds", 1))
+        assert cli("resume", copy, "--rounds", rounds, "--quiet").code == 0
+        assert read_run(copy).summary["rounds"] == rounds
 
     @pytest.mark.parametrize("command", ["resume", "evaluate"])
     def test_refuses_a_folder_that_is_no_run(self, cli, tmp_path, command):

@@ -126,10 +126,10 @@ def discard(folder: Path) -> None:
         folder.parent.rmdir()
 
 
-def resumable(folder: Path) -> RunConfig | None:
-    """Returns the settings of a run that is not done; None for any other folder."""
+def resumable(folder: Path, *, done: bool = False) -> RunConfig | None:
+    """Returns the settings of a run that is not done, or ``done``; None for any other folder."""
     place = RunFolder(folder)
-    if not place.config.exists() or place.summary.exists():
+    if not place.config.exists() or (place.summary.exists() and not done):
         return None
     return configuration.load(str(place.config))
 
