@@ -214,7 +214,7 @@ def test_other_cores_per_client_agree_to_1e_6(method: str) -> None:
 def test_a_lost_client_equals_one_never_sampled(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lossy, smaller = federation(method), federation(method)
+    lossy, smaller = federation(method, net=Normed), federation(method, net=Normed)
     for ours in (lossy, smaller):
         ours.round([0, 1, 2, 3], 0)
     before = trees.clone(lossy.engine.memory.get(1, {}))

@@ -245,26 +245,6 @@ def test_batch_norm_sees_each_batch_once_and_its_statistics_are_averaged(
     assert ours["norm.num_batches_tracked"] == 1
 
 
-def test_a_lost_client_keeps_its_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    lossy, smaller = (Federation("fed_rod", skewed_task(), **ONE_STEP) for _ in range(2))
-    for federation in (lossy, smaller):
-        federation.round([0, 1], 0)
-    kept = trees.clone(lossy.engine.memory[1])
-    right = fed_rod.Client.train_model
-
-    @step(like="received")
-    def train_model(self: fed_rod.Client, received: Model) -> Model:
-        if (self.id, self.round) == (1, 1):
-            raise ConnectionError("lost")
-        return right(self, received)
-
-    monkeypatch.setattr(fed_rod.Client, "train_model", train_model)
-    assert list(lossy.round([0, 1, 3], 1).state.lost) == [1]
-    smaller.round([0, 3], 1)
-    torch.testing.assert_close(lossy.server.model, smaller.server.model, **CLOSE)
-    torch.testing.assert_close(lossy.engine.memory[1], kept, rtol=0, atol=0)
-
-
 def test_each_target_size_has_a_hypernetwork_of_its_own() -> None:
     with seeded(0, "sizes"):
         models = {"S": TwoLayers().double(), "L": Normed().double()}

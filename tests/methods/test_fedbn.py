@@ -132,26 +132,6 @@ def test_clients_differ_in_their_batch_norm_alone() -> None:
     assert set(federation.engine.memory[0]["norm"]) == set(OWN)
 
 
-def test_a_lost_client_keeps_its_batch_norm(monkeypatch: pytest.MonkeyPatch) -> None:
-    lossy, smaller = (Federation("fedbn", make_task(Misnamed), **ONE_STEP) for _ in range(2))
-    for federation in (lossy, smaller):
-        federation.round([0, 1], 0)
-    kept = trees.clone(lossy.engine.memory[1])
-    right = fedbn.Client.train_model
-
-    @step(like="shared")
-    def train_model(self: fedbn.Client, shared: Model) -> Model:
-        if (self.id, self.round) == (1, 1):
-            raise ConnectionError("lost")
-        return right(self, shared)
-
-    monkeypatch.setattr(fedbn.Client, "train_model", train_model)
-    assert list(lossy.round([0, 1, 3], 1).state.lost) == [1]
-    smaller.round([0, 3], 1)
-    torch.testing.assert_close(lossy.server.shared, smaller.server.shared, **CLOSE)
-    torch.testing.assert_close(lossy.engine.memory[1], kept, rtol=0, atol=0)
-
-
 # Limits
 
 

@@ -126,26 +126,6 @@ def test_only_the_body_travels(net: Any, buffers: int) -> None:
     assert set(federation.engine.memory[0]["head"]) == set(HEAD)
 
 
-def test_a_lost_client_keeps_its_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    lossy, smaller = (Federation("fedrep", make_task(), **SETTINGS) for _ in range(2))
-    for federation in (lossy, smaller):
-        federation.round([0, 1], 0)
-    kept = trees.clone(lossy.engine.memory[1])
-    right = fedrep.Client.train_model
-
-    @step(like="body")
-    def train_model(self: fedrep.Client, body: Model) -> Model:
-        if (self.id, self.round) == (1, 1):
-            raise ConnectionError("lost")
-        return right(self, body)
-
-    monkeypatch.setattr(fedrep.Client, "train_model", train_model)
-    assert list(lossy.round([0, 1, 3], 1).state.lost) == [1]
-    smaller.round([0, 3], 1)
-    torch.testing.assert_close(lossy.server.body, smaller.server.body, **CLOSE)
-    torch.testing.assert_close(lossy.engine.memory[1], kept, rtol=0, atol=0)
-
-
 # Batches: steps or epochs
 
 
