@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -232,24 +232,4 @@ def members(group: int) -> list[int]:
             continue
         if path.name.isdecimal() and int(its_group) == group and state != "Z":
             found.append(int(path.name))
-    return found
-
-
-def listening_addresses(pids: Sequence[int]) -> set[str]:
-    """The addresses at which processes listen, in hexadecimal as the kernel shows them."""
-    sockets = set()
-    for pid in pids:
-        try:
-            for file in Path(f"/proc/{pid}/fd").iterdir():
-                target = str(file.readlink())
-                if target.startswith("socket:["):
-                    sockets.add(target[8:-1])
-        except OSError:
-            continue
-    found = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and fields[9] in sockets:
-                found.add(fields[1].partition(":")[0])
     return found

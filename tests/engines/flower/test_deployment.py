@@ -24,14 +24,13 @@ import safetensors.torch
 from engines.flower.deployment import (
     Deployment,
     deployed,
-    listening_addresses,
     members,
     until,
     write_node_key,
 )
 from engines.flower.forking import Forking
 from hyperfed.data import tasks
-from processes import await_end, descendants, linux
+from processes import await_end, descendants, linux, listening
 
 pytest.importorskip("flwr")
 
@@ -168,7 +167,7 @@ def test_pefll_over_tls_with_authenticated_nodes(federation: Deployment) -> None
     assert federation.processes["plain"].poll() is None  # and tries again
     for outsider in ("stranger", "plain"):
         assert "connected as node" not in federation.log(outsider)
-    assert listening_addresses(federation.alive()) == {LOOPBACK}
+    assert listening({*federation.alive()}) == {LOOPBACK}
     federation.end("plain")
 
     # A newcomer's model is made from the run's records, without any site.
