@@ -31,6 +31,7 @@ from toys import (
     Normed,
     Stemmed,
     TwoLayers,
+    close,
     lengths,
     make_task,
     make_token_task,
@@ -198,7 +199,7 @@ def test_who_has_one_example_counts_as_who_has_it_twice(method: str) -> None:
         for number in range(2):
             assert ours.round([0, 1, 2], number).state.lost == {}
         found.append([snapshot(ours), used(ours, 1), used(ours, 3, fresh=True)])
-    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
+    close(*found)
 
 
 @pytest.mark.parametrize("method", ALL)
@@ -338,7 +339,7 @@ def test_tokens_that_count_nothing_change_nothing(method: str) -> None:
                 ours.round([0, 1, 3], number)
             found.append(snapshot(ours))
         if found:
-            torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
+            close(*found)
 
 
 @pytest.mark.parametrize("method", ALL)
@@ -374,8 +375,8 @@ def test_on_a_frozen_part_equals_the_rest_on_what_it_makes_of_the_data(method: s
             counts.append(cohort.ask(ours.method.Client.evaluate, served))
             met.append(cohort)
         exchanges.append([cohort.state.exchanges for cohort in met])
-    torch.testing.assert_close(snapshot(whole), snapshot(rest), rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(counts[:2], counts[2:], rtol=1e-9, atol=1e-12)
+    close(snapshot(whole), snapshot(rest))
+    close(counts[:2], counts[2:])
     assert exchanges[0] == exchanges[1]  # bytes too
     assert same(before, trees.frozen_of(net))
 

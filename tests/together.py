@@ -4,11 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
 
 from hyperfed.engines.calls import Answer, Call
 from hyperfed.engines.local.vmap import Kind, VmappedEngine
-from hyperfed.trees import Tree
 from toys import Federation, make_task, short
 
 EVEN, RAGGED = (12,) * 6, (12, 7, 20, 12, 9, 9)
@@ -33,10 +31,6 @@ def left(caplog: pytest.LogCaptureFixture) -> dict[str, str]:
     said = [r.args for r in caplog.records if "computed client by client" in r.msg]
     assert len({step for step, _ in said}) == len(said)  # type: ignore[misc]
     return {str(step): str(why) for step, why in said}  # type: ignore[misc]
-
-
-def close(first: Tree, second: Tree) -> None:
-    torch.testing.assert_close(first, second, rtol=1e-9, atol=1e-12)
 
 
 def both(method: str, *, task: dict[str, Any] | None = None, **settings: Any) -> list[Federation]:

@@ -1,7 +1,5 @@
 """Local, FedAvg and FedPer against one-piece autograd and PyTorch's own optimiser."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,9 +8,17 @@ from torch import Tensor
 from hyperfed import trees
 from hyperfed.system.randomness import generator
 from hyperfed.training import Steps
-from toys import EXAMPLES, ONE_STEP, PLAIN, Federation, Normed, client_loss, logits, make_task
-
-CLOSE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
+from toys import (
+    EXAMPLES,
+    ONE_STEP,
+    PLAIN,
+    Federation,
+    Normed,
+    client_loss,
+    close,
+    logits,
+    make_task,
+)
 
 
 def gradient(task, client: int, model: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -45,7 +51,7 @@ def test_fedavg_is_a_gradient_step_on_the_sample_weighted_objective() -> None:
     objective = sum(EXAMPLES[i] / total * client_loss(task, i, leaves) for i in clients)
     objective.backward()
     expected = {name: start[name] - 0.1 * leaf.grad for name, leaf in leaves.items()}
-    torch.testing.assert_close(federation.server.model["base"], expected, **CLOSE)
+    close(federation.server.model["base"], expected)
 
 
 def test_fedavg_averages_batch_norm_buffers_too() -> None:
@@ -59,7 +65,7 @@ def test_fedavg_averages_batch_norm_buffers_too() -> None:
         hidden = task.x[task.train[i]] @ start["body.weight"].T + start["body.bias"]
         running = 0.9 * start["norm.running_mean"] + 0.1 * hidden.mean(0)
         mean += EXAMPLES[i] / total * running
-    torch.testing.assert_close(federation.server.model["base"]["norm.running_mean"], mean, **CLOSE)
+    close(federation.server.model["base"]["norm.running_mean"], mean)
     assert federation.server.model["base"]["norm.num_batches_tracked"] == 1
 
 
@@ -80,7 +86,7 @@ def test_fedavg_with_one_client_is_centralised_sgd() -> None:
             optimizer.step()
     expected = trees.model_of(net)
     trees.fill(net, start)
-    torch.testing.assert_close(federation.server.model["base"], expected, **CLOSE)
+    close(federation.server.model["base"], expected)
 
 
 def test_fedavg_gives_every_client_the_global_model_and_fine_tunes_only_if_asked() -> None:
@@ -93,7 +99,7 @@ def test_fedavg_gives_every_client_the_global_model_and_fine_tunes_only_if_asked
     tuned = Federation("fedavg", task, **ONE_STEP, novel_steps=1)
     tuned.round([0, 1])
     expected = stepped(task, 3, federation_model, 0.1)
-    torch.testing.assert_close(tuned.personal(3, fresh=True), expected, **CLOSE)
+    close(tuned.personal(3, fresh=True), expected)
     torch.testing.assert_close(tuned.server.model["base"], federation_model)  # untouched
 
 
@@ -111,11 +117,11 @@ def test_fedper_averages_the_body_of_jointly_trained_models_and_keeps_heads() ->
         name: sum(EXAMPLES[i] / total * trained[i][name] for i in clients)
         for name in ("body.weight", "body.bias")
     }
-    torch.testing.assert_close(federation.server.body["base"], body, **CLOSE)
+    close(federation.server.body["base"], body)
     for i in clients:
         head = {name: trained[i][name] for name in ("head.weight", "head.bias")}
-        torch.testing.assert_close(federation.engine.memory[i]["head"], head, **CLOSE)
-        torch.testing.assert_close(federation.personal(i), body | head, **CLOSE)
+        close(federation.engine.memory[i]["head"], head)
+        close(federation.personal(i), body | head)
     unseen = federation.personal(2)  # sampled in no round so far: the common initial head
     torch.testing.assert_close(unseen["head.weight"], start["head.weight"])
 
@@ -150,7 +156,7 @@ def test_a_novel_client_of_fedper_fits_a_head_on_the_frozen_body() -> None:
     for _ in range(3):  # from the second on, a body that had moved would show
         by = gradient(task, 3, body | head)
         head = {name: value - 0.1 * by[name] for name, value in head.items()}
-    torch.testing.assert_close({name: ours[name] for name in head}, head, **CLOSE)
+    close({name: ours[name] for name in head}, head)
     assert 3 not in federation.engine.memory
 
 
@@ -172,7 +178,7 @@ def test_a_novel_client_of_local_trains_its_own_model() -> None:
     federation = Federation("local", task, **settings, novel_steps=2)
     start = task.outline().initial()
     expected = stepped(task, 3, stepped(task, 3, start, 0.1), 0.1)
-    torch.testing.assert_close(federation.personal(3, fresh=True), expected, **CLOSE)
+    close(federation.personal(3, fresh=True), expected)
 
 
 # What is evaluated
@@ -190,7 +196,7 @@ def test_the_evaluated_model_is_the_personal_one(method: str) -> None:
         model, rows = federation.personal(client), task.test[client]
         output = logits(task.models["base"], model, task.x[rows]).detach()
         loss = F.cross_entropy(output, task.y[rows], reduction="sum")
-        torch.testing.assert_close(counts["test"]["loss"][position], loss, **CLOSE)
+        close(counts["test"]["loss"][position], loss)
 
 
 def test_steps_are_what_the_settings_say() -> None:

@@ -15,6 +15,7 @@ from toys import (
     Federation,
     Normed,
     TwoLayers,
+    close,
     make_task,
     squared_distance,
     torch_sgd,
@@ -41,10 +42,6 @@ def trained(ours: Federation, client: int, v: Tree, w: Tree, steps: int = 3) -> 
         return LAMBDA / 2 * squared_distance(net, w)
 
     return torch_sgd(ours.task, client, v, steps, penalty=penalty, **TORCH)
-
-
-def close(actual: Tree, expected: Tree) -> None:
-    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
 
 
 @NETS

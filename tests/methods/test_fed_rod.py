@@ -29,11 +29,11 @@ from toys import (
     Normed,
     TwoLayers,
     client_loss,
+    close,
     logits,
     make_task,
 )
 
-CLOSE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
 HEAD = ("head.weight", "head.bias")
 CLIENTS = [0, 1, 3]
 HYPER: dict[str, Any] = {"head": "hypernetwork", "hidden": 6}
@@ -152,9 +152,9 @@ def check_three_rounds(**settings: Any) -> None:
     for number, clients in enumerate((CLIENTS, [0, 3], [0, 1, 2, 3])):
         shared, heads = round_by_hand(federation, clients)
         federation.round(clients, number)
-        torch.testing.assert_close(federation.server.model["base"], shared, **CLOSE)
+        close(federation.server.model["base"], shared)
         for i, head in heads.items():
-            torch.testing.assert_close(federation.engine.memory[i]["head"], head, **CLOSE)
+            close(federation.engine.memory[i]["head"], head)
         for i in range(4):
             kept = federation.engine.memory.get(i, {}).get("head", {})
             own = {name: v for name, v in shared.items() if name.startswith(PERSONAL)} or kept
@@ -164,7 +164,7 @@ def check_three_rounds(**settings: Any) -> None:
                 for name, value in shared.items()
                 if not name.startswith(PERSONAL)
             }
-            torch.testing.assert_close(federation.personal(i), expected, **CLOSE)
+            close(federation.personal(i), expected)
 
 
 @pytest.mark.parametrize("settings", [{}, HYPER], ids=["linear", "hypernetwork"])
@@ -193,7 +193,7 @@ def test_the_personal_gradient_is_not_clipped_with_the_generic_one() -> None:
     for federation in (free, clipped):
         federation.round([0])
     heads = [federation.engine.memory[0]["head"] for federation in (free, clipped)]
-    torch.testing.assert_close(heads[0], heads[1], **CLOSE)
+    close(heads[0], heads[1])
     start = clipped.task.outline().initial()
     torch.testing.assert_close(clipped.server.model["base"], start, rtol=0, atol=1e-9)
 
@@ -207,7 +207,7 @@ def test_the_output_of_the_evaluated_model_is_the_sum_of_both_logits() -> None:
     shared = features @ generic["head.weight"].T + generic["head.bias"]
     own = features @ head[PERSONAL + "head.weight"].T + head[PERSONAL + "head.bias"]
     ours = logits(task.models["base"], federation.personal(0), x)
-    torch.testing.assert_close(ours, shared + own, **CLOSE)
+    close(ours, shared + own)
     assert own.abs().max() > 1e-3
 
 
@@ -241,7 +241,7 @@ def test_batch_norm_sees_each_batch_once_and_its_statistics_are_averaged(
         hidden = task.x[task.train[i]] @ start["body.weight"].T + start["body.bias"]
         mean += EXAMPLES[i] / (EXAMPLES[0] + EXAMPLES[2]) * 0.1 * hidden.mean(0)
     ours = federation.server.model["base"]
-    torch.testing.assert_close(ours["norm.running_mean"], mean, **CLOSE)
+    close(ours["norm.running_mean"], mean)
     assert ours["norm.num_batches_tracked"] == 1
 
 
@@ -282,7 +282,7 @@ def test_without_balance_the_generic_model_is_that_of_fedavg() -> None:
     for number in range(3):
         for federation in (ours, fedavg):
             federation.round([0, 2, 3], number)
-    torch.testing.assert_close(ours.server.model, fedavg.server.model, **CLOSE)
+    close(ours.server.model, fedavg.server.model)
 
 
 def test_a_client_that_was_never_asked_uses_the_generic_model() -> None:
@@ -306,7 +306,7 @@ def test_a_novel_client_trains_a_personal_head_with_all_else_frozen() -> None:
         client_loss(task, 3, generic | {n: generic[n] + leaves[n] for n in HEAD}).backward()
         head = {name: leaf.detach() - 0.1 * leaf.grad for name, leaf in leaves.items()}
     expected = generic | {name: generic[name] + head[name] for name in HEAD}
-    torch.testing.assert_close(federation.personal(3, fresh=True), expected, **CLOSE)
+    close(federation.personal(3, fresh=True), expected)
     assert 3 not in federation.engine.memory
 
 

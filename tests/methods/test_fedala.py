@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hyperfed.errors import UserError
 from hyperfed.trees import Tree
-from toys import ONE_STEP, Federation, Normed, client_loss, logits, make_task, snapshot
+from toys import ONE_STEP, Federation, Normed, client_loss, close, logits, make_task, snapshot
 
 LR = 0.1  # that of ONE_STEP
 ETA = 400.0  # high, so that some of W reaches either end
@@ -51,10 +51,6 @@ def one_pass(ours: Federation, own: Tree, model: Tree, weights: Tree) -> Tree:
 
 def ones(own: Tree) -> Tree:
     return {name: torch.ones_like(value) for name, value in own.items()}
-
-
-def close(actual: Tree, expected: Tree) -> None:
-    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize(("layers", "names"), [(1, HEAD), (2, (*BODY, *HEAD))])

@@ -10,7 +10,17 @@ from hyperfed.methods import fedbabu
 from hyperfed.runs.config import from_keys
 from hyperfed.training import Epochs, Sgd
 from hyperfed.trees import Tree, count_bytes, partition
-from toys import EXAMPLES, MOMENTUM, TORCH, Federation, Normed, TwoLayers, make_task, torch_sgd
+from toys import (
+    EXAMPLES,
+    MOMENTUM,
+    TORCH,
+    Federation,
+    Normed,
+    TwoLayers,
+    close,
+    make_task,
+    torch_sgd,
+)
 
 HEAD = ("head.weight", "head.bias")
 NETS = pytest.mark.parametrize("net", [TwoLayers, Normed])
@@ -21,10 +31,6 @@ def federation(net: Any = TwoLayers, **settings: Any) -> Federation:
     return Federation(
         "fedbabu", make_task(net, novel=1), **MOMENTUM | {"finetune_lr": RATE} | settings
     )
-
-
-def close(actual: Tree, expected: Tree) -> None:
-    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
 
 
 def with_initial_head(ours: Federation) -> Tree:

@@ -21,10 +21,10 @@ from toys import (
     Federation,
     TwoLayers,
     client_loss,
+    close,
     make_task,
 )
 
-CLOSE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
 CLIENTS = [0, 1, 3]
 
 
@@ -111,9 +111,9 @@ def check_two_rounds() -> None:
         }
         cohort = federation.round(clients, number)
         assert set(federation.server.shared["base"]) == set(SHARED)
-        torch.testing.assert_close(federation.server.shared["base"], shared, **CLOSE)
+        close(federation.server.shared["base"], shared)
         for i in range(4):
-            torch.testing.assert_close(federation.personal(i), own[i] | shared, **CLOSE)
+            close(federation.personal(i), own[i] | shared)
         travelled = [(e.down, e.up) for e in cohort.state.exchanges]
         assert travelled == [(SHARED_BYTES, SHARED_BYTES)] * len(clients)
 
@@ -154,7 +154,7 @@ def test_with_one_client_it_is_centralised_sgd() -> None:
     for number in range(3):
         federation.round([0], number)
         expected = descended(task, 0, expected)
-    torch.testing.assert_close(federation.personal(0), expected, **CLOSE)
+    close(federation.personal(0), expected)
 
 
 # Novel clients
@@ -169,7 +169,7 @@ def test_a_novel_client_trains_initial_batch_norm_in_the_frozen_rest() -> None:
     for _ in range(3):
         expected = descended(task, 3, expected, OWN)
     ours = federation.personal(3, fresh=True)
-    torch.testing.assert_close(ours, expected, **CLOSE)
+    close(ours, expected)
     assert ours["a1.num_batches_tracked"] == 3
     assert 3 not in federation.engine.memory
 
@@ -193,9 +193,9 @@ def test_a_novel_client_measures_its_statistics_where_there_is_nothing_to_train(
     federation = Federation("fedbn", task, **settings)
     ours = federation.personal(3, fresh=True)
     x = task.x[task.train[3]]
-    torch.testing.assert_close(ours["first.running_mean"], (1 - 0.9**2) * x.mean(0), **CLOSE)
+    close(ours["first.running_mean"], (1 - 0.9**2) * x.mean(0))
     variance = 0.9**2 + (1 - 0.9**2) * x.var(0)
-    torch.testing.assert_close(ours["first.running_var"], variance, **CLOSE)
+    close(ours["first.running_var"], variance)
 
 
 # A target without batch-norm

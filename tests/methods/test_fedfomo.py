@@ -15,9 +15,18 @@ from hyperfed.engines.calls import Call
 from hyperfed.methods import fedfomo
 from hyperfed.task import Task
 from hyperfed.trees import Model
-from toys import CLASSES, FEATURES, ONE_STEP, Federation, Normed, TwoLayers, client_loss, make_task
+from toys import (
+    CLASSES,
+    FEATURES,
+    ONE_STEP,
+    Federation,
+    Normed,
+    TwoLayers,
+    client_loss,
+    close,
+    make_task,
+)
 
-CLOSE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-12}
 EXAMPLES = (12, 7, 20, 9, 15, 5)
 SEED = 121
 """So that client 0 and, with batch-norm, client 4 gain from their own model; client 2 loses."""
@@ -103,12 +112,12 @@ def check_a_round(client: int = 0) -> None:
     ours.round([client], 1)
     start = update_by_hand(reference, [*others, own], weights)
     expected = stepped(task, client, start)
-    torch.testing.assert_close(ours.engine.memory[client]["model"], expected, **CLOSE)
-    torch.testing.assert_close(ours.engine.memory[client]["reference"], start, **CLOSE)
-    torch.testing.assert_close(trees.take(server.trained["base"], client), expected, **CLOSE)
+    close(ours.engine.memory[client]["model"], expected)
+    close(ours.engine.memory[client]["reference"], start)
+    close(trees.take(server.trained["base"], client), expected)
     gained = torch.zeros(6, dtype=torch.float64)
     gained[ids] = torch.from_numpy(weights[:-1] / np.abs(weights).sum())
-    torch.testing.assert_close(server.affinity[client] - before[client], gained, **CLOSE)
+    close(server.affinity[client] - before[client], gained)
     others_rows = torch.arange(6) != client
     assert torch.equal(server.affinity[others_rows], before[others_rows])
 
@@ -134,7 +143,7 @@ def test_one_better_peer_leaves_the_client_its_own_share() -> None:
     weights = weights_by_hand(task, 0, initial, [peer, own])
     ours.round([0], 1)
     start = ours.engine.memory[0]["reference"]
-    torch.testing.assert_close(start, update_by_hand(initial, [peer, own], weights), **CLOSE)
+    close(start, update_by_hand(initial, [peer, own], weights))
     assert (start["body.weight"] - peer["body.weight"]).abs().max() > 1e-3
 
 
@@ -252,7 +261,7 @@ def test_a_client_goes_on_from_its_own_model_where_no_other_is_better() -> None:
     kept = ours.engine.memory[0]
     kept["model"] = own = stepped(ours.task, 0, kept["reference"])
     ours.round([0], 1)
-    torch.testing.assert_close(ours.engine.memory[0]["model"], stepped(ours.task, 0, own), **CLOSE)
+    close(ours.engine.memory[0]["model"], stepped(ours.task, 0, own))
     assert (ours.server.affinity[0, 1:] < 0).all()
 
 
@@ -262,7 +271,7 @@ def test_a_client_goes_back_to_its_reference_where_its_own_model_is_worse_too() 
     reference = trees.clone(ours.engine.memory[0]["reference"])
     ours.round([0], 1)
     expected = stepped(ours.task, 0, reference)
-    torch.testing.assert_close(ours.engine.memory[0]["model"], expected, **CLOSE)
+    close(ours.engine.memory[0]["model"], expected)
 
 
 def test_a_candidate_at_distance_zero_weighs_nothing() -> None:
@@ -274,7 +283,7 @@ def test_a_candidate_at_distance_zero_weighs_nothing() -> None:
     before = ours.server.affinity.clone()
     ours.round([0], 1)
     expected = stepped(ours.task, 0, reference)
-    torch.testing.assert_close(ours.engine.memory[0]["model"], expected, **CLOSE)
+    close(ours.engine.memory[0]["model"], expected)
     assert torch.equal(ours.server.affinity, before)
 
 
@@ -284,7 +293,7 @@ def test_the_first_round_is_local_training() -> None:
     initial = ours.task.outline().initial()
     for client in (0, 1):
         expected = stepped(ours.task, client, initial)
-        torch.testing.assert_close(ours.personal(client), expected, **CLOSE)
+        close(ours.personal(client), expected)
     assert sum(exchange.down for exchange in cohort.state.exchanges) == 0
 
 
@@ -321,7 +330,7 @@ def test_batch_norm_buffers_move_with_the_weights() -> None:
     x = ours.task.x[ours.task.train[4]]
     seen = (x @ start["body.weight"].T + start["body.bias"]).mean(dim=0)
     expected = 0.9 * start["norm.running_mean"] + 0.1 * seen
-    torch.testing.assert_close(trained["norm.running_mean"], expected, **CLOSE)
+    close(trained["norm.running_mean"], expected)
 
 
 # Candidates
@@ -471,7 +480,7 @@ def test_a_novel_client_starts_from_the_initial_model_with_candidates_at_random(
     weights = weights_by_hand(ours.task, 5, initial, others)
     start = update_by_hand(initial, others, weights) if (weights > 0).any() else initial
     expected = stepped(ours.task, 5, start)
-    torch.testing.assert_close(ours.personal(5, fresh=True), expected, **CLOSE)
+    close(ours.personal(5, fresh=True), expected)
     asked = ours.engine.cohort([5], 99, training=False, fresh=True)
     ours.server.personalize(asked)
     assert [(e.step, e.down, e.up) for e in asked.state.exchanges] == [

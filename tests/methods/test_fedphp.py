@@ -21,12 +21,12 @@ from toys import (
     Normed,
     TwoLayers,
     client_loss,
+    close,
     logits,
     make_task,
     make_token_task,
 )
 
-CLOSE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-11}
 LR, LAMBDA, TEMPERATURE, MOMENTUM, EXPECTED = 0.1, 0.3, 3.0, 0.8, 4
 SETTINGS = ONE_STEP | {
     "transfer_weight": LAMBDA,
@@ -102,8 +102,8 @@ def check_a_round(task: Task | None = None, **settings: Any) -> None:
     trained = trained_by_hand(ours, 1, received, inherited)
     ours.round([1], 3)
     expected = mixed(MOMENTUM * 2 / EXPECTED, inherited, trained)
-    torch.testing.assert_close(ours.server.model["base"], trained, **CLOSE)
-    torch.testing.assert_close(ours.personal(1), expected, **CLOSE)
+    close(ours.server.model["base"], trained)
+    close(ours.personal(1), expected)
 
 
 @pytest.mark.parametrize("transfer", ["kd", "mmd"])
@@ -123,8 +123,8 @@ def test_the_first_round_has_no_teacher_and_is_inherited_whole() -> None:
     client_loss(ours.task, 2, leaves).backward()
     trained = {name: start[name] - LR * leaf.grad for name, leaf in leaves.items()}
     ours.round([2])
-    torch.testing.assert_close(ours.personal(2), trained, **CLOSE)
-    torch.testing.assert_close(ours.server.model["base"], trained, **CLOSE)
+    close(ours.personal(2), trained)
+    close(ours.server.model["base"], trained)
 
 
 def check_the_schedule() -> None:
@@ -135,7 +135,7 @@ def check_the_schedule() -> None:
         ours.round([3], number)
         trained = ours.server.model["base"]
         inherited = mixed(share * MOMENTUM, inherited, trained) if number else trained
-        torch.testing.assert_close(ours.personal(3), inherited, **CLOSE)
+        close(ours.personal(3), inherited)
 
 
 def test_the_average_moves_ever_more_slowly() -> None:
@@ -286,7 +286,7 @@ def test_without_transfer_the_global_model_is_that_of_fedavg() -> None:
     for number, clients in enumerate(([0, 1, 2], [1, 3], [1, 2])):
         ours.round(clients, number)
         fedavg.round(clients, number)
-    torch.testing.assert_close(ours.server.model, fedavg.server.model, **CLOSE)
+    close(ours.server.model, fedavg.server.model)
     gap = ours.personal(1)["head.weight"] - ours.server.model["base"]["head.weight"]
     assert gap.abs().max() > 1e-3
 
@@ -305,7 +305,7 @@ def test_the_server_averages_by_training_examples_buffers_too() -> None:
     for name, value in ours.server.model["base"].items():
         share = [EXAMPLES[client] / sum(EXAMPLES[:3]) for client in range(3)]
         mean = sum(s * model[name].double() for s, model in zip(share, kept, strict=True))
-        torch.testing.assert_close(value, mean.to(value.dtype), **CLOSE)
+        close(value, mean.to(value.dtype))
     assert ours.server.model["base"]["norm.running_mean"].abs().max() > 1e-3
 
 
@@ -326,11 +326,11 @@ def test_buffers_are_inherited_and_the_teacher_uses_its_own() -> None:
     ((1 - LAMBDA) * F.cross_entropy(z, y) + LAMBDA * transfer).backward()
     trained = {name: leaf.detach() - LR * leaf.grad for name, leaf in leaves.items()} | buffers
     ours.round([1], 3)
-    torch.testing.assert_close(ours.server.model["base"], trained, **CLOSE)
+    close(ours.server.model["base"], trained)
     floats = {name: value for name, value in trained.items() if value.is_floating_point()}
     found = ours.personal(1)
     expected = mixed(MOMENTUM * 2 / EXPECTED, memory, floats)
-    torch.testing.assert_close({name: found[name] for name in floats}, expected, **CLOSE)
+    close({name: found[name] for name in floats}, expected)
     assert found["norm.num_batches_tracked"].dtype == torch.int64
 
 
@@ -359,7 +359,7 @@ def test_a_novel_client_inherits_the_global_model_fine_tuned(steps: int) -> None
         leaves = {name: value.clone().requires_grad_() for name, value in expected.items()}
         client_loss(ours.task, 3, leaves).backward()
         expected = {name: leaf.detach() - LR * leaf.grad for name, leaf in leaves.items()}
-    torch.testing.assert_close(ours.personal(3, fresh=True), expected, **CLOSE)
+    close(ours.personal(3, fresh=True), expected)
     torch.testing.assert_close(ours.server.model["base"], received, rtol=0, atol=0)
     cohort = ours.engine.cohort([3], 99, training=False, fresh=True)
     ours.server.personalize(cohort)
@@ -388,9 +388,9 @@ def test_the_discrepancy_is_that_of_all_pairs_and_none_of_equal_features() -> No
     draw = torch.Generator().manual_seed(0)
     ours, theirs = torch.randn(2, 5, 3, dtype=torch.float64, generator=draw)
     found = fedphp.mean_discrepancy(ours, theirs)
-    torch.testing.assert_close(found, discrepancy(ours, theirs), **CLOSE)
+    close(found, discrepancy(ours, theirs))
     gradients = [shown(f, ours, theirs) for f in (fedphp.mean_discrepancy, discrepancy)]
-    torch.testing.assert_close(*gradients, **CLOSE)
+    close(*gradients)
     flat = torch.zeros(5, 3, dtype=torch.float64)
     assert fedphp.mean_discrepancy(flat, flat).abs() < 1e-12
     assert shown(fedphp.mean_discrepancy, flat, flat).abs().max() < 1e-12  # and finite

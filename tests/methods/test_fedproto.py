@@ -21,6 +21,7 @@ from toys import (
     Federation,
     Normed,
     TwoLayers,
+    close,
     make_quadratic_task,
     make_task,
 )
@@ -77,10 +78,6 @@ def averaged(found: Sequence[Prototypes]) -> Prototypes:
     labels = {label for own in found for label in own}
     has = {label: [own[label] for own in found if label in own] for label in labels}
     return {label: torch.stack(own).mean(0) for label, own in has.items()}
-
-
-def close(actual: Any, expected: Any) -> None:
-    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
 
 
 def held(ours: Federation) -> Prototypes:

@@ -16,6 +16,7 @@ from toys import (
     Federation,
     Normed,
     TwoLayers,
+    close,
     make_task,
     squared_distance,
     torch_sgd,
@@ -41,7 +42,7 @@ def test_a_round_descends_the_loss_and_the_distance_to_the_received_model(net: A
         ours.round(clients, number)
         for name, found in ours.server.model["base"].items():
             mean = sum(share * model[name].double() for share, model in each)
-            torch.testing.assert_close(found, mean.to(found.dtype), rtol=1e-10, atol=1e-12)
+            close(found, mean.to(found.dtype))
 
 
 def test_every_client_uses_the_global_model_and_a_novel_one_may_fine_tune_it() -> None:
@@ -55,7 +56,7 @@ def test_every_client_uses_the_global_model_and_a_novel_one_may_fine_tune_it() -
     torch.testing.assert_close(tuned.personal(0), w, rtol=0, atol=0)
     torch.testing.assert_close(ours.personal(3, fresh=True), w, rtol=0, atol=0)
     expected = trained(tuned, 3, w, steps=4)
-    torch.testing.assert_close(tuned.personal(3, fresh=True), expected, rtol=1e-10, atol=1e-12)
+    close(tuned.personal(3, fresh=True), expected)
     assert ours.engine.memory.get(0, {}) == {}
 
 

@@ -15,9 +15,8 @@ from hyperfed.runs.config import from_keys
 from hyperfed.system.randomness import generator
 from hyperfed.training import Epochs, Steps, sgd
 from hyperfed.trees import Model, Tree
-from toys import EXAMPLES, ONE_STEP, PLAIN, Federation, Normed, client_loss, make_task
+from toys import EXAMPLES, ONE_STEP, PLAIN, Federation, Normed, client_loss, close, make_task
 
-CLOSE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
 HEAD = ("head.weight", "head.bias")
 SETTINGS = ONE_STEP | {"head_steps": 2, "local_steps": 1}
 CLIENTS = [0, 1, 3]
@@ -61,10 +60,10 @@ def check_two_rounds(prepare: Any = None) -> None:
         body, heads = round_by_hand(federation, clients)
         federation.round(clients, number)
         for i in clients:
-            torch.testing.assert_close(federation.engine.memory[i]["head"], heads[i], **CLOSE)
-            torch.testing.assert_close(federation.personal(i), body | heads[i], **CLOSE)
+            close(federation.engine.memory[i]["head"], heads[i])
+            close(federation.personal(i), body | heads[i])
         ours = {name: federation.server.body["base"][name] for name in body}
-        torch.testing.assert_close(ours, body, **CLOSE)
+        close(ours, body)
 
 
 def test_the_head_trains_first_then_the_body_whose_mean_is_weighted_by_examples() -> None:
@@ -96,7 +95,7 @@ def check_the_buffers() -> None:
     mean = sum(EXAMPLES[i] / total * 0.1 * hidden_mean(task, i, start) for i in CLIENTS)
     ours = federation.server.body["base"]
     assert ours["norm.num_batches_tracked"] == 1
-    torch.testing.assert_close(ours["norm.running_mean"], mean, **CLOSE)
+    close(ours["norm.running_mean"], mean)
 
 
 def test_the_frozen_bodys_statistics_do_not_move_while_the_head_trains() -> None:
@@ -169,7 +168,7 @@ def test_the_first_batches_are_the_heads_and_each_phase_has_its_own_optimiser(
     expected = replayed(federation, 0, 0, start, head)
     trees.fill(federation.task.models["base"], start)
     federation.round([0])
-    torch.testing.assert_close(federation.personal(0), expected, **CLOSE)
+    close(federation.personal(0), expected)
 
 
 def test_head_and_body_count_in_the_same_unit() -> None:
@@ -213,7 +212,7 @@ def test_a_novel_client_trains_the_initial_head_on_the_frozen_body(time: dict[st
     expected = body | {name: start[name] for name in HEAD}
     for _ in range(2):
         expected = descended(task, 3, expected, set(HEAD))
-    torch.testing.assert_close(federation.personal(3, fresh=True), expected, **CLOSE)
+    close(federation.personal(3, fresh=True), expected)
     assert 3 not in federation.engine.memory
 
 

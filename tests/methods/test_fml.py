@@ -21,12 +21,12 @@ from toys import (
     Federation,
     Normed,
     TwoLayers,
+    close,
     logits,
     make_task,
     make_token_task,
 )
 
-CLOSE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-11}
 LR, ALPHA, BETA = 0.1, 0.7, 0.4
 WEIGHTS = {"label_weight": ALPHA, "meme_label_weight": BETA}
 SETTINGS = ONE_STEP | WEIGHTS
@@ -73,8 +73,8 @@ def check_a_round(task: Task | None = None) -> None:
     assert all((private[name] - meme[name]).abs().max() > 1e-4 for name in meme)
     trained, shared = both_by_hand(ours, 0, private, meme)
     ours.round([0], 2)
-    torch.testing.assert_close(ours.personal(0), trained, **CLOSE)
-    torch.testing.assert_close(ours.server.meme, shared, **CLOSE)
+    close(ours.personal(0), trained)
+    close(ours.server.meme, shared)
 
 
 def test_a_round_is_a_gradient_step_of_each_model_on_its_own_loss() -> None:
@@ -117,8 +117,8 @@ def test_rounds_are_those_of_two_modules_with_two_optimizers(
             (BETA * labels + (1 - BETA) * divergence(own.detach(), shared)).backward()
             optimizer.step()
             meme_optimizer.step()
-    torch.testing.assert_close(ours.personal(2), trees.model_of(private), **CLOSE)
-    torch.testing.assert_close(ours.server.meme, trees.model_of(meme), **CLOSE)
+    close(ours.personal(2), trees.model_of(private))
+    close(ours.server.meme, trees.model_of(meme))
 
 
 def check_the_average() -> None:
@@ -133,7 +133,7 @@ def check_the_average() -> None:
         name: sum(s * meme[name] for s, meme in zip(share, trained, strict=True))
         for name in initial
     }
-    torch.testing.assert_close(ours.server.meme, expected, **CLOSE)
+    close(ours.server.meme, expected)
 
 
 def test_the_server_averages_memes_by_training_examples() -> None:
@@ -247,9 +247,9 @@ def test_with_labels_alone_it_is_local_beside_fedavg() -> None:
     for number, clients in enumerate(([0, 1, 2], [1, 3], [0, 1, 2, 3])):
         for each in (ours, fedavg, alone):
             each.round(clients, number)
-    torch.testing.assert_close(ours.server.meme, fedavg.server.model["base"], **CLOSE)
+    close(ours.server.meme, fedavg.server.model["base"])
     for client in range(4):
-        torch.testing.assert_close(ours.personal(client), alone.personal(client), **CLOSE)
+        close(ours.personal(client), alone.personal(client))
 
 
 def test_without_labels_equal_models_stay_as_they_are() -> None:
@@ -257,8 +257,8 @@ def test_without_labels_equal_models_stay_as_they_are() -> None:
     ours = Federation("fml", make_task(), **SETTINGS | zeros)
     start = ours.task.outline().initial()
     ours.round([0, 1])
-    torch.testing.assert_close(ours.server.meme, start, **CLOSE)
-    torch.testing.assert_close(ours.personal(0), start, **CLOSE)
+    close(ours.server.meme, start)
+    close(ours.personal(0), start)
 
 
 @pytest.mark.parametrize("net", [TwoLayers, Normed])
@@ -303,7 +303,7 @@ def test_a_novel_client_trains_beside_a_copy_of_the_meme_and_sends_nothing(steps
     private, meme = ours.task.outline().initial(), sent
     for _ in range(steps):
         private, meme = both_by_hand(ours, 3, private, meme)
-    torch.testing.assert_close(ours.personal(3, fresh=True), private, **CLOSE)
+    close(ours.personal(3, fresh=True), private)
     torch.testing.assert_close(ours.server.meme, sent, rtol=0, atol=0)
     cohort = ours.engine.cohort([3], 99, training=False, fresh=True)
     assert ours.server.personalize(cohort) == {}

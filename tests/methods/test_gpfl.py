@@ -20,6 +20,7 @@ from toys import (
     Federation,
     Normed,
     TwoLayers,
+    close,
     make_quadratic_task,
     make_task,
 )
@@ -88,10 +89,6 @@ def train(task: Task, client: int, received: Tree, head: Tree, *, only_head: boo
         loss.backward()
         optimizer.step()
     return {name: value.detach() for name, value in model.items()}
-
-
-def close(actual: Any, expected: Any) -> None:
-    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
 
 
 def check_evaluation(ours: Federation, client: int, head: Tree, **options: Any) -> None:

@@ -19,9 +19,8 @@ from hyperfed.nets.descriptors import Centred
 from hyperfed.system.randomness import generator, seeded
 from hyperfed.task import Task
 from hyperfed.training import UnlabelledError
-from toys import CLASSES, PLAIN, Federation, Normed, TwoLayers, logits, make_task
+from toys import CLASSES, PLAIN, Federation, Normed, TwoLayers, close, logits, make_task
 
-CLOSE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-12}
 SETTINGS: dict[str, Any] = PLAIN | {
     "local_steps": 1,
     "batch_size": 5,
@@ -160,7 +159,7 @@ def test_the_update_is_that_of_the_one_piece_objective_and_the_mean_delta(
         expected = expected_after(federation, clients, number, standard)
         federation.round(clients, number)
         ours = {name: value.detach() for name, value in parameters(federation).items()}
-        torch.testing.assert_close(ours, expected, **CLOSE)
+        close(ours, expected)
     who = {client for client, memory in federation.engine.memory.items() if memory}
     assert who == (set(clients) if "head_layers" in own else set())
 
@@ -184,12 +183,12 @@ def test_layers_of_its_own_begin_as_the_targets_and_are_kept_as_the_client_train
         for name, value in head.items():
             assert value.grad is not None
             ours = federation.engine.memory[1]["head"][name]
-            torch.testing.assert_close(ours, value.detach() - 0.1 * value.grad, **CLOSE)
+            close(ours, value.detach() - 0.1 * value.grad)
     served = federation.personal(1)
-    torch.testing.assert_close({n: served[n] for n in head}, kept(federation, 1), **CLOSE)
+    close({n: served[n] for n in head}, kept(federation, 1))
     for client, options in ((2, {}), (3, {"fresh": True})):
         served = federation.personal(client, **options)
-        torch.testing.assert_close({n: served[n] for n in head}, kept(federation, 2), **CLOSE)
+        close({n: served[n] for n in head}, kept(federation, 2))
 
 
 def test_several_layers_may_be_its_own_and_keep_their_momentum() -> None:
@@ -254,8 +253,8 @@ def test_where_descriptors_say_nothing_it_is_fedavg_of_equal_clients() -> None:
         federation.round([0, 1, 3], number)
         for name, value in federation.server.hyper_net.common().items():
             more = frequencies(task, 0, 1.0).log() if name == "head.bias" else 0
-            torch.testing.assert_close(sent[name], start[name] + more, **CLOSE)
-            torch.testing.assert_close(value, start[name] - delta[name].mean(0), **CLOSE)
+            close(sent[name], start[name] + more)
+            close(value, start[name] - delta[name].mean(0))
 
 
 @pytest.mark.parametrize("own", [{}, {"hyper_net": "single"}, {"head_rank": 2}])
@@ -275,7 +274,7 @@ def test_momentum_and_weight_decay_are_not_of_the_matrices_that_make_models() ->
         ours.round([0, 1, 3], number)
         theirs.round([0, 1, 3], number)
     nets = ours.server.hyper_net, theirs.server.hyper_net
-    torch.testing.assert_close(nets[0].state_dict(), nets[1].state_dict(), **CLOSE)
+    close(nets[0].state_dict(), nets[1].state_dict())
 
 
 def test_descriptors_are_as_they_are_made_where_they_are_not_to_be_standardised() -> None:
@@ -302,7 +301,7 @@ def test_frequencies_are_of_labels_that_count() -> None:
     federation = Federation("headstart", task, **SETTINGS)
     made = federation.server.hyper_net.common()["head.bias"]
     expected = made + frequencies(task, 1, 1.0).log()
-    torch.testing.assert_close(federation.personal(1)["head.bias"], expected, **CLOSE)
+    close(federation.personal(1)["head.bias"], expected)
 
 
 class NoBias(TwoLayers):
@@ -323,7 +322,7 @@ def test_a_model_stays_as_it_is_made_where_frequencies_have_no_place(without: st
         task, own = replace(task, unlabelled=True), {"label_dropout": 0.5}
     federation = Federation("headstart", task, **SETTINGS, **own)
     made = federation.server.hyper_net.common()
-    torch.testing.assert_close(federation.personal(3, fresh=True), made, **CLOSE)
+    close(federation.personal(3, fresh=True), made)
 
 
 def test_what_differs_is_learned_at_the_pace_of_averaging_and_no_class_is_impossible() -> None:
@@ -350,7 +349,7 @@ def test_the_common_model_of_a_size_moves_by_the_mean_of_its_own_clients() -> No
     federation.round([0, 1, 2, 3])
     for name, value in model.items():
         assert value.grad is not None
-        torch.testing.assert_close(common[name], start[name] - 0.1 * value.grad, **CLOSE)
+        close(common[name], start[name] - 0.1 * value.grad)
 
 
 def test_a_size_all_of_whose_clients_are_lost_in_the_last_message_stays_as_it_is(
@@ -394,7 +393,7 @@ def test_a_lost_client_moves_nothing(step: str, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(Faults, "spoils", spoilt)
     assert list(lossy.round([0, 1, 3], 1).state.lost) == [1]
-    torch.testing.assert_close(lossy.server.state(), whole.server.state(), **CLOSE)
+    close(lossy.server.state(), whole.server.state())
 
 
 def test_half_of_a_batch_describes_in_training_and_everything_when_served() -> None:
@@ -409,7 +408,7 @@ def test_half_of_a_batch_describes_in_training_and_everything_when_served() -> N
             made = server.hyper_net(centred[None])
         made["head.bias"] = made["head.bias"] + frequencies(task, client, 1.0).log()
         ours = federation.personal(client)
-        torch.testing.assert_close(ours, {name: value[0] for name, value in made.items()}, **CLOSE)
+        close(ours, {name: value[0] for name, value in made.items()})
 
 
 def test_one_batch_that_describes_who_is_served_is_whole_and_its_labels_are_told() -> None:
@@ -425,7 +424,7 @@ def test_one_batch_that_describes_who_is_served_is_whole_and_its_labels_are_told
             made = server.hyper_net(server.standard(look))
         made["head.bias"] = made["head.bias"] + frequencies(task, client, 1.0).log()
         ours = federation.personal(client)
-        torch.testing.assert_close(ours, {name: value[0] for name, value in made.items()}, **CLOSE)
+        close(ours, {name: value[0] for name, value in made.items()})
     hidden = headstart.Config(label_dropout=0.5)
     y = torch.arange(3)
     assert any((told(hidden, client, 99, y) < 0).all() for client in range(4))  # were it training
@@ -461,13 +460,13 @@ def test_newcomers_are_fitted_from_where_they_were_seen_each_as_if_alone(
             pulled = 0.1 * by  # one local step of that rate
             pulled = pulled * min(1, (clip or math.inf) / (float(pulled.norm()) + 1e-6))
             descriptor = (descriptor - novel_lr * pulled).detach()
-        torch.testing.assert_close(ours[place], descriptor, **CLOSE)
+        close(ours[place], descriptor)
         assert not torch.allclose(descriptor, seen)
     torch.testing.assert_close(server.state(), before, rtol=0, atol=0)
     known = federation.engine.cohort([1], 9, training=False)
     x, y = task.x[task.train[1]], task.y[task.train[1]]
     look = server.descriptor_net(x, y).mean(0, keepdim=True).detach()
-    torch.testing.assert_close(server.descriptors_of(known), look, **CLOSE)
+    close(server.descriptors_of(known), look)
 
 
 def test_few_exchanges_find_what_the_look_at_a_newcomer_missed() -> None:
@@ -522,9 +521,9 @@ def test_who_has_no_labels_is_described_by_inputs_alone() -> None:
         first.label = torch.zeros(len(x), task.classes, dtype=x.dtype)
         descriptor = net(x).mean(dim=0, keepdim=True)
         expected = server.hyper_net((descriptor - server.standard.mean) / server.standard.deviation)
-    torch.testing.assert_close({name: found.slice(0)[name] for name in expected}, {
+    close({name: found.slice(0)[name] for name in expected}, {
         name: value[0] for name, value in expected.items()
-    }, **CLOSE)  # fmt: skip
+    })  # fmt: skip
 
 
 def test_who_has_no_labels_needs_a_network_that_learned_without() -> None:

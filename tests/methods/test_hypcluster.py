@@ -25,10 +25,10 @@ from toys import (
     Normed,
     TwoLayers,
     client_loss,
+    close,
     make_task,
 )
 
-CLOSE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
 MODEL = (FEATURES * 4 + 4 + 4 * CLASSES + CLASSES) * 8
 """Bytes of a model."""
 
@@ -87,9 +87,7 @@ def check_a_round() -> None:
                 name: sum(EXAMPLES[i] / total * trained[i][name] for i in clients)
                 for name in expected
             }
-        torch.testing.assert_close(
-            trees.take(ours.server.models["base"], cluster), expected, **CLOSE
-        )
+        close(trees.take(ours.server.models["base"], cluster), expected)
 
 
 def test_each_cluster_becomes_the_weighted_mean_of_what_its_clients_trained() -> None:

@@ -18,8 +18,8 @@ from hyperfed.errors import UserError
 from hyperfed.methods import METHODS
 from hyperfed.runs.config import from_keys
 from hyperfed.system.randomness import generator
-from together import both, close
-from toys import Federation, Normed, TwoLayers, make_task, snapshot
+from together import both
+from toys import Federation, Normed, TwoLayers, close, make_task, snapshot
 
 LOCAL = {"local_steps": 3, "batch_size": 5, "local_lr": 0.1, "local_weight_decay": 0.01}
 KEPT = {
@@ -102,7 +102,7 @@ def check(ours: Federation, own: Callable[[str], bool], *, keep: bool, apart: bo
             for each in moving if not apart else moving[:1] if step < 3 else moving[1:]:
                 each.step()
         assert ("momentum" in ours.engine.memory[0]) is keep
-    torch.testing.assert_close(ours.personal(0), trees.model_of(net), rtol=1e-10, atol=1e-12)
+    close(ours.personal(0), trees.model_of(net))
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -150,9 +150,8 @@ def test_of_mapper_it_is_the_local_model(keep: bool) -> None:
             F.cross_entropy(mixed, task.y[rows]).backward()
             optimizer.step()
             other.step()
-    close: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
-    torch.testing.assert_close(ours.engine.memory[0]["local"], trees.model_of(own), **close)
-    torch.testing.assert_close(ours.server.model["base"], trees.model_of(common), **close)
+    close(ours.engine.memory[0]["local"], trees.model_of(own))
+    close(ours.server.model["base"], trees.model_of(common))
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -180,7 +179,7 @@ def test_of_fed_rod_it_is_the_personal_head(keep: bool) -> None:
     expected = trees.model_of(net)
     for name, value in head.named_parameters():
         expected[f"head.{name}"] = expected[f"head.{name}"] + value.detach()
-    torch.testing.assert_close(ours.personal(0), expected, rtol=1e-10, atol=1e-12)
+    close(ours.personal(0), expected)
 
 
 @pytest.mark.parametrize(("method", "own"), [("feddbe", {"dbe/bias"}), ("gpfl", HEAD)])

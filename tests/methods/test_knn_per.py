@@ -22,9 +22,8 @@ from hyperfed.runs.evaluation import evaluate
 from hyperfed.task import Task
 from hyperfed.training import UnlabelledError
 from hyperfed.trees import Model, Tree
-from toys import CLASSES, FEATURES, Federation, Normed, TwoLayers, make_task
+from toys import CLASSES, FEATURES, Federation, Normed, TwoLayers, close, make_task
 
-CLOSE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-12}
 SETTINGS: dict[str, Any] = {"local_steps": 5, "batch_size": 8, "local_lr": 0.2}
 EXAMPLES = (40, 7, 30, 25)
 SCALE = 0.05  # small, so that near neighbours count clearly more than far ones
@@ -123,7 +122,7 @@ def test_the_vote_is_scikit_learns_with_these_weights() -> None:
         theirs.fit(stored.numpy(), labels.numpy())
         expected = torch.from_numpy(theirs.predict_proba(queries.numpy()))
         ours = knn_per.neighbour_vote(queries, stored, labels, k, classes=CLASSES, scale=2.0)
-        torch.testing.assert_close(ours, expected, **CLOSE)
+        close(ours, expected)
 
 
 # The choice of k and lambda

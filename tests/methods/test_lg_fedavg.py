@@ -14,9 +14,8 @@ from hyperfed.nets.anatomy import head_names
 from hyperfed.runs.config import from_keys
 from hyperfed.system.randomness import seeded
 from hyperfed.trees import Model, Tree
-from toys import EXAMPLES, ONE_STEP, Federation, Normed, TwoLayers, client_loss, make_task
+from toys import EXAMPLES, ONE_STEP, Federation, Normed, TwoLayers, client_loss, close, make_task
 
-CLOSE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
 HEAD = ("head.weight", "head.bias")
 BODY = ("body.weight", "body.bias")
 HEAD_BYTES = (4 * 3 + 3) * 8
@@ -51,10 +50,10 @@ def check_two_rounds() -> None:
         head = mean_of(trained, HEAD)
         cohort = federation.round(clients, number)
         ours = {name: federation.server.model["base"][name] for name in HEAD}
-        torch.testing.assert_close(ours, head, **CLOSE)
+        close(ours, head)
         for i in range(4):
             expected = {name: own[i][name] for name in BODY} | head
-            torch.testing.assert_close(federation.personal(i), expected, **CLOSE)
+            close(federation.personal(i), expected)
         travelled = [(e.down, e.up) for e in cohort.state.exchanges]
         assert travelled == [(HEAD_BYTES, HEAD_BYTES)] * len(clients)
 
@@ -81,7 +80,7 @@ def test_batch_norm_buffers_stay_with_the_body() -> None:
     for i in (0, 2):
         hidden = task.x[task.train[i]] @ start["body.weight"].T + start["body.bias"]
         ours = federation.personal(i)
-        torch.testing.assert_close(ours["norm.running_mean"], 0.1 * hidden.mean(0), **CLOSE)
+        close(ours["norm.running_mean"], 0.1 * hidden.mean(0))
         assert ours["norm.num_batches_tracked"] == 1
     assert federation.personal(1)["norm.num_batches_tracked"] == 0
 
@@ -125,7 +124,7 @@ def test_the_first_rounds_may_be_those_of_fedavg() -> None:
     ours = pretrained(pretrain_rounds=1)
     fedavg = Federation("fedavg", make_task(novel=1), **ONE_STEP)
     fedavg.round([0, 1, 2], 0)
-    torch.testing.assert_close(ours.server.model, fedavg.server.model, **CLOSE)
+    close(ours.server.model, fedavg.server.model)
     assert not any(ours.engine.memory.values())
     for client in (0, 2):
         torch.testing.assert_close(ours.personal(client), fedavg.personal(client))
@@ -140,10 +139,8 @@ def test_bodies_begin_at_the_pretrained_one_which_is_sent_once() -> None:
     head = mean_of(trained, HEAD)
     for i in (0, 1):
         expected = {name: trained[i][name] for name in BODY} | head
-        torch.testing.assert_close(ours.personal(i), expected, **CLOSE)
-    torch.testing.assert_close(
-        ours.personal(2), {name: start[name] for name in BODY} | head, **CLOSE
-    )
+        close(ours.personal(i), expected)
+    close(ours.personal(2), {name: start[name] for name in BODY} | head)
     cohort = ours.round([1, 2], 2)
     down = {e.client: e.down for e in cohort.state.exchanges}
     assert down == {1: HEAD_BYTES, 2: MODEL_BYTES}
@@ -193,7 +190,7 @@ def test_a_novel_client_trains_a_body_under_the_frozen_head(pretrain_rounds: int
     expected = beginning | head
     for _ in range(2):
         expected = descended(ours.task, 3, expected, BODY)
-    torch.testing.assert_close(ours.personal(3, fresh=True), expected, **CLOSE)
+    close(ours.personal(3, fresh=True), expected)
     assert 3 not in ours.engine.memory
 
 

@@ -14,9 +14,8 @@ from hyperfed.methods import mapper
 from hyperfed.runs.config import from_keys
 from hyperfed.task import Task
 from hyperfed.trees import Model
-from toys import EXAMPLES, ONE_STEP, PLAIN, Federation, Normed, logits, make_task
+from toys import EXAMPLES, ONE_STEP, PLAIN, Federation, Normed, close, logits, make_task
 
-CLOSE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
 SETTINGS: dict[str, Any] = ONE_STEP | {"local_lr": 0.6}
 SEVERAL: dict[str, Any] = PLAIN | {"local_steps": 4, "batch_size": 5, "local_lr": 0.1}
 
@@ -66,8 +65,8 @@ def check_a_round() -> None:
     assert share not in (0.0, 0.5, 1.0)
     common, own = step_by_hand(task, 0, common, memory["local"], share)
     federation.round([0], 3)
-    torch.testing.assert_close(federation.server.model["base"], common, **CLOSE)
-    torch.testing.assert_close(federation.engine.memory[0]["local"], own, **CLOSE)
+    close(federation.server.model["base"], common)
+    close(federation.engine.memory[0]["local"], own)
 
 
 def test_both_models_descend_the_loss_of_the_interpolated_predictor() -> None:
@@ -79,8 +78,8 @@ def test_the_first_round_starts_from_the_global_model_and_the_middle_lambda() ->
     start = federation.task.outline().initial()
     federation.round([1])
     common, own = step_by_hand(federation.task, 1, start, start, 0.5)
-    torch.testing.assert_close(federation.server.model["base"], common, **CLOSE)
-    torch.testing.assert_close(federation.engine.memory[1]["local"], own, **CLOSE)
+    close(federation.server.model["base"], common)
+    close(federation.engine.memory[1]["local"], own)
 
 
 def check_the_choice_of_lambda() -> None:
@@ -145,7 +144,7 @@ def test_the_server_averages_global_models_by_training_examples_buffers_too() ->
             part = EXAMPLES[client] / sum(EXAMPLES[:3]) * value.double()
             mean[name] = mean.get(name, 0) + part
     for name, ours in together.server.model["base"].items():
-        torch.testing.assert_close(ours, mean[name].to(ours.dtype), **CLOSE)
+        close(ours, mean[name].to(ours.dtype))
     assert together.server.model["base"]["norm.num_batches_tracked"] == 4
 
 
@@ -176,9 +175,9 @@ def test_with_lambda_one_it_is_local() -> None:
     for number, clients in enumerate(([0, 1], [1, 3], [0, 3])):
         for federation in (ours, local):
             federation.round(clients, number)
-    torch.testing.assert_close(losses(ours, [0, 1]), losses(local, [0, 1]), **CLOSE)
+    close(losses(ours, [0, 1]), losses(local, [0, 1]))
     start = ours.task.outline().initial()
-    torch.testing.assert_close(ours.server.model["base"], start, **CLOSE)
+    close(ours.server.model["base"], start)
 
 
 # What is evaluated, what travels, what stays
@@ -200,7 +199,7 @@ def check_the_evaluated_predictor() -> None:
         memory, rows = federation.engine.memory[client], task.test[client]
         output = mixture(task, common, memory["local"], float(memory["lambda"]), rows).detach()
         expected = F.cross_entropy(output, task.y[rows], reduction="sum")
-        torch.testing.assert_close(losses(federation, [client])[0], expected, **CLOSE)
+        close(losses(federation, [client])[0], expected)
 
 
 def test_the_interpolated_predictor_is_evaluated() -> None:
@@ -213,7 +212,7 @@ def test_a_known_client_that_was_never_asked_uses_the_global_model() -> None:
     task, rows = federation.task, federation.task.test[2]
     output = logits(task.models["base"], federation.server.model["base"], task.x[rows]).detach()
     expected = F.cross_entropy(output, task.y[rows], reduction="sum")
-    torch.testing.assert_close(losses(federation, [2])[0], expected, **CLOSE)
+    close(losses(federation, [2])[0], expected)
 
 
 def test_a_novel_client_trains_its_own_model_and_chooses_lambda_against_the_global_one() -> None:
@@ -225,7 +224,7 @@ def test_a_novel_client_trains_its_own_model_and_chooses_lambda_against_the_glob
         share = best_share(task, task.val[3], common, own)
     output = mixture(task, common, own, share, task.test[3]).detach()
     expected = F.cross_entropy(output, task.y[task.test[3]], reduction="sum")
-    torch.testing.assert_close(losses(federation, [3], fresh=True)[0], expected, **CLOSE)
+    close(losses(federation, [3], fresh=True)[0], expected)
     torch.testing.assert_close(federation.server.model["base"], common, rtol=0, atol=0)
     assert 3 not in federation.engine.memory
     cohort = federation.engine.cohort([3], 9, training=False, fresh=True)

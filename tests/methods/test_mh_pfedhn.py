@@ -30,6 +30,7 @@ from toys import (
     Normed,
     TwoLayers,
     check_that_novel_clients_measure,
+    close,
     far_task,
     logits,
     make_quadratic_task,
@@ -38,7 +39,6 @@ from toys import (
     torch_sgd,
 )
 
-CLOSE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-12}
 CHUNK, LENGTH = 10, 3
 SERVER: dict[str, Any] = {
     "chunk": CHUNK,
@@ -128,9 +128,9 @@ class Reference:
 
     def check(self, ours: Federation) -> None:
         state = ours.server.state(optimizers=False)
-        torch.testing.assert_close(state["hyper_net"], trees.detach(self.hyper_net), **CLOSE)
+        close(state["hyper_net"], trees.detach(self.hyper_net))
         embeddings = [value.detach() for value in self.embeddings]
-        torch.testing.assert_close([*state["embeddings"].values()], embeddings, **CLOSE)
+        close([*state["embeddings"].values()], embeddings)
 
 
 @pytest.mark.parametrize("clip", [None, 1e-3])
@@ -144,7 +144,7 @@ def test_a_round_is_a_step_of_adam_of_what_made_its_models(clip: float | None) -
         reference.check(ours)
     for client in range(5):
         made = trees.detach(reference.personal(client))
-        torch.testing.assert_close(ours.personal(client), made, **CLOSE)
+        close(ours.personal(client), made)
 
 
 def test_under_a_rule_an_embedding_learns_from_its_client_as_ever() -> None:
@@ -205,7 +205,7 @@ def test_who_is_lost_in_either_exchange_equals_who_was_never_asked(rule: Rule, l
         for number, (one, other) in enumerate([([0, 1, 3], [0, 1, 3]), ([0, 1, 3], [0, 1])]):
             lossy.round(one, number)
             smaller.round(other, number)
-    torch.testing.assert_close(lossy.server.state(), smaller.server.state(), **CLOSE)
+    close(lossy.server.state(), smaller.server.state())
 
 
 def drawn(ours: Federation, clients: list[int], length: int) -> Tensor:
@@ -235,7 +235,7 @@ def test_a_novel_clients_embeddings_are_fitted_and_nothing_else(
                 nn.utils.clip_grad_norm_([embedding], clip)
             optimizer.step()
         expected = trees.detach(reference.generate(embedding, SIZES[client]))
-        torch.testing.assert_close(ours.personal(client, fresh=True), expected, **CLOSE)
+        close(ours.personal(client, fresh=True), expected)
     torch.testing.assert_close(snapshot(ours), before, rtol=0, atol=0)
     reference = Reference(ours)  # nor does it leave anything to the next round
     reference.optimizer.load_state_dict(deepcopy(ours.server.optimizer.state_dict()))
@@ -252,7 +252,7 @@ def test_novel_clients_of_a_cohort_do_not_see_one_another() -> None:
     served = both.ask(Client.export, ours.server.personalize(both))
     for place, client in enumerate((2, 3)):
         alone = ours.personal(client, fresh=True)
-        torch.testing.assert_close(trees.take(served, place), alone, **CLOSE)
+        close(trees.take(served, place), alone)
 
 
 def test_embeddings_are_drawn_with_their_standard_deviation() -> None:
@@ -280,13 +280,13 @@ def test_batch_norms_statistics_are_the_clients_and_those_of_the_global_model_th
             own = torch_sgd(task, i, initial | sent[i], 1, lr=LOCAL_LR)
             trained = torch_sgd(task, i, held | light, 1, lr=LOCAL_LR)
             kept = ours.engine.memory[i]["buffers"]
-            torch.testing.assert_close(kept, {name: own[name] for name in buffers}, **CLOSE)
+            close(kept, {name: own[name] for name in buffers})
             used = {name: ours.personal(i)[name] for name in buffers}
             torch.testing.assert_close(used, kept, rtol=0, atol=0)
             for name in buffers:
                 total[name] = total[name] + share * trained[name]
         for name in ("norm.running_mean", "norm.running_var"):
-            torch.testing.assert_close(ours.server.buffers[name], total[name], **CLOSE)
+            close(ours.server.buffers[name], total[name])
         held = initial | ours.server.buffers
     assert set(ours.server.buffers) == set(buffers)
 
@@ -308,8 +308,8 @@ def test_a_fit_begins_with_the_statistics_that_all_begin_with_and_keeps_what_it_
     sent = trees.take(trees.detach(ours.server.hyper_net(drawn, "base")), 0)
     body = task.x[task.train[3]] @ sent["body.weight"].T + sent["body.bias"]
     fitted = ours.personal(3, fresh=True)
-    torch.testing.assert_close(fitted["norm.running_mean"], 0.1 * body.mean(dim=0), **CLOSE)
-    torch.testing.assert_close(fitted["norm.running_var"], 0.9 + 0.1 * body.var(dim=0), **CLOSE)
+    close(fitted["norm.running_mean"], 0.1 * body.mean(dim=0))
+    close(fitted["norm.running_var"], 0.9 + 0.1 * body.var(dim=0))
 
 
 def test_the_local_gradient_of_a_clients_own_model_is_clipped_and_the_global_ones_is_not() -> None:
@@ -320,7 +320,7 @@ def test_the_local_gradient_of_a_clients_own_model_is_clipped_and_the_global_one
     trained = torch_sgd(task, 0, sent, 1, lr=LOCAL_LR)
     own = trees.take(cohort.ask(Client.train_model, sent, batches=batches), 0)
     shared = trees.take(cohort.ask(Client.train_global, sent, batches=batches), 0)
-    torch.testing.assert_close(shared, trees.subtract(sent, trained), **CLOSE)
+    close(shared, trees.subtract(sent, trained))
     length = torch.cat([value.flatten() for value in own.values()]).norm()
     assert length.item() == pytest.approx(LOCAL_LR * clip, rel=0.02)
 

@@ -29,10 +29,10 @@ from toys import (
     Normed,
     TwoLayers,
     client_loss,
+    close,
     make_task,
 )
 
-CLOSE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
 MU, TEMPERATURE = 2.0, 0.4
 SETTINGS: dict[str, Any] = ONE_STEP | {"contrast_weight": MU, "temperature": TEMPERATURE}
 
@@ -90,8 +90,8 @@ def check_a_round() -> None:
     received, previous = federation.server.model["base"], federation.engine.memory[0]["model"]
     expected = trained_by_hand(federation, 0, received, previous)
     federation.round([0], 2)
-    torch.testing.assert_close(federation.engine.memory[0]["model"], expected, **CLOSE)
-    torch.testing.assert_close(federation.server.model["base"], expected, **CLOSE)
+    close(federation.engine.memory[0]["model"], expected)
+    close(federation.server.model["base"], expected)
 
 
 def test_a_round_is_gradient_descent_on_the_one_piece_objective() -> None:
@@ -116,7 +116,7 @@ def test_in_the_first_round_the_contrast_has_no_gradient() -> None:
     )
     for federation in (ours, fedavg):
         federation.round([0, 1, 3])
-    torch.testing.assert_close(ours.server.model, fedavg.server.model, **CLOSE)
+    close(ours.server.model, fedavg.server.model)
 
 
 def test_the_other_models_use_their_own_statistics() -> None:
@@ -145,7 +145,7 @@ def test_the_other_models_use_their_own_statistics() -> None:
     federation.round([0], 2)
     ours = federation.server.model["base"]
     expected = {name: received[name] - 0.1 * leaves[name].grad for name in names}
-    torch.testing.assert_close({name: ours[name] for name in names}, expected, **CLOSE)
+    close({name: ours[name] for name in names}, expected)
     assert ours["norm.num_batches_tracked"] == received["norm.num_batches_tracked"] + 1
 
 
@@ -168,7 +168,7 @@ def test_the_server_averages_by_training_examples_buffers_too() -> None:
     share = [EXAMPLES[client] / sum(EXAMPLES[:3]) for client in range(3)]
     for name, ours in federation.server.model["base"].items():
         mean = sum(s * model[name].double() for s, model in zip(share, kept, strict=True))
-        torch.testing.assert_close(ours, mean.to(ours.dtype), **CLOSE)
+        close(ours, mean.to(ours.dtype))
 
 
 # Which model is evaluated, what travels, what stays
@@ -201,7 +201,7 @@ def test_a_novel_client_uses_the_global_model_or_trains_its_own() -> None:
     previous = local.task.outline().initial()
     for _ in range(2):
         previous = trained_by_hand(local, 3, received, previous, steps=1)
-    torch.testing.assert_close(local.personal(3, fresh=True), previous, **CLOSE)
+    close(local.personal(3, fresh=True), previous)
     torch.testing.assert_close(local.server.model["base"], received, rtol=0, atol=0)
     cohort = local.engine.cohort([3], 9, training=False, fresh=True)
     local.server.personalize(cohort)
@@ -253,8 +253,8 @@ def check_a_projected_round() -> None:
         loss.backward()
         model = {name: leaf.detach() - 0.1 * leaf.grad for name, leaf in leaves.items()}
     federation.round([0], 2)
-    torch.testing.assert_close(federation.server.model["base"], model, **CLOSE)
-    torch.testing.assert_close(federation.engine.memory[0]["model"], model, **CLOSE)
+    close(federation.server.model["base"], model)
+    close(federation.engine.memory[0]["model"], model)
 
 
 def test_with_a_projection_head_its_output_is_contrasted_and_classified() -> None:
@@ -296,7 +296,7 @@ def test_with_a_projection_head_the_first_round_of_a_client_has_no_contrast() ->
         federation.round([0, 1], 0)
         federation.round([3], 1)
     ours, fedavg = (federation.server.model for federation in runs)
-    torch.testing.assert_close(ours, fedavg, **CLOSE)
+    close(ours, fedavg)
 
 
 @pytest.mark.parametrize("engine", [LoopEngine, VmappedEngine])
@@ -317,7 +317,7 @@ def test_the_projection_head_travels_with_the_model_and_is_evaluated(
     counts = cohort.ask(moon.Client.evaluate, ours.server.personalize(cohort))
     output, _ = projected_by_hand(ours.server.model["S"], task.x[task.test[0]])
     loss = F.cross_entropy(output, task.y[task.test[0]], reduction="sum")
-    torch.testing.assert_close(counts["test"]["loss"][0], loss, **CLOSE)
+    close(counts["test"]["loss"][0], loss)
 
 
 def sizes() -> dict[str, nn.Module]:

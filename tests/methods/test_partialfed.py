@@ -13,9 +13,8 @@ from hyperfed.nets.anatomy import layers_of
 from hyperfed.runs.config import from_keys
 from hyperfed.system.randomness import generator
 from hyperfed.trees import Model
-from toys import EXAMPLES, ONE_STEP, Federation, Normed, TwoLayers, client_loss, make_task
+from toys import EXAMPLES, ONE_STEP, Federation, Normed, TwoLayers, client_loss, close, make_task
 
-CLOSE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-11}
 LR = 0.1
 FIXED = ONE_STEP | {"strategy": "fixed"}
 ADAPTIVE = ONE_STEP | {
@@ -59,8 +58,8 @@ def check_a_fixed_round() -> None:
         for name in received
     }
     for client in (0, 2):
-        torch.testing.assert_close(ours.personal(client), trained[client], **CLOSE)
-    torch.testing.assert_close(ours.server.model["base"], mean, **CLOSE)
+        close(ours.personal(client), trained[client])
+    close(ours.server.model["base"], mean)
 
 
 def test_the_fixed_strategy_loads_the_body_and_trains_and_sends_all() -> None:
@@ -109,9 +108,9 @@ def check_adaptive_rounds() -> set[tuple[bool, ...]]:
         ]
         trained = stepped(ours, 0, received | {name: own[name] for name in names})
         ours.round([0], number)
-        torch.testing.assert_close(ours.engine.memory[0]["strategy"], learned, **CLOSE)
-        torch.testing.assert_close(ours.personal(0), trained, **CLOSE)
-        torch.testing.assert_close(ours.server.model["base"], trained, **CLOSE)
+        close(ours.engine.memory[0]["strategy"], learned)
+        close(ours.personal(0), trained)
+        close(ours.server.model["base"], trained)
         logits = learned
         choices.add(tuple(keeps.tolist()))
     return choices
@@ -293,7 +292,7 @@ def test_where_all_is_kept_it_is_local() -> None:
         ours.round(clients, number)
         alone.round(clients, number)
     for client in range(4):
-        torch.testing.assert_close(ours.personal(client), alone.personal(client), **CLOSE)
+        close(ours.personal(client), alone.personal(client))
 
 
 # Layers, what travels, what stays
@@ -357,7 +356,7 @@ def test_a_client_without_a_model_of_its_own_loads_all(strategy: str) -> None:
     torch.testing.assert_close(ours.personal(3), received, rtol=0, atol=0)  # it was never asked
     expected = stepped(ours, 3, received)
     ours.round([3], 1)
-    torch.testing.assert_close(ours.personal(3), expected, **CLOSE)
+    close(ours.personal(3), expected)
 
 
 @pytest.mark.parametrize("steps", [0, 2])
@@ -367,7 +366,7 @@ def test_a_novel_client_loads_and_trains_the_global_model_and_sends_nothing(step
     expected = received
     for _ in range(steps):
         expected = stepped(ours, 3, expected)
-    torch.testing.assert_close(ours.personal(3, fresh=True), expected, **CLOSE)
+    close(ours.personal(3, fresh=True), expected)
     torch.testing.assert_close(ours.server.model["base"], received, rtol=0, atol=0)
     cohort = ours.engine.cohort([3], 99, training=False, fresh=True)
     ours.server.personalize(cohort)

@@ -32,13 +32,13 @@ from toys import (
     Normed,
     TwoLayers,
     client_loss,
+    close,
     logits,
     make_quadratic_task,
     make_task,
 )
 
 TRACE = Path(__file__).parents[1] / "traces" / "pefll.safetensors"
-CLOSE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-12}
 THETA, ETA = 0.01, 0.02
 """lambda_theta, and lambda_h = lambda_v: large enough to be missed."""
 SETTINGS: dict[str, Any] = PLAIN | {
@@ -119,7 +119,7 @@ def check_two_rounds(clients: list[int], task: Task | None = None, **settings: A
         expected = after_a_step(federation, gradient)
         federation.round(clients, number)
         ours = {name: value.detach() for name, value in parameters(federation).items()}
-        torch.testing.assert_close(ours, expected, **CLOSE)
+        close(ours, expected)
 
 
 @pytest.mark.parametrize("standardize", [False, True])
@@ -241,7 +241,7 @@ def check_delayed_rounds(**settings: Any) -> None:
         expected, before = after_a_step(federation, used), now
         federation.round(clients, number)
         ours = {name: value.detach() for name, value in parameters(federation).items()}
-        torch.testing.assert_close(ours, expected, **CLOSE)
+        close(ours, expected)
 
 
 @pytest.mark.parametrize("standardize", [False, True])
@@ -307,7 +307,7 @@ def test_who_does_not_answer_late_is_left_out_of_the_descriptor_networks_gradien
     assert [client for client, _ in first.state.late] == [1]
     assert first.state.lost == {}
     expected = {name: 0.1 * leaf for name, leaf in gradient.items() if name.startswith("v.")}
-    torch.testing.assert_close(mean, expected, **CLOSE)
+    close(mean, expected)
 
 
 def test_a_gradient_waits_while_rounds_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,7 +332,7 @@ def test_where_nobody_answers_late_the_descriptor_network_only_decays(
     before = trees.clone(trees.model_of(ours.server.descriptor_net))
     ours.round([1, 2], 1)
     decayed = {name: (1 - 0.5 * 2 * ETA) * value for name, value in before.items()}
-    torch.testing.assert_close(trees.model_of(ours.server.descriptor_net), decayed, **CLOSE)
+    close(trees.model_of(ours.server.descriptor_net), decayed)
 
 
 # Clipping, and learning at all
@@ -529,7 +529,7 @@ def test_a_client_lost_between_messages_equals_one_never_sampled(
     lose(monkeypatch, step, 1)
     assert list(lossy.round([0, 1, 3], 1).state.lost) == [1]
     smaller.round([0, 3], 1)
-    torch.testing.assert_close(lossy.server.state(), smaller.server.state(), **CLOSE)
+    close(lossy.server.state(), smaller.server.state())
 
 
 def test_descriptors_are_standardised_without_who_is_lost_at_first(
@@ -540,7 +540,7 @@ def test_descriptors_are_standardised_without_who_is_lost_at_first(
     smaller.round([1, 3])
     lose(monkeypatch, "describe", 0)  # the first, whose descriptor it would be
     lossy.round([0, 1, 3])
-    torch.testing.assert_close(lossy.server.state(), smaller.server.state(), **CLOSE)
+    close(lossy.server.state(), smaller.server.state())
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -566,7 +566,7 @@ def test_a_target_size_lost_at_the_end_leaves_the_others(
     lose(monkeypatch, step, 1)
     lossy.round([0, 1, 2])
     smaller.round([0, 2])
-    torch.testing.assert_close(lossy.server.state(), smaller.server.state(), **CLOSE)
+    close(lossy.server.state(), smaller.server.state())
 
 
 @pytest.mark.parametrize("delayed", [False, True])
@@ -599,7 +599,7 @@ def test_known_and_novel_clients_get_a_model_from_all_their_data(client: int) ->
     model = server.hyper_net(descriptor[None])
     expected = {name: value[0].detach() for name, value in model.items()}
     ours = federation.personal(client, fresh=client == 3)
-    torch.testing.assert_close(ours, expected, **CLOSE)
+    close(ours, expected)
 
 
 def test_one_batch_can_describe_a_client_to_be_served() -> None:
@@ -608,7 +608,7 @@ def test_one_batch_can_describe_a_client_to_be_served() -> None:
     x, y = drawn(task, 3, 99, "describe")
     model = federation.server.hyper_net(federation.server.descriptor_net(x, y).mean(0)[None])
     expected = {name: value[0].detach() for name, value in model.items()}
-    torch.testing.assert_close(federation.personal(3, fresh=True), expected, **CLOSE)
+    close(federation.personal(3, fresh=True), expected)
 
 
 def test_a_label_only_descriptor_is_linear_in_the_class_proportions() -> None:

@@ -21,12 +21,12 @@ from toys import (
     Federation,
     Normed,
     client_loss,
+    close,
     make_quadratic_task,
     make_task,
     quadratic,
 )
 
-CLOSE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-11}
 VARIANTS = ["first_order", "hessian_free"]
 ALPHA = 0.15
 STEPS: dict[str, Any] = PLAIN | {
@@ -69,7 +69,7 @@ def check_a_round(variant: str) -> None:
     federation.round(clients)
     expected = sum(trained_by_hand(task, i, start, variant) for i in clients) / 3
     ours = federation.server.model["base"]["weight"].squeeze()
-    torch.testing.assert_close(ours, expected, **CLOSE)
+    close(ours, expected)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -86,7 +86,7 @@ def test_momentum_and_weight_decay_are_those_of_pytorch(variant: str) -> None:
     federation.round([2])
     expected = trained_by_hand(task, 2, start, variant, momentum=0.9, weight_decay=0.03)
     ours = federation.server.model["base"]["weight"].squeeze()
-    torch.testing.assert_close(ours, expected, **CLOSE)
+    close(ours, expected)
 
 
 def meta_gradient(task: Task, client: int, model: Model, *, exact: bool) -> Model:
@@ -149,7 +149,7 @@ def test_buffers_follow_the_pass_of_the_adapted_model_alone() -> None:
     )
     hidden = task.x[task.train[0]] @ weight.T + bias
     ours = federation.server.model["base"]
-    torch.testing.assert_close(ours["norm.running_mean"], 0.1 * hidden.mean(0), **CLOSE)
+    close(ours["norm.running_mean"], 0.1 * hidden.mean(0))
     assert ours["norm.num_batches_tracked"] == 1
 
 
@@ -167,7 +167,7 @@ def check_the_evaluated_model(novel: bool = False, **local: Any) -> None:
         a, b = quadratic(task, next(batches))
         w = w - ALPHA * (a @ w - b)
     ours = federation.personal(client, fresh=novel)["weight"].squeeze()
-    torch.testing.assert_close(ours, w, **CLOSE)
+    close(ours, w)
 
 
 @pytest.mark.parametrize("novel", [False, True])
@@ -193,7 +193,7 @@ def test_what_is_counted_is_the_adapted_model() -> None:
     for position, client in enumerate((0, 1)):
         w, rows = federation.personal(client)["weight"].squeeze(), task.test[client]
         squares = (task.x[rows] @ w - task.y[rows]).square()
-        torch.testing.assert_close(counts["test"]["loss"][position], squares.sum() / 2, **CLOSE)
+        close(counts["test"]["loss"][position], squares.sum() / 2)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

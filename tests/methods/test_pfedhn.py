@@ -33,6 +33,7 @@ from toys import (
     TwoLayers,
     check_that_novel_clients_measure,
     client_loss,
+    close,
     far_task,
     logits,
     make_task,
@@ -40,7 +41,6 @@ from toys import (
     torch_sgd,
 )
 
-CLOSE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-12}
 SERVER: dict[str, Any] = {
     "hidden": 7,
     "hidden_layers": 1,
@@ -97,7 +97,7 @@ def check_one_round(method: str, clients: list[int], **settings: Any) -> None:
         federation.engine.memory = {client: {"head": head} for client, head in heads.items()}
     expected = parameters_after_one_round(federation, clients, heads)
     federation.round(clients)
-    torch.testing.assert_close(parameters(federation.server), expected, **CLOSE)
+    close(parameters(federation.server), expected)
 
 
 @pytest.mark.parametrize("clients", [[2], [0, 1, 3]])
@@ -201,7 +201,7 @@ def test_the_servers_gradient_need_not_be_clipped() -> None:
     for ours in (federation, clipped):
         ours.round([2])
     found, bounded = (parameters(ours.server) for ours in (federation, clipped))
-    torch.testing.assert_close(found, expected, **CLOSE)
+    close(found, expected)
     assert not torch.allclose(found["v"], bounded["v"])
 
 
@@ -229,9 +229,9 @@ def test_norms_follow_the_weights_once_a_round() -> None:
     weight, v = after[f"{key}.original"], before[f"{key}.0._v"]
     assert not torch.equal(weight, before[f"{key}.original"])
     u = weight @ v / (weight @ v).norm()
-    torch.testing.assert_close(after[f"{key}.0._u"], u, **CLOSE)
+    close(after[f"{key}.0._u"], u)
     found = after[f"{key}.0._v"]
-    torch.testing.assert_close(found, weight.T @ u / (weight.T @ u).norm(), **CLOSE)
+    close(found, weight.T @ u / (weight.T @ u).norm())
 
 
 # Personal classifiers
@@ -342,8 +342,8 @@ def test_a_fit_begins_with_the_buffers_that_all_begin_with() -> None:
     sent = trees.take(trees.detach(ours.server.hyper_net(embedding)), 0)
     body = task.x[task.train[3]] @ sent["body.weight"].T + sent["body.bias"]
     fitted = ours.personal(3, fresh=True)
-    torch.testing.assert_close(fitted["norm.running_mean"], 0.1 * body.mean(dim=0), **CLOSE)
-    torch.testing.assert_close(fitted["norm.running_var"], 0.9 + 0.1 * body.var(dim=0), **CLOSE)
+    close(fitted["norm.running_mean"], 0.1 * body.mean(dim=0))
+    close(fitted["norm.running_var"], 0.9 + 0.1 * body.var(dim=0))
 
 
 @pytest.mark.parametrize("kind", ["sampled", "ensemble"])
@@ -357,7 +357,7 @@ def test_a_novel_client_measures_the_buffers_of_each_model_of_a_pool(kind: str) 
     outputs = torch.stack([normalised(ours.personal(client), x, by) for client in range(3)])
     sampled = torch.stack([nn.functional.cross_entropy(each, y) for each in outputs]).mean()
     loss = {"sampled": sampled, "ensemble": nn.functional.cross_entropy(outputs.mean(dim=0), y)}
-    torch.testing.assert_close(found.loss.item(), len(y) * loss[kind].item(), **CLOSE)
+    close(found.loss.item(), len(y) * loss[kind].item())
 
 
 # Several target sizes
@@ -416,7 +416,7 @@ def test_of_several_sizes_the_update_is_the_mean_over_all_clients() -> None:
         for (name, value), gradient in zip(named.items(), gradients, strict=True)
     }
     federation.round([0, 1, 2])
-    torch.testing.assert_close(parameters(server), expected, **CLOSE)
+    close(parameters(server), expected)
 
 
 # Novel clients
@@ -444,7 +444,7 @@ def test_a_novel_client_fits_an_embedding_with_the_hypernetwork_frozen(
         (by,) = torch.autograd.grad(client_loss(task, 3, model), embedding)
         embedding = (embedding - 0.3 * 0.1 * by).detach()
     expected = {name: value[0].detach() for name, value in server.hyper_net(embedding).items()}
-    torch.testing.assert_close(ours, expected, **CLOSE)
+    close(ours, expected)
 
 
 def test_a_fit_s_exchanges_are_those_of_training() -> None:
@@ -459,7 +459,7 @@ def test_a_fit_s_exchanges_are_those_of_training() -> None:
     (by,) = torch.autograd.grad(inner, embedding)
     expected = server.hyper_net(embedding.detach() - federation.config.lr * by)
     expected = trees.take(trees.detach(expected), 0)
-    torch.testing.assert_close(federation.personal(3, fresh=True), expected, **CLOSE)
+    close(federation.personal(3, fresh=True), expected)
 
 
 def fitted(server: Any, task: Task, client: int, start: Tensor, config: Any) -> Tensor:
@@ -495,7 +495,7 @@ def test_novel_clients_are_fitted_each_as_if_alone(start: str, clip: float | Non
             noise = generator(0, "client", client, 99, "draw_embedding", 0)
             first = torch.randn(first.shape, generator=noise, dtype=torch.float64)
         expected = fitted(federation.server, task, client, first, federation.config)
-        torch.testing.assert_close(ours[place], expected, **CLOSE)
+        close(ours[place], expected)
         assert not torch.allclose(ours[place], first)
 
 
@@ -560,9 +560,7 @@ def check_class_shares(engine: Any = None) -> None:
         share = torch.where(total > 0, count[client] / total, (count[client] > 0).double())
         generated = federation.server.hyper_net(share[None])
         expected = {name: value[0].detach() for name, value in generated.items()}
-        torch.testing.assert_close(
-            federation.personal(client, **options), expected, rtol=1e-9, atol=1e-12
-        )
+        close(federation.personal(client, **options), expected)
 
 
 @pytest.mark.parametrize(
@@ -608,12 +606,12 @@ def test_who_is_away_when_classes_are_counted_counts_from_its_first_round_on() -
         found: Tensor = ours.server.descriptors_of(cohort)
         return found
 
-    torch.testing.assert_close(shares(0), count[:1] / count[:2].sum(dim=0), **CLOSE)
-    torch.testing.assert_close(shares(2), count[2:3] / count[:3].sum(dim=0), **CLOSE)
+    close(shares(0), count[:1] / count[:2].sum(dim=0))
+    close(shares(2), count[2:3] / count[:3].sum(dim=0))
     ours.round([2], 1)
     for which in ([0, 1, 2], [3]):
         expected = count[which] / count[:3].sum(dim=0)
-        torch.testing.assert_close(shares(*which, fresh=which == [3]), expected, **CLOSE)
+        close(shares(*which, fresh=which == [3]), expected)
 
 
 def test_who_is_lost_has_the_classes_that_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -624,7 +622,7 @@ def test_who_is_lost_has_the_classes_that_it_had(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Faults, "drops", lambda faults, seed, call: call.client == 1)
     assert list(lossy.round([0, 1], 1).state.lost) == [1]
     smaller.round([0], 1)
-    torch.testing.assert_close(lossy.server.state(), smaller.server.state(), **CLOSE)
+    close(lossy.server.state(), smaller.server.state())
 
 
 def test_class_shares_are_known_before_the_first_round_and_after_a_restart() -> None:

@@ -29,11 +29,11 @@ from toys import (
     Federation,
     Normed,
     client_loss,
+    close,
     logits,
     make_task,
 )
 
-CLOSE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-11}
 SMALL: dict[str, Any] = {"chunk": 5, "hidden": 6, "embedding_size": 3}
 """A hypernetwork of 8 chunks of the 39 parameters."""
 EQUATION_1: dict[str, Any] = {"absorb_steps": 1, "optimizer": "sgd", "lr": 0.4}
@@ -133,8 +133,8 @@ def check_a_round(**settings: Any) -> None:
     trained, phi = round_by_hand(federation, 0, received, memory["model"], memory["hypernetwork"])
     federation.round([0], 2)
     ours = federation.engine.memory[0]
-    torch.testing.assert_close(ours["model"], trained, **CLOSE)
-    torch.testing.assert_close(ours["hypernetwork"], phi, **CLOSE)
+    close(ours["model"], trained)
+    close(ours["hypernetwork"], phi)
     moved = trees.subtract(memory["hypernetwork"], phi)
     assert max(change.abs().max().item() for change in moved.values()) > 1e-4
 
@@ -158,7 +158,7 @@ def test_nothing_draws_the_model_where_the_hinge_is_not_active() -> None:
     outputs = logits(federation.task.models["base"], leaves, federation.task.x[index])
     (0.7 * F.cross_entropy(outputs, federation.task.y[index])).backward()
     expected = {name: leaf.detach() - 0.1 * leaf.grad for name, leaf in leaves.items()}
-    torch.testing.assert_close(federation.engine.memory[0]["model"], expected, **CLOSE)
+    close(federation.engine.memory[0]["model"], expected)
 
 
 def test_global_and_previous_model_run_in_evaluation_mode() -> None:
@@ -184,7 +184,7 @@ def test_global_and_previous_model_run_in_evaluation_mode() -> None:
     federation.round([0], 2)
     for name, leaf in leaves.items():
         ours = federation.engine.memory[0]["model"][name]
-        torch.testing.assert_close(ours, leaf.detach() - 0.1 * leaf.grad, **CLOSE)
+        close(ours, leaf.detach() - 0.1 * leaf.grad)
 
 
 def flipped(sent: Model, trained: Model) -> Model:
@@ -233,7 +233,7 @@ def test_several_local_steps_are_absorbed_as_their_sum() -> None:
     delta = sent.detach() - torch.cat([v.flatten() for v in trained])
     (sent @ delta).backward()
     expected = {name: leaf.detach() - 0.4 * leaf.grad for name, leaf in leaves.items()}
-    torch.testing.assert_close(ours["hypernetwork"], expected, **CLOSE)
+    close(ours["hypernetwork"], expected)
 
 
 def gap(federation: Federation, phi: Model, trained: Model) -> Tensor:
@@ -261,7 +261,7 @@ def test_absorbing_is_fitting_what_was_trained(
             by_hand.zero_grad()
             gap(federation, leaves, ours["model"]).backward()
             by_hand.step()
-        torch.testing.assert_close(ours["hypernetwork"], trees.detach(leaves), **CLOSE)
+        close(ours["hypernetwork"], trees.detach(leaves))
 
 
 def left(**settings: Any) -> float:
@@ -287,8 +287,8 @@ def test_the_previous_model_of_a_newcomer_is_the_initial_global_one() -> None:
     phi = draw_weights(hyper_net(federation), generator(0, "client", 3, 2, "train_model", 0))
     trained, phi = round_by_hand(federation, 3, received, initial, phi)
     federation.round([3], 2)
-    torch.testing.assert_close(federation.engine.memory[3]["model"], trained, **CLOSE)
-    torch.testing.assert_close(federation.engine.memory[3]["hypernetwork"], phi, **CLOSE)
+    close(federation.engine.memory[3]["model"], trained)
+    close(federation.engine.memory[3]["hypernetwork"], phi)
 
 
 # Which model is evaluated, what is averaged, what travels, what stays
@@ -349,7 +349,7 @@ def test_the_server_averages_by_training_examples_buffers_too() -> None:
     share = [EXAMPLES[client] / sum(EXAMPLES[:3]) for client in range(3)]
     for name, ours in federation.server.model["base"].items():
         mean = sum(s * model[name].double() for s, model in zip(share, kept, strict=True))
-        torch.testing.assert_close(ours, mean.to(ours.dtype), **CLOSE)
+        close(ours, mean.to(ours.dtype))
     assert federation.server.model["base"]["norm.running_mean"].abs().max() > 1e-3
 
 
@@ -439,7 +439,7 @@ def test_the_cases_of_the_ablation(case: str) -> None:
         loss_by_hand(federation, 0, leaves, received, previous).backward()
         expected = {name: leaf.detach() - 0.1 * leaf.grad for name, leaf in leaves.items()}
     federation.round([0], 2)
-    torch.testing.assert_close(federation.engine.memory[0]["model"], expected, **CLOSE)
+    close(federation.engine.memory[0]["model"], expected)
 
 
 @pytest.mark.parametrize("case", ["B", "D"])
@@ -467,7 +467,7 @@ def test_with_neither_part_it_is_fedavg_but_for_the_evaluated_model() -> None:
 
 def test_without_weight_the_contrast_is_as_good_as_none() -> None:
     none, weightless = after_two_rounds(contrast="none"), after_two_rounds(contrast_weight=0.0)
-    torch.testing.assert_close(none.engine.memory, weightless.engine.memory, **CLOSE)
+    close(none.engine.memory, weightless.engine.memory)
 
 
 def test_training_lowers_the_loss_of_every_client() -> None:
@@ -495,7 +495,7 @@ def test_a_novel_client_does_what_a_known_one_does_with_the_global_model_frozen(
     phi = draw_weights(hyper_net(federation), generator(0, "client", 3, 99, "join", 0))
     for _ in range(3):  # what the second one absorbs shows in the third
         previous, phi = round_by_hand(federation, 3, received, previous, phi)
-    torch.testing.assert_close(federation.personal(3, fresh=True), previous, **CLOSE)
+    close(federation.personal(3, fresh=True), previous)
     torch.testing.assert_close(federation.server.model["base"], received, rtol=0, atol=0)
     assert 3 not in federation.engine.memory
 

@@ -21,12 +21,12 @@ from toys import (
     PLAIN,
     Federation,
     Normed,
+    close,
     make_quadratic_task,
     make_task,
     quadratic,
 )
 
-CLOSE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-11}
 ETA, LAMBDA, RATE = 0.04, 5.0, 0.06
 STEPS: dict[str, Any] = PLAIN | {
     "local_steps": 4,
@@ -77,7 +77,7 @@ def check_a_round(server_lr: float = 1.0) -> None:
     by_hand = {client: round_by_hand(task, client, start, 1) for client in (0, 2)}
     mean = (by_hand[0][0] + by_hand[2][0]) / 2  # uniform: they have 12 and 20 examples
     expected = (1 - server_lr) * start + server_lr * mean
-    torch.testing.assert_close(vector(federation.server.model["base"]), expected, **CLOSE)
+    close(vector(federation.server.model["base"]), expected)
 
 
 @pytest.mark.parametrize("server_lr", [1.0, 0.5, 2.0])
@@ -96,10 +96,10 @@ def test_with_many_inner_steps_theta_is_the_proximal_point() -> None:
     w = vector(federation.task.outline().initial())
     a, b = quadratic(federation.task, federation.task.train[1])
     theta = torch.linalg.solve(a + LAMBDA * torch.eye(FEATURES).double(), b + LAMBDA * w)
-    torch.testing.assert_close(vector(federation.personal(1)), theta, **CLOSE)
+    close(vector(federation.personal(1)), theta)
     federation.round([1])
     moved = w - ETA * LAMBDA * (w - theta)
-    torch.testing.assert_close(vector(federation.server.model["base"]), moved, **CLOSE)
+    close(vector(federation.server.model["base"]), moved)
 
 
 def test_w_descends_the_moreau_envelope() -> None:
@@ -113,7 +113,7 @@ def test_w_descends_the_moreau_envelope() -> None:
     envelope = theta @ a @ theta / 2 - b @ theta + LAMBDA / 2 * (theta - w).square().sum()
     envelope.backward()
     ours = vector(federation.server.model["base"])
-    torch.testing.assert_close(ours, start - ETA * w.grad, **CLOSE)
+    close(ours, start - ETA * w.grad)
 
 
 # Limits
@@ -129,7 +129,7 @@ def test_where_eta_lambda_is_one_w_lands_on_theta() -> None:
         for client in (0, 1)
     )
     mean = sum(theta for _, theta in by_hand) / 2
-    torch.testing.assert_close(vector(federation.server.model["base"]), mean, **CLOSE)
+    close(vector(federation.server.model["base"]), mean)
 
 
 def test_without_lambda_w_stays_and_theta_is_trained_alone() -> None:
@@ -143,7 +143,7 @@ def test_without_lambda_w_stays_and_theta_is_trained_alone() -> None:
         a, b = quadratic(task, rows)
         for _ in range(3):
             theta = theta - RATE * (a @ theta - b)
-    torch.testing.assert_close(vector(federation.personal(1)), theta, **CLOSE)
+    close(vector(federation.personal(1)), theta)
 
 
 def test_with_a_large_lambda_theta_stays_at_w() -> None:
@@ -177,7 +177,7 @@ def check_the_evaluated_model() -> None:
     w = vector(federation.server.model["base"])
     for client in (0, 1, 2):
         _, theta = local_rounds_by_hand(task, w, islice(batches(task, client, 99, "adapt"), 4))
-        torch.testing.assert_close(vector(federation.personal(client)), theta, **CLOSE)
+        close(vector(federation.personal(client)), theta)
     torch.testing.assert_close(vector(federation.server.model["base"]), w, rtol=0, atol=0)
 
 
@@ -212,7 +212,7 @@ def test_buffers_are_those_of_thetas_passes_averaged_uniformly(server_lr: float)
     federation.round([0, 2])
     ours = federation.server.model["base"]
     mean = (measured[0] + measured[1]) / 2
-    torch.testing.assert_close(ours["norm.running_mean"], server_lr * mean, **CLOSE)  # it was zero
+    close(ours["norm.running_mean"], server_lr * mean)  # it was zero
     assert ours["norm.num_batches_tracked"] == server_lr * 4 * 3
 
 
@@ -231,7 +231,7 @@ def test_a_novel_client_fine_tunes_as_in_training_with_a_w_of_its_own_that_moves
         rows = [part for order in orders for part in order.split(5)]
     assert len(rows) == 6
     w, theta = local_rounds_by_hand(task, vector(before), rows)
-    torch.testing.assert_close(vector(federation.personal(3, fresh=True)), theta, **CLOSE)
+    close(vector(federation.personal(3, fresh=True)), theta)
     assert (w - vector(before)).abs().max() > 0.1  # or a fixed w would pass
     torch.testing.assert_close(federation.server.model["base"], before, rtol=0, atol=0)
     assert 3 not in federation.engine.memory

@@ -22,6 +22,7 @@ from toys import (
     Normed,
     TwoLayers,
     client_loss,
+    close,
     make_task,
     short,
     snapshot,
@@ -128,8 +129,8 @@ def test_of_a_hypernetwork_it_is_the_rule_of_what_each_delta_is_pulled_back_to(
     with trees.aggregating(Rule(rule)):
         ours.round([0, 1, 3])
     found = torch.cat([value.detach().flatten() for value in parameters.values()])
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(ours.server.embeddings.weight.detach(), rows, rtol=1e-9, atol=1e-12)
+    close(found, expected)
+    close(ours.server.embeddings.weight.detach(), rows)
 
 
 def test_of_fedavg_it_is_the_median_of_what_clients_trained() -> None:
@@ -143,7 +144,7 @@ def test_of_fedavg_it_is_the_median_of_what_clients_trained() -> None:
     with trees.aggregating(Rule("median")):
         ours.round([0, 1, 2])
     expected = {n: torch.stack([each[n] for each in trained]).median(0).values for n in start}
-    torch.testing.assert_close(ours.server.model["base"], expected, rtol=1e-10, atol=1e-12)
+    close(ours.server.model["base"], expected)
 
 
 def test_what_clients_compute_is_theirs_whatever_the_rule() -> None:

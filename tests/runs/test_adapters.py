@@ -28,7 +28,7 @@ from hyperfed.nets.anatomy import head_names
 from hyperfed.nets.deepsets import DeepSet
 from hyperfed.nets.descriptors import LabelledTarget
 from hyperfed.system.randomness import seeded
-from toys import Federation
+from toys import Federation, close
 
 pytestmark = [
     pytest.mark.xdist_group("adapters"),  # which share what takes seconds to import
@@ -135,7 +135,7 @@ def test_vmap_trains_adapters_as_the_loop_does() -> None:
     vmap.engine = VmappedEngine(vmap.task, vmap.method.Client, vmap.config, seed=0)
     for ours in (loop, vmap):
         ours.round([0, 1, 2])
-    torch.testing.assert_close(loop.personal(0), vmap.personal(0), rtol=1e-9, atol=1e-12)
+    close(loop.personal(0), vmap.personal(0))
 
 
 # What is handed out

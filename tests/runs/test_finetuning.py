@@ -20,8 +20,8 @@ from hyperfed.runs.run import Run
 from hyperfed.system.randomness import generator
 from hyperfed.task import Task
 from hyperfed.training import Steps
-from together import both, close
-from toys import Normed, make_task, short
+from together import both
+from toys import Normed, close, make_task, short
 
 STEPS, BATCH, LR = 3, 5, 0.1
 ROUNDS = 2
@@ -97,9 +97,7 @@ def test_the_model_of_a_client_is_the_personal_one_after_a_loop_of_sgd(method: s
         number = ROUNDS if client == NOVEL else run.best.round
         expected = tuned_by_hand(run, client, plain, number)
         ours = tuned.model(client)
-        torch.testing.assert_close(
-            trees.model_of(ours), trees.model_of(expected), rtol=1e-9, atol=1e-11
-        )
+        close(trees.model_of(ours), trees.model_of(expected))
         assert not torch.equal(ours.head.weight, plain.head.weight)
         found = evaluated["novel" if client == NOVEL else "test"]
         loss = found.client_loss[found.clients.index(client)]
@@ -245,7 +243,7 @@ def test_the_neighbours_of_knn_per_are_those_of_the_fine_tuned_features(client: 
         ours = evaluate(server, run.engine, [client], number, novel=novel, serve=serve)["test"]
         server.model["base"] = expected
         theirs = evaluate(server, run.engine, [client], number, novel=novel)["test"]
-    torch.testing.assert_close(vars(ours), vars(theirs), rtol=1e-9, atol=1e-11)
+    close(vars(ours), vars(theirs))
 
 
 @pytest.mark.parametrize("client", [0, NOVEL])

@@ -16,7 +16,7 @@ from hyperfed.runs.run import Run
 from hyperfed.system.randomness import seeded
 from hyperfed.task import Task
 from hyperfed.trees import Tree
-from toys import Normed, TwoLayers, make_task
+from toys import Normed, TwoLayers, close, make_task
 
 LOST = 1
 """The only client of its size."""
@@ -65,7 +65,7 @@ def test_what_is_learned_is_as_without_them(method: str, monkeypatch: pytest.Mon
     assert run._tally.void_rounds == 0
     assert found["memory"].keys() <= {0, 2, 3}
     monkeypatch.setattr(Run, "_cohort", lambda *_: [0, 2, 3])
-    torch.testing.assert_close(found, learned(run_of(method)), rtol=1e-9, atol=1e-12)
+    close(found, learned(run_of(method)))
 
 
 def test_the_others_are_asked_once_more_and_the_lost_one_is_not(

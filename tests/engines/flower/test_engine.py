@@ -32,7 +32,7 @@ from hyperfed.task import Task
 from hyperfed.training import Steps
 from hyperfed.trees import Tree
 from test_every_method import SETTINGS
-from toys import ONE_STEP, Federation, Normed, Stemmed, TwoLayers, lengths, make_task
+from toys import ONE_STEP, Federation, Normed, Stemmed, TwoLayers, close, lengths, make_task
 
 flwr = pytest.importorskip("flwr")
 
@@ -174,7 +174,7 @@ def test_a_round_equals_that_of_the_reference_engine(method: str, tmp_path: Path
         ours.round(clients, number)
         loop.round(clients, number)
     expected = loop.server.state()
-    torch.testing.assert_close(ours.server.state(), expected, rtol=1e-9, atol=1e-12)
+    close(ours.server.state(), expected)
     remembering = {client for client, memory in loop.engine.memory.items() if memory}
     assert set(ours.engine.memory) == remembering
 
@@ -225,7 +225,7 @@ def test_a_site_is_given_what_is_frozen_once_and_again_where_it_lost_it(tmp_path
     for each in (ours, loop):
         each.round([0, 1, 2], 4)
     assert given() == [False, True]
-    torch.testing.assert_close(ours.server.state(), loop.server.state(), rtol=1e-9, atol=1e-12)
+    close(ours.server.state(), loop.server.state())
 
 
 def test_frozen_weights_that_are_not_what_was_announced_are_refused(tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_several_target_sizes(tmp_path: Path) -> None:
     for each in (ours, loop):
         each.round([0, 1, 2, 3])
     expected = loop.server.state()
-    torch.testing.assert_close(ours.server.state(), expected, rtol=1e-9, atol=1e-12)
+    close(ours.server.state(), expected)
 
 
 def test_one_message_to_a_site_holds_all_that_its_clients_are_asked(tmp_path: Path) -> None:
@@ -324,7 +324,7 @@ def test_a_delayed_gradient_saves_pefll_an_exchange_in_each_round(
             cohorts.append(each.round(clients, number).state.exchanges)
         assert messages(ours) == [exchanges * (number + 1)] * 2
     expected = loop.server.state()
-    torch.testing.assert_close(ours.server.state(), expected, rtol=1e-9, atol=1e-12)
+    close(ours.server.state(), expected)
     assert travelled[0] == travelled[1]
     assert messages(ours) == [exchanges * len(ROUNDS) + delayed] * 2  # the state's own
     left = sorted(int(path.stem.partition("-")[2]) for path in tmp_path.rglob("*.safetensors"))
@@ -495,7 +495,7 @@ def test_a_site_that_fails_loses_its_clients_for_the_round(fault: str, tmp_path:
     for each in (ours, loop):
         each.round([1, 3], 2)
     expected = loop.server.state()
-    torch.testing.assert_close(ours.server.state(), expected, rtol=1e-9, atol=1e-12)
+    close(ours.server.state(), expected)
 
 
 def test_replies_in_any_order_and_twice_are_known_by_their_message(tmp_path: Path) -> None:
@@ -505,7 +505,7 @@ def test_replies_in_any_order_and_twice_are_known_by_their_message(tmp_path: Pat
         each.round([3, 0, 2, 1], 0)
         each.round([1, 0, 3, 2], 1)
     expected = loop.server.state()
-    torch.testing.assert_close(ours.server.state(), expected, rtol=1e-9, atol=1e-12)
+    close(ours.server.state(), expected)
 
 
 def test_a_message_delivered_twice_is_run_once(tmp_path: Path) -> None:
@@ -521,7 +521,7 @@ def test_a_message_delivered_twice_is_run_once(tmp_path: Path) -> None:
         each.round([0, 1], 0)
         each.round([0, 1], 1)
     expected = loop.server.state()
-    torch.testing.assert_close(ours.server.state(), expected, rtol=1e-9, atol=1e-12)
+    close(ours.server.state(), expected)
 
 
 def test_a_site_that_has_gone_is_waited_for_only_where_no_other_answers(tmp_path: Path) -> None:
@@ -570,7 +570,7 @@ def test_a_server_that_starts_again_goes_on_with_what_sites_remember(tmp_path: P
         for each in (ours, loop):
             each.round([0, 1, 3], number)
     expected = loop.server.state()
-    torch.testing.assert_close(ours.server.state(), expected, rtol=1e-9, atol=1e-12)
+    close(ours.server.state(), expected)
 
 
 def test_sites_keep_what_two_checkpoints_and_whoever_holds_a_memory_refer_to(

@@ -22,7 +22,7 @@ from hyperfed.errors import UserError
 from hyperfed.federation import step
 from hyperfed.methods import METHODS
 from hyperfed.trees import Tree
-from toys import Federation, Normed, make_task, short, snapshot
+from toys import Federation, Normed, close, make_task, short, snapshot
 
 
 class Tape:
@@ -117,14 +117,14 @@ def test_recorded_rounds_equal_the_loop_engine(method: str) -> None:
     for number, clients in enumerate(([0, 1, 3], [1, 2, 3], [0, 2, 3], [3], [0, 2])):
         for each in pair:
             each.round(clients, number)
-        torch.testing.assert_close(snapshot(ours), snapshot(loop), rtol=1e-9, atol=1e-12)
+        close(snapshot(ours), snapshot(loop))
     evaluate = loop.method.Client.evaluate
     for clients, novel in (([0, 1], False), ([1, 2], False), ([2, 0], False), ([4], True)):
         counts = []
         for each in pair:
             cohort = each.engine.cohort(clients, 9, training=False, fresh=novel)
             counts.append(cohort.ask(evaluate, each.server.personalize(cohort)))
-        torch.testing.assert_close(*counts, rtol=1e-9, atol=1e-12)
+        close(*counts)
     assert tape.played > 0
     assert ours.engine.resources(3)["graphs"] == ours.engine.graphs.counts()
     assert ours.engine.graphs.counts()["recorded"] == tape.recorded
@@ -136,7 +136,7 @@ def test_groups_of_each_size_have_a_recording_of_their_own() -> None:
     for number, clients in enumerate(([0, 1, 2], [1, 2], [0, 1, 2], [0, 1], [0, 1, 2])):
         for each in (loop, ours):
             each.round(clients, number)
-    torch.testing.assert_close(snapshot(ours), snapshot(loop), rtol=1e-9, atol=1e-12)
+    close(snapshot(ours), snapshot(loop))
     assert (tape.recorded, tape.played) == (2, 3)
 
 

@@ -20,15 +20,8 @@ from hyperfed.training import Steps
 from hyperfed.trees import Tree
 from probe import Client as Probe
 from probe import Config as ProbeConfig
-from together import EVEN, RAGGED, Recorded, both, close, left
-from toys import (
-    Assigning,
-    Normed,
-    Stemmed,
-    TwoLayers,
-    make_task,
-    snapshot,
-)
+from together import EVEN, RAGGED, Recorded, both, left
+from toys import Assigning, Normed, Stemmed, TwoLayers, close, make_task, snapshot
 
 TO_PYTHON = {"__bool__", "__int__", "__index__", "__float__", "item", "tolist", "numpy"}
 """What makes something of Python's of a tensor."""

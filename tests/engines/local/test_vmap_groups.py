@@ -21,17 +21,8 @@ from hyperfed.training import Batch, Batches, Epochs, Sgd, Steps
 from hyperfed.trees import Tree
 from probe import Client as Probe
 from probe import Config as ProbeConfig
-from together import EVEN, Recorded, both, close, left
-from toys import (
-    CLASSES,
-    DRAWING,
-    FEATURES,
-    Normed,
-    TwoLayers,
-    make_task,
-    short,
-    snapshot,
-)
+from together import EVEN, Recorded, both, left
+from toys import CLASSES, DRAWING, FEATURES, Normed, TwoLayers, close, make_task, short, snapshot
 
 # Who goes together.
 

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from hyperfed import trees
-from toys import CLASSES, FEATURES, ONE_STEP, Federation, client_loss, make_task
+from toys import CLASSES, FEATURES, ONE_STEP, Federation, client_loss, close, make_task
 
-CLOSE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-12}
 UNITS, LENGTH = 6, 3
 PFEDHN: dict[str, Any] = {
     "cohort_reduction": "mean",
@@ -121,7 +120,7 @@ def check_descent(
     ours.round(clients, number)
     after = dict(getattr(server, net).named_parameters()) | {"v": server.embeddings.weight}
     after = {name: after[name].detach() for name in expected}
-    torch.testing.assert_close(after, expected, **CLOSE)
+    close(after, expected)
 
 
 def generated(net: Any, descriptor: Tensor) -> dict[str, Tensor]:
@@ -139,7 +138,7 @@ def check_phase_one(clients: list[int], **settings: Any) -> None:
     # Until phase 2 begins, novel clients use the same hypernetwork.
     descriptor = encode(encoder_of(ours), inputs(ours, 3), bounded=ours.config.bounded)
     served = generated(ours.server.hyper_net, descriptor)
-    torch.testing.assert_close(ours.personal(3, fresh=True), served, **CLOSE)
+    close(ours.personal(3, fresh=True), served)
 
 
 def check_encoder(clients: list[int], **settings: Any) -> None:
@@ -167,7 +166,7 @@ def check_encoder(clients: list[int], **settings: Any) -> None:
         for name, gradient in zip(leaves, gradients, strict=True):
             expected[name] += share * (before[name] - ours.config.encoder_lr * gradient)
     ours.round(clients, 0)
-    torch.testing.assert_close(encoder_of(ours), expected, **CLOSE)
+    close(encoder_of(ours), expected)
 
 
 def check_phase_two(clients: list[int], **settings: Any) -> None:

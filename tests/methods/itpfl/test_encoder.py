@@ -10,7 +10,6 @@ import hyperfed
 from hyperfed import trees
 from hyperfed.engines import Faults
 from methods.itpfl.checks import (
-    CLOSE,
     LENGTH,
     NormedInputs,
     check_encoder,
@@ -21,7 +20,7 @@ from methods.itpfl.checks import (
     of_known,
     state,
 )
-from toys import FEATURES, TwoLayers, make_task
+from toys import FEATURES, TwoLayers, close, make_task
 
 
 @pytest.mark.parametrize(
@@ -51,7 +50,7 @@ def test_what_does_not_vary_is_not_divided_by_zero() -> None:
     mean, deviation = of_known(ours)
     deviation[1] = 1.0
     expected = encode(encoder_of(ours), inputs(ours, 3)) * deviation + mean
-    torch.testing.assert_close(ours.server.describe(cohort)[0], expected, **CLOSE)
+    close(ours.server.describe(cohort)[0], expected)
 
 
 @pytest.mark.parametrize("net", [TwoLayers, NormedInputs])
@@ -76,7 +75,7 @@ def test_the_encoders_averaged_change_is_descended_by_adam(net: Any) -> None:
             m = first[name] / (1 - 0.9 ** (number + 1))
             v = second[name] / (1 - 0.999 ** (number + 1))
             expected[name] = before[name] - 0.03 * m / (v.sqrt() + 1e-8)
-        torch.testing.assert_close(encoder_of(ours), expected, **CLOSE)
+        close(encoder_of(ours), expected)
 
 
 def test_the_encoder_has_the_momentum_and_decay_of_local_training() -> None:
@@ -90,7 +89,7 @@ def test_the_encoder_has_the_momentum_and_decay_of_local_training() -> None:
         (encode(expected, inputs(ours, 1)) - e).square().mean().backward()
         sgd.step()
     ours.round([1], 0)
-    torch.testing.assert_close(encoder_of(ours), trees.detach(expected), **CLOSE)
+    close(encoder_of(ours), trees.detach(expected))
 
 
 def test_training_brings_descriptors_to_the_embeddings() -> None:

@@ -13,7 +13,6 @@ from hyperfed.engines.calls import Call
 from hyperfed.federation import AllLostError
 from hyperfed.system.randomness import generator, seeded
 from methods.itpfl.checks import (
-    CLOSE,
     LENGTH,
     UNITS,
     NormedInputs,
@@ -24,7 +23,7 @@ from methods.itpfl.checks import (
     inputs,
     state,
 )
-from toys import CLASSES, FEATURES, Federation, TwoLayers, client_loss, logits, make_task
+from toys import CLASSES, FEATURES, Federation, TwoLayers, client_loss, close, logits, make_task
 
 
 def check_end_to_end(clients: list[int], **settings: Any) -> None:
@@ -56,8 +55,8 @@ def check_end_to_end(clients: list[int], **settings: Any) -> None:
         for (name, value), change in zip(leaves.items(), changes, strict=True)
     }
     ours.round(clients, 0)
-    torch.testing.assert_close(dict(server.hyper_net.named_parameters()), expected_net, **CLOSE)
-    torch.testing.assert_close(encoder_of(ours), expected, **CLOSE)
+    close(dict(server.hyper_net.named_parameters()), expected_net)
+    close(encoder_of(ours), expected)
     assert len(server.embeddings.weight) == 0
 
 
@@ -113,13 +112,13 @@ def test_end_to_end_known_clients_are_served_by_their_inputs_and_phase_one(
         ours.round([0, 1, 2], number)
     server, encoder = ours.server, encoder_of(ours)
     known = generated(server.hyper_net, encode(encoder, inputs(ours, 1)))
-    torch.testing.assert_close(ours.personal(1), known, **CLOSE)
+    close(ours.personal(1), known)
     novel = generated(server.novel_net, encode(encoder, inputs(ours, 3)))
-    torch.testing.assert_close(ours.personal(3, fresh=True), novel, **CLOSE)
+    close(ours.personal(3, fresh=True), novel)
     assert not torch.allclose(server.novel_net.trunk[0].weight, server.hyper_net.trunk[0].weight)
     rehearsed = server.rehearse(ours.engine.cohort([0, 1], 2, training=False)).tree
     novel = generated(server.novel_net, encode(encoder, inputs(ours, 1)))
-    torch.testing.assert_close(trees.take(rehearsed, 1), novel, **CLOSE)
+    close(trees.take(rehearsed, 1), novel)
     assert caplog.text == ""  # there is no embedding to be explained
 
 
@@ -154,9 +153,9 @@ def test_end_to_end_serves_several_sizes_and_averages_batch_norm(reduction: str)
     rate = config.encoder_lr / (3 if reduction == "mean" else 1)
     expected = {name: before[name] - rate * g for name, g in total.items()}
     after = encoder_of(ours)
-    torch.testing.assert_close({n: after[n] for n in total}, expected, **CLOSE)
+    close({n: after[n] for n in total}, expected)
     found = {n: v.double() for n, v in after.items() if n in buffers}
-    torch.testing.assert_close(found, {n: v.double() for n, v in buffers.items()}, **CLOSE)
+    close(found, {n: v.double() for n, v in buffers.items()})
 
 
 def test_end_to_end_a_number_by_itself_is_trained_in_its_precision() -> None:
@@ -199,7 +198,7 @@ def test_end_to_end_a_model_is_made_of_one_batch() -> None:
         for (name, value), by in zip(leaves.items(), pulled, strict=True)
     }
     ours.round([2], 0)
-    torch.testing.assert_close(encoder_of(ours), expected, **CLOSE)
+    close(encoder_of(ours), expected)
 
 
 def test_end_to_end_what_travels() -> None:

@@ -11,7 +11,6 @@ from hyperfed.runs.config import from_keys
 from hyperfed.system.randomness import seeded
 from hyperfed.task import Task
 from methods.itpfl.checks import (
-    CLOSE,
     PFEDHN,
     UNITS,
     check_phase_one,
@@ -19,7 +18,7 @@ from methods.itpfl.checks import (
     federation,
     state,
 )
-from toys import Federation, make_task
+from toys import Federation, close, make_task
 
 
 @pytest.mark.parametrize("private", [False, True])
@@ -89,13 +88,13 @@ def test_phase_one_is_pfedhn() -> None:
         ours.round(clients, number)
         pfedhn.round(clients, number)
     for name in ("hyper_net", "embeddings"):
-        torch.testing.assert_close(state(ours)[name], state(pfedhn)[name], **CLOSE)
+        close(state(ours)[name], state(pfedhn)[name])
 
 
 def test_embeddings_start_as_wide_as_is_said() -> None:
     wide, narrow = (federation(settings={"embedding_start": start}) for start in (1.0, 0.05))
     expected = 0.05 * wide.server.embeddings.weight
-    torch.testing.assert_close(narrow.server.embeddings.weight, expected, **CLOSE)
+    close(narrow.server.embeddings.weight, expected)
 
 
 def two_classes_each(clients: int = 30, classes: int = 6, examples: int = 24) -> Task:

@@ -15,7 +15,6 @@ from hyperfed.privacy import GaussianMechanism, analytic_multiplier
 from hyperfed.runs.config import from_keys
 from hyperfed.system.randomness import generator
 from methods.itpfl.checks import (
-    CLOSE,
     SETTINGS,
     encode,
     encoder_of,
@@ -23,7 +22,7 @@ from methods.itpfl.checks import (
     generated,
     inputs,
 )
-from toys import CLASSES, FEATURES, Federation, make_task
+from toys import CLASSES, FEATURES, Federation, close, make_task
 
 
 @pytest.mark.parametrize("other", [{"private": True}, {"epsilon": 0.3}, {"encoder": "end_to_end"}])
@@ -57,9 +56,9 @@ def check_noise() -> None:
     expected = generated(ours.server.novel_net, received)
     cohort = ours.engine.cohort([3], 7, training=False, fresh=True)
     sent = trees.take(ours.server.personalize(cohort).tree, 0)
-    torch.testing.assert_close(sent, expected, **CLOSE)
+    close(sent, expected)
     known = encode(encoder_of(ours), inputs(ours, 1), bounded=True)
-    torch.testing.assert_close(reply_of(ours, 1), known, **CLOSE)
+    close(reply_of(ours, 1), known)
 
 
 def test_a_novel_client_adds_the_noise_before_it_sends() -> None:

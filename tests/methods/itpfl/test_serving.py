@@ -15,7 +15,6 @@ from hyperfed.runs.config import to_dict
 from hyperfed.system.randomness import generator, seeded
 from hyperfed.training import UnlabelledError
 from methods.itpfl.checks import (
-    CLOSE,
     LENGTH,
     SETTINGS,
     UNITS,
@@ -25,7 +24,7 @@ from methods.itpfl.checks import (
     generated,
     inputs,
 )
-from toys import CLASSES, FEATURES, Normed, TwoLayers, make_task
+from toys import CLASSES, FEATURES, Normed, TwoLayers, close, make_task
 
 
 def check_serving() -> None:
@@ -36,10 +35,10 @@ def check_serving() -> None:
     server = ours.server
     torch.testing.assert_close(ours.personal(1), known, rtol=0, atol=0)
     expected = generated(server.hyper_net, server.embeddings.weight[1])
-    torch.testing.assert_close(known, expected, **CLOSE)
+    close(known, expected)
     descriptor = encode(encoder_of(ours), inputs(ours, 3))
     expected = generated(server.novel_net, descriptor)
-    torch.testing.assert_close(ours.personal(3, fresh=True), expected, **CLOSE)
+    close(ours.personal(3, fresh=True), expected)
 
 
 def test_old_clients_keep_phase_one_and_an_unlabelled_novel_one_uses_phase_two() -> None:
@@ -65,7 +64,7 @@ def test_a_descriptor_is_the_mean_over_batches_of_all_inputs() -> None:
     order = torch.randperm(9, generator=generator(0, "client", 3, 5, "describe", 0))
     parts = [(encode(encoder_of(ours), x[b]), len(b)) for b in order.split([4, 5])]
     expected = sum(row * size for row, size in parts) / 9
-    torch.testing.assert_close(ours.server.describe(cohort)[0], expected, **CLOSE)
+    close(ours.server.describe(cohort)[0], expected)
 
 
 def test_a_bounded_descriptor_is_the_plain_mean_whatever_the_batches() -> None:
@@ -73,7 +72,7 @@ def test_a_bounded_descriptor_is_the_plain_mean_whatever_the_batches() -> None:
         ours = federation(settings={"batch_size": size, "private": True})
         cohort = ours.engine.cohort([3], 0, training=False, fresh=True)
         expected = encode(encoder_of(ours), inputs(ours, 3), bounded=True)
-        torch.testing.assert_close(ours.server.describe(cohort)[0], expected, **CLOSE)
+        close(ours.server.describe(cohort)[0], expected)
         assert expected.norm() <= 1
 
 
@@ -100,8 +99,8 @@ def test_batch_norm_statistics_are_those_of_the_clients_inputs() -> None:
         ours.round([0, 1], 0)
         model = ours.personal(client, fresh=client == 3)
         hidden = inputs(ours, client) @ model["body.weight"].T + model["body.bias"]
-        torch.testing.assert_close(model["norm.running_mean"], hidden.mean(0), **CLOSE)
-        torch.testing.assert_close(model["norm.running_var"], hidden.var(0), **CLOSE)
+        close(model["norm.running_mean"], hidden.mean(0))
+        close(model["norm.running_var"], hidden.var(0))
         assert ours.engine.memory.get(client, {}) == {}
 
 
@@ -116,7 +115,7 @@ def test_one_encoder_serves_several_target_sizes() -> None:
     model = ours.personal(3, fresh=True)
     assert "norm.weight" in expected
     for name, value in expected.items():
-        torch.testing.assert_close(model[name], value[0].detach(), **CLOSE)
+        close(model[name], value[0].detach())
 
 
 def test_the_best_round_is_chosen_by_known_clients_served_as_novel_ones() -> None:

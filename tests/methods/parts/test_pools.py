@@ -15,7 +15,7 @@ from hyperfed.methods.parts import pools
 from hyperfed.runs import config as configuration
 from hyperfed.runs.evaluation import evaluate
 from hyperfed.system.randomness import seeded
-from toys import CLASSES, Federation, TwoLayers, client_loss, logits, make_task
+from toys import CLASSES, Federation, TwoLayers, client_loss, close, logits, make_task
 
 SETTINGS: dict[str, Any] = {"local_steps": 10, "batch_size": 8, "local_lr": 0.05, "lr": 0.02}
 NOVEL = 3
@@ -166,7 +166,7 @@ def test_only_known_clients_of_the_same_size_have_a_model_for_a_novel_one() -> N
     ours = federation("ensemble", **sizes("S", "L", "S", "S"))
     pool = ours.server.personalize(ours.engine.cohort([NOVEL], 9, training=False))["pool"]
     expected = trees.stack([ours.personal(client) for client in (0, 2)])
-    torch.testing.assert_close(pool, expected, rtol=1e-9, atol=1e-12)
+    close(pool, expected)
 
 
 @pytest.mark.parametrize("kind", ["sampled", "ensemble", "nearest"])
