@@ -22,7 +22,6 @@ from hyperfed.training import Batch
 from hyperfed.trees import Model
 from toys import (
     CLASSES,
-    EXAMPLES,
     FEATURES,
     ONE_STEP,
     Federation,
@@ -159,16 +158,6 @@ def test_with_mu_zero_it_is_fedavg(evaluated: str) -> None:
         ours.round(clients, number)
         fedavg.round(clients, number)
     torch.testing.assert_close(ours.server.model, fedavg.server.model, rtol=0, atol=0)
-
-
-def test_the_server_averages_by_training_examples_buffers_too() -> None:
-    federation = Federation("moon", make_task(Normed), **SETTINGS)
-    federation.round([0, 1, 2])
-    kept = [federation.engine.memory[client]["model"] for client in range(3)]
-    share = [EXAMPLES[client] / sum(EXAMPLES[:3]) for client in range(3)]
-    for name, ours in federation.server.model["base"].items():
-        mean = sum(s * model[name].double() for s, model in zip(share, kept, strict=True))
-        close(ours, mean.to(ours.dtype))
 
 
 # Which model is evaluated, what travels, what stays
