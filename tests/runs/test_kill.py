@@ -4,17 +4,16 @@ That all methods are where they were in what lies on the disk is tested in test_
 processes: here are those that keep something each in a place of its own.
 """
 
-import json
 import signal
 import time
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from apps.cli.checks import same_records
 from commands import start
 from hyperfed.runs import config
 from hyperfed.runs.run import Run
@@ -48,15 +47,6 @@ def _one_thread() -> Iterator[None]:
 def end(process: BaseProcess) -> None:
     process.join(DEADLINE)
     assert process.exitcode == 0
-
-
-def numbers(folder: Path) -> Any:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    summary = json.loads((folder / "summary.json").read_text())
-    for record in (*lines, summary):
-        del record["seconds"]
-    del summary["commit"]  # of a checkout that somebody works in
-    return lines, summary
 
 
 def kill_after(process: BaseProcess, parent: Path, evaluations: int) -> Path:
@@ -105,4 +95,4 @@ def test_kill_9_and_resume_changes_no_number(what: str, tmp_path: Path) -> None:
     whole = Run.start(config.load(method, keys), tmp_path / "whole")
     list(whole.train())
     assert whole.folder is not None
-    assert numbers(killed) == numbers(whole.folder.path)
+    same_records(killed, whole.folder.path)
