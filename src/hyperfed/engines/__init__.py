@@ -117,9 +117,8 @@ def build(
         raise UserError(
             f"engine.graphs must have a GPU to record on, came device={device}; set device=cuda"
         )
-    where = {"precision": precision, "device": device}
-    options: dict[str, Any] = {"seed": seed, "faults": faults, "home": home, **where}
-    options |= {"private": private, "masking": masking}
+    options: dict[str, Any] = {"seed": seed, "faults": faults, "home": home, "private": private}
+    options |= {"masking": masking, "precision": precision, "device": device}
     return ENGINES[config.name](config, task.on_features(), client, settings, **options)
 
 
@@ -148,41 +147,28 @@ def _auto(config: EngineConfig, *arguments: Any, device: str, **options: Any) ->
 def _flower(
     config: EngineConfig,
     task: Task,
-    client: type[Client],
-    settings: Any,
-    *,
-    seed: int,
-    faults: Faults | None = None,
-    home: Engine | None = None,
-    precision: Precision = "float32",
-    private: PrivateUpdates | None = None,
-    masking: Masking | None = None,
+    *arguments: Any,
+    home: Engine | None,  # of a newcomer, who is at no site
     device: str,  # of the server; a site has its own
+    **options: Any,
 ) -> Engine:
     if not isinstance(task, RemoteTask):
         raise UserError(
             "engine=flower must be asked for by its app, which knows the sites: use hyperfed run "
             "METHOD engine=flower engine.superlink=HOST:PORT, or flwr run"
         )
-    options: dict[str, Any] = {"faults": faults, "device": find_device(device)}
-    options |= {"precision": precision, "private": private, "masking": masking}
-    return FlowerEngine(task, client, settings, seed=seed, timeout=config.timeout, **options)
+    return FlowerEngine(
+        task, *arguments, timeout=config.timeout, device=find_device(device), **options
+    )
 
 
 def _ray(
-    config: EngineConfig,
-    task: Task,
-    client: type[Client],
-    settings: Any,
-    *,
-    home: Engine | None = None,
-    device: str,
-    **options: Any,
+    config: EngineConfig, *arguments: Any, home: Engine | None, device: str, **options: Any
 ) -> Engine:
     from hyperfed.engines.ray.engine import RayEngine
 
     if home is not None:  # a newcomer: its data are in this process, as the server is
-        return _loop(config, task, client, settings, home=home, device="cpu", **options)
+        return _loop(config, *arguments, home=home, device="cpu", **options)
     if device not in ("cpu", "cuda"):
         raise UserError(
             f"device must be cpu or cuda where engine=ray, which gives each actor a GPU of its own "
@@ -195,9 +181,7 @@ def _ray(
             "set both or neither"
         )
     return RayEngine(
-        task,
-        client,
-        settings,
+        *arguments,
         workers=config.workers,
         cores_per_client=config.cores_per_client,
         gpus_per_worker=config.gpus_per_worker,
