@@ -86,8 +86,8 @@ class FlowerEngine:
         self._sites = None if task.link is None else Sites(task.link, timeout, keys, names)
         self._honest = HonestClient(task, client, config, seed=seed, precision=precision)
         self._frozen = fingerprint_of_frozen(task.models)
-        self._answered: dict[int, bool] = {}  # whether, to what a node was sent last
-        self._given: set[int] = set()  # nodes that have what is frozen
+        # Whether, to what a node was sent last: then it has what is frozen, too.
+        self._answered: dict[int, bool] = {}
         self._session, self._serials, self._cohorts = time.time_ns(), count(1), count()
         self._open: set[int] = set()
         self._memory: dict[int, Tree] = {}
@@ -172,10 +172,6 @@ class FlowerEngine:
                 reply = BadReplyError(f"the site's reply is too large: {len(reply)} bytes")
             read = self._read(node, serial, list(part.values()), wanted[node], reply)
             self._answered[node] = not all(isinstance(answer, Exception) for answer in read)
-            if self._answered[node]:
-                self._given.add(node)
-            else:
-                self._given.discard(node)
             answers |= zip(part, read, strict=True)
         return [answers[position] for position in range(len(calls))]
 
@@ -231,7 +227,7 @@ class FlowerEngine:
             keep=keep,
             open=sorted(self._open),
             frozen=self._frozen,
-            weights={} if node in self._given else self._weights(),
+            weights={} if self._answered.get(node) else self._weights(),
             multiplier=private.multiplier if private and private.where == "local" else None,
         )
 
