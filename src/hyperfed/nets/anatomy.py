@@ -124,6 +124,16 @@ def layers_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return layers
 
 
+def trained_layers(network: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Returns (name, module) of those that have parameters to train, adapters' apart."""
+    beside = trees.adapter_parts(network)
+    return [
+        (name, part)
+        for name, part in network.named_modules()
+        if trees.is_trained(part) and part not in beside
+    ]
+
+
 class _Part(NamedTuple):
     """A module of a network, and what of the network's model it has itself."""
 

@@ -9,6 +9,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from hyperfed import trees
 from hyperfed.errors import UserError
+from hyperfed.nets.anatomy import trained_layers
 from hyperfed.nets.pretrained import compute_in_own_precision
 
 
@@ -55,12 +56,12 @@ class DeepSet(nn.Module):
             )
         dtype = next(iter(trees.parameters_of(target).values())).dtype
         widths = [
-            part.out_features for _, part in _layers_of(target) if isinstance(part, nn.Linear)
+            part.out_features for _, part in trained_layers(target) if isinstance(part, nn.Linear)
         ]
         self.bounded = bounded
         self.features = _features(target, units, dtype)
         self.layers = _layers([units, *widths[:-1], descriptor_size]).to(dtype)
-        for _, part in _layers_of(self):
+        for _, part in trained_layers(self):
             if isinstance(part, nn.Linear | _ConvNd):
                 nn.init.kaiming_normal_(part.weight, nonlinearity="relu")
 
@@ -80,20 +81,10 @@ class DeepSet(nn.Module):
         return descriptor
 
 
-def _layers_of(network: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Returns (name, module) of those that have parameters to train, adapters' apart."""
-    beside = trees.adapter_parts(network)
-    return [
-        (name, part)
-        for name, part in network.named_modules()
-        if trees.is_trained(part) and part not in beside
-    ]
-
-
 def _features(target: nn.Module, units: int, dtype: torch.dtype) -> nn.Module:
     """Returns a copy of ``target`` that ends with its first linear layer, of ``units`` outputs."""
     network = nn.Sequential(trees.copied(target))  # a parent, also for a target that is one layer
-    owners = _layers_of(network)
+    owners = trained_layers(network)
     for place, (name, module) in enumerate(owners):
         if isinstance(module, nn.Linear):
             names = [own for own, _ in network.named_modules()]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hyperfed import trees
 from hyperfed.errors import UserError
+from hyperfed.nets.anatomy import trained_layers
 from hyperfed.nets.pretrained import compute_in_own_precision
 
 
@@ -48,11 +49,13 @@ class LabelledTarget(nn.Module):
             if isinstance(module, nn.modules.batchnorm._NormBase) and module not in frozen:
                 self.set_submodule(name, nn.Identity())
         more = label_features(classes)
-        layers, adapted = self._layers(), trees.adapter_parts(self)
+        layers, adapted = trained_layers(self), trees.adapter_parts(self)
         first = _with_labels(layers[0][1], more) if layers and not adapted else None
         if first is not None:
             self.set_submodule(layers[0][0], first)
-        linear = [(name, part) for name, part in self._layers() if isinstance(part, nn.Linear)]
+        linear = [
+            (name, part) for name, part in trained_layers(self) if isinstance(part, nn.Linear)
+        ]
         if not linear:
             raise UserError(
                 "a descriptor network that copies the target needs one that ends with a linear "
@@ -70,15 +73,6 @@ class LabelledTarget(nn.Module):
             last_now = nn.Linear(last.in_features, descriptor_size)
         self.set_submodule(last_name, last_now)
         compute_in_own_precision(self)
-
-    def _layers(self) -> list[tuple[str, nn.Module]]:
-        """Returns (name, module) of the modules that have parameters to train, adapters' apart."""
-        beside = trees.adapter_parts(self)
-        return [
-            (name, part)
-            for name, part in self.named_modules()
-            if trees.is_trained(part) and part not in beside
-        ]
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """Embeds examples x (B, ...) with labels or targets y (B,).
