@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from difflib import get_close_matches
 from inspect import signature
+from itertools import pairwise
 from types import MappingProxyType
 
 import torch
@@ -224,16 +225,11 @@ class MLP(nn.Module):
         self, input_shape: Sequence[int], classes: int, hidden: int | Sequence[int] = 200
     ) -> None:
         super().__init__()
-        inputs = 1
-        for side in input_shape:
-            inputs *= side
-        outputs = [*([hidden] if isinstance(hidden, int) else hidden), classes]
-        for size in (inputs, *outputs):
+        between = [hidden] if isinstance(hidden, int) else hidden
+        sizes = [math.prod(input_shape), *between, classes]
+        for size in sizes:
             _check_positive(layer=size)
-        self.layers = nn.ModuleList()
-        for size in outputs:
-            self.layers.append(nn.Linear(inputs, size))
-            inputs = size
+        self.layers = nn.ModuleList(nn.Linear(*pair) for pair in pairwise(sizes))
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the logits of examples of any shape."""
