@@ -89,8 +89,7 @@ class _Places:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        model = trees.parameters_of(module) | trees.buffers_of(module)
-        of = {id(tensor): name for name, tensor in model.items()}
+        of = {id(tensor): name for name, tensor in trees.entries_of(module).items()}
         self.buffers = tuple(trees.buffers_of(module))
         self.places: list[tuple[str, dict[str, Any], str]] = [
             (of[id(tensor)], entries, key)

@@ -84,8 +84,8 @@ def save_adapter(net: nn.Module, folder: Path) -> None:
 
     model: Any = net
     kept = {tensor.data_ptr() for tensor in get_peft_model_state_dict(model).values()}
-    moving = {**trees.parameters_of(net), **trees.buffers_of(net)}
-    if beside := [name for name, tensor in moving.items() if tensor.data_ptr() not in kept]:
+    moving = trees.entries_of(net).items()
+    if beside := [name for name, tensor in moving if tensor.data_ptr() not in kept]:
         raise UserError(
             f"an adapter must hold all that is trained, but {beside[0]} is not in it; freeze it, "
             "or name it in the adapter's modules_to_save"

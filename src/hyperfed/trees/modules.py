@@ -31,6 +31,11 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in module.named_buffers() if id(value) not in frozen}
 
 
+def entries_of(module: nn.Module) -> Model:
+    """Returns {name: value} of a network's model, parameters first: references, not copies."""
+    return {**parameters_of(module), **buffers_of(module)}
+
+
 def frozen_parts(module: nn.Module) -> Iterator[nn.Module]:
     """Yields the parts of a network that are frozen whole: they have parameters, all frozen.
 
@@ -68,7 +73,7 @@ def frozen_of(module: nn.Module) -> Model:
     """Returns {name: value} of all that is frozen: references, not copies."""
     if all(parameter.requires_grad for parameter in module.parameters()):
         return {}  # at a glance, of most networks and before each round
-    moving = {**parameters_of(module), **buffers_of(module)}
+    moving = entries_of(module)
     named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     return {name: value.detach() for name, value in named.items() if name not in moving}
 
@@ -79,7 +84,7 @@ def copied(module: nn.Module) -> nn.Module:
     So a backbone is held once, however many copies compute with it. A copy that is moved to another
     device, or to another dtype, leaves that of the others where it is.
     """
-    moving = {*map(id, parameters_of(module).values()), *map(id, buffers_of(module).values())}
+    moving = {*map(id, entries_of(module).values())}
     alias: dict[int, Any] = {
         id(value): nn.Parameter(value.data, requires_grad=False)
         for value in module.parameters()
@@ -91,7 +96,7 @@ def copied(module: nn.Module) -> nn.Module:
 
 def cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Gives all floats of a network a dtype, in place, but what is frozen; and returns it."""
-    for value in (*parameters_of(module).values(), *buffers_of(module).values()):
+    for value in entries_of(module).values():
         if value.is_floating_point():
             value.data = value.data.to(dtype)
     return module
@@ -99,8 +104,7 @@ def cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 def model_of(module: nn.Module) -> Model:
     """Returns a copy of a module's trained parameters and its buffers, nothing that is frozen."""
-    named = {**parameters_of(module), **buffers_of(module)}
-    return {name: value.detach().clone() for name, value in named.items()}
+    return {name: value.detach().clone() for name, value in entries_of(module).items()}
 
 
 def fill_frozen(module: nn.Module, values: Model) -> nn.Module:
@@ -113,6 +117,6 @@ def fill_frozen(module: nn.Module, values: Model) -> nn.Module:
 def fill(module: nn.Module, model: Model) -> nn.Module:
     """Copies a model's values into a module, and returns it; what is frozen stays."""
     with torch.no_grad():
-        for name, target in {**parameters_of(module), **buffers_of(module)}.items():
+        for name, target in entries_of(module).items():
             target.copy_(model[name])
     return module
