@@ -58,7 +58,7 @@ def test_a_recording_computes_from_new_inputs_and_its_outputs_stay() -> None:
 
 def test_functions_are_recorded_when_they_come_up_again_the_first_so_many() -> None:
     tape = Tape()
-    graphs = Graphs(tape.record, most=2, after=2)
+    graphs = Graphs(tape.record, most=2)
     for key, recorded, played in zip(
         "aababccbca",
         (0, 1, 1, 1, 2, 2, 2, 2, 2, 2),

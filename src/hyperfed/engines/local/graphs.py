@@ -79,11 +79,10 @@ class Graphs:
         record: how.
         most: functions that are recorded, the first that come up again; to record takes many times
             as long as to compute, so none makes room for another.
-        after: with which call of a function it is recorded.
     """
 
-    def __init__(self, record: Recorder, *, most: int = 32, after: int = 2) -> None:
-        self._record, self._most, self._after = record, most, after
+    def __init__(self, record: Recorder, *, most: int = 32) -> None:
+        self._record, self._most = record, most
         self._calls: Counter[Hashable] = Counter()
         self._recorded: dict[Hashable, _Recorded] = {}
         self._refused: set[Hashable] = set()
@@ -106,7 +105,7 @@ class Graphs:
         """
         self._calls[key] += 1
         new = key not in self._recorded and key not in self._refused
-        if new and self._calls[key] >= self._after and len(self._recorded) < self._most:
+        if new and self._calls[key] > 1 and len(self._recorded) < self._most:
             self._try(key, inputs, general)
         recorded = self._recorded.get(key)
         return function(inputs) if recorded is None else recorded.replay(inputs)
