@@ -133,6 +133,9 @@ class GaussianMechanism:
     delta: float
     calibration: Calibration = "analytic"
 
+    remedy = REMEDY
+    """What to do where the budget is spent."""
+
     def __post_init__(self) -> None:
         self.multiplier  # noqa: B018  so that wrong numbers are refused at once
 
@@ -142,11 +145,6 @@ class GaussianMechanism:
         if self.calibration == "classical":
             return classical_multiplier(self.epsilon, self.delta)
         return analytic_multiplier(self.epsilon, self.delta)
-
-    @property
-    def remedy(self) -> str:
-        """What to do where the budget is spent."""
-        return REMEDY
 
     def sigma(self, sensitivity: float) -> float:
         """Returns the noise's standard deviation for a query of some sensitivity."""

@@ -59,19 +59,17 @@ class PrivateUpdates:
     delta: float
     run: int = 0
 
+    remedy = (
+        "use the model that was made before, which is given again for nothing where all that it "
+        "was made from is the same, but not at sites, or start a run in which newcomers answer "
+        "less often (method.novel_rounds)"
+    )
+    """What to do where epsilon is spent."""
+
     @property
     def sensitivity(self) -> float:
         """How far two answers of one client can be apart, whatever its data: 2 C."""
         return 2 * self.clip
-
-    @property
-    def remedy(self) -> str:
-        """What to do where epsilon is spent."""
-        return (
-            "use the model that was made before, which is given again for nothing where all that "
-            "it was made from is the same, but not at sites, or start a run in which newcomers "
-            "answer less often (method.novel_rounds)"
-        )
 
     def sigma(self, sensitivity: float) -> float:
         """Returns the noise's standard deviation for an answer of some sensitivity."""
