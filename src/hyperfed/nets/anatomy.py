@@ -28,7 +28,7 @@ def head_names(model: nn.Module, layers: int = 1) -> tuple[str, ...]:
         UserError: the model has fewer such modules, or adapters in their place, or ``layers`` is
             negative.
     """
-    owners = [part for part in _entries(model) if part.parameters]
+    owners = [part for part in _parts(model) if part.parameters]
     if not 0 <= layers <= len(owners):
         raise UserError(
             f"the head of a {type(model).__name__} must have 0 to {len(owners)} layers (modules "
@@ -82,7 +82,7 @@ def batch_norm_names(model: nn.Module) -> tuple[str, ...]:
     """
     return tuple(
         name
-        for part in _entries(model)
+        for part in _parts(model)
         if isinstance(part.module, nn.modules.batchnorm._BatchNorm)
         for name in part.parameters + part.buffers
     )
@@ -108,7 +108,7 @@ def layers_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """
     layers: dict[str, tuple[str, ...]] = {}
     pending: tuple[str, ...] = ()
-    for part in _entries(model):
+    for part in _parts(model):
         if part.parameters:
             layers[part.name] = pending + part.parameters + part.buffers
             pending = ()
@@ -143,7 +143,7 @@ class _Part(NamedTuple):
     buffers: tuple[str, ...]
 
 
-def _entries(model: nn.Module) -> Iterator[_Part]:
+def _parts(model: nn.Module) -> Iterator[_Part]:
     """Yields the modules of a network in the order of definition.
 
     What a weight is made from (``torch.nn.utils.parametrizations``) is of the module that has it.
