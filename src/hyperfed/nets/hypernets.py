@@ -112,11 +112,10 @@ class MultiHead(nn.Module):
 
         They are views, so writing to them moves the models of all clients alike.
         """
-        biases = {
-            name: self.heads[_head_key(size, name)].state_dict()["bias"]
-            for name in of_size(self.shapes, size)
+        return {
+            name: self.heads[_head_key(size, name)].state_dict()["bias"].view(shape)
+            for name, shape in of_size(self.shapes, size).items()
         }
-        return {name: bias.view(self.shapes[size][name]) for name, bias in biases.items()}
 
     def last_layers(self) -> list[nn.Linear]:
         """Returns the layers whose outputs are parameters."""
