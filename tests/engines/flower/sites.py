@@ -1,6 +1,6 @@
 """Sites of the toy task in this process, reached as Flower would reach them or not at all."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,6 @@ from hyperfed.engines.flower.site import Shard, Site
 from hyperfed.engines.flower.sites import HELLO
 from hyperfed.engines.replies import NoAnswerError
 from hyperfed.task import Task
-
-Handler = Callable[[bytes], bytes]
 
 
 def hello(site: Site) -> bytes:
