@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from hyperfed.errors import UserError
 from hyperfed.functional import apply
@@ -136,6 +137,30 @@ def test_it_encodes_for_every_target(name: str, bounded: bool) -> None:
 @pytest.mark.parametrize("target", [Normed(), nn.Linear(5, 3), MLP((5,), 3, ())])
 def test_other_targets(target: nn.Module) -> None:
     assert DeepSet(target.double(), 4, units=6)(draw(3, 5)).shape == (4,)
+
+
+class Scaled(nn.Module):
+    """Has a parameter of its own beside layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+        self.layers = nn.Sequential(nn.Linear(6, 6), nn.Dropout())
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layers(self.scale * x)
+        return output
+
+
+@pytest.mark.parametrize("first", [nn.Linear(5, 6), weight_norm(nn.Linear(5, 6))])
+def test_parts_behind_the_first_linear_layer_are_left_out_with_all_that_is_in_them(
+    first: nn.Module,
+) -> None:
+    target = nn.Sequential(first, nn.ReLU(), *(Scaled() for _ in range(12)))
+    encoder = DeepSet(target.double(), 4, units=8)
+    left = [tuple(parameter.shape) for parameter in encoder.features.parameters()]
+    assert left == [(8, 5), (8,)]
+    assert encoder(draw(3, 5)).shape == (4,)
 
 
 def test_texts() -> None:

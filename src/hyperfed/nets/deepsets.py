@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.dropout import _DropoutNd
 
 from hyperfed import trees
 from hyperfed.errors import UserError
@@ -84,26 +85,23 @@ class DeepSet(nn.Module):
 def _features(target: nn.Module, units: int, dtype: torch.dtype) -> nn.Module:
     """Returns a copy of ``target`` that ends with its first linear layer, of ``units`` outputs."""
     network = nn.Sequential(trees.copied(target))  # a parent, also for a target that is one layer
-    owners = trained_layers(network)
-    for place, (name, module) in enumerate(owners):
-        if isinstance(module, nn.Linear):
-            names = [own for own, _ in network.named_modules()]
-            after = {own for own, _ in owners[place + 1 :]}
-            after |= {own for own in names[names.index(name) :] if _drops(network, own)}
-            network.set_submodule(name, nn.Linear(module.in_features, units).to(dtype))
-            for later in after:
-                network.set_submodule(later, nn.Identity())
-            compute_in_own_precision(network)
-            return network
-    raise UserError(
-        f"a deep set needs a target that trains a linear layer, got a {type(target).__name__} "
-        "without one; choose another target, or name its head in the adapter's modules_to_save"
-    )
-
-
-def _drops(network: nn.Module, name: str) -> bool:
-    """Whether a module is dropout."""
-    return isinstance(network.get_submodule(name), nn.modules.dropout._DropoutNd)
+    trained = dict(trained_layers(network))
+    linear = [(name, part) for name, part in trained.items() if isinstance(part, nn.Linear)]
+    if not linear:
+        raise UserError(
+            f"a deep set needs a target that trains a linear layer, got a {type(target).__name__} "
+            "without one; choose another target, or name its head in the adapter's modules_to_save"
+        )
+    first, layer = linear[0]
+    # From the end: what is in a part is found only while the part itself is there.
+    for name, part in reversed(list(network.named_modules())):
+        if name == first:
+            break
+        if name in trained or isinstance(part, _DropoutNd):
+            network.set_submodule(name, nn.Identity())
+    network.set_submodule(first, nn.Linear(layer.in_features, units).to(dtype))
+    compute_in_own_precision(network)
+    return network
 
 
 def _layers(widths: list[int]) -> nn.Sequential:
