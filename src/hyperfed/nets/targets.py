@@ -61,7 +61,7 @@ class LeNet(nn.Module):
                 "pass two numbers, such as (120, 84)"
             )
         _check_positive(classes=classes, width=width, fc1=hidden[0], fc2=hidden[1])
-        channels, height, length = _image_shape(input_shape, least=16)
+        channels, height, length = _image_shape(input_shape)
         self.conv1 = nn.Conv2d(channels, width, 5)
         self.conv2 = nn.Conv2d(width, 2 * width, 5)
         flat = 2 * width * _pixels_after_two_convolutions(height, length)
@@ -108,7 +108,7 @@ class LeNetBN(nn.Module):
     def __init__(self, input_shape: Sequence[int], classes: int, affine: bool = True) -> None:
         super().__init__()
         _check_positive(classes=classes)
-        channels, height, length = _image_shape(input_shape, least=16)
+        channels, height, length = _image_shape(input_shape)
         self.conv1 = nn.Conv2d(channels, 16, 5)
         self.norm1 = nn.BatchNorm2d(16, affine=affine)
         self.conv2 = nn.Conv2d(16, 32, 5)
@@ -159,7 +159,7 @@ class PFLlibCNN(nn.Module):
     def __init__(self, input_shape: Sequence[int], classes: int) -> None:
         super().__init__()
         _check_positive(classes=classes)
-        channels, height, length = _image_shape(input_shape, least=16)
+        channels, height, length = _image_shape(input_shape)
         self.conv1 = nn.Conv2d(channels, 32, 5)
         self.conv2 = nn.Conv2d(32, 64, 5)
         self.fc1 = nn.Linear(64 * _pixels_after_two_convolutions(height, length), 512)
@@ -193,7 +193,7 @@ class OmniglotNet(nn.Module):
     ) -> None:
         super().__init__()
         _check_positive(classes=classes, width=width, hidden=hidden)
-        channels, height, length = _image_shape(input_shape, least=16)
+        channels, height, length = _image_shape(input_shape)
         self.conv1 = nn.Conv2d(channels, width, 3, padding=1)
         self.conv2 = nn.Conv2d(width, width, 3, padding=1)
         self.conv3 = nn.Conv2d(width, width, 3, padding=1)
@@ -406,11 +406,12 @@ def _halved(x: Tensor) -> Tensor:
     return torch.maximum(rows[..., 0:length:2], rows[..., 1:length:2])
 
 
-def _image_shape(input_shape: Sequence[int], least: int) -> tuple[int, int, int]:
+def _image_shape(input_shape: Sequence[int]) -> tuple[int, int, int]:
     """Returns ``input_shape`` as (C, H, W), or raises ``UserError`` if it cannot be one."""
-    if len(input_shape) != 3 or input_shape[0] < 1 or min(input_shape[1:]) < least:
+    # Of shorter sides convolutions and pooling leave nothing.
+    if len(input_shape) != 3 or input_shape[0] < 1 or min(input_shape[1:]) < 16:
         raise UserError(
-            f"input_shape must be (channels, height, width) with sides of at least {least}, "
+            "input_shape must be (channels, height, width) with sides of at least 16, "
             f"got {tuple(input_shape)}; resize the images or choose the target 'mlp'"
         )
     channels, height, length = input_shape
