@@ -116,8 +116,8 @@ class Sites:
                 said = _introduction(answers.get(node))
             except (NoAnswerError, WireError) as error:
                 # Each time it takes twice as long, so that nobody can keep the others waiting.
-                pause = max(waited, 2 * self._later.get(node, (0.0, 0.0))[1])
-                self._later[node] = time.monotonic() + pause, pause
+                wait = max(waited, 2 * self._later.get(node, (0.0, 0.0))[1])
+                self._later[node] = time.monotonic() + wait, wait
                 log.warning("node %d is not asked: %s", node, one_line(str(error)))
             else:
                 self._later.pop(node, None)

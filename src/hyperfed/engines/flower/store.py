@@ -211,11 +211,11 @@ class Store:
 
     def prune(self, client: str, needed: Collection[Version]) -> None:
         """Drops all that a client remembers but some versions and drafts."""
-        remove_unfinished(self._path(client, (0, 0)).parent)
-        names = {self._path(client, version) for version in needed}
-        for path in self._path(client, (0, 0)).parent.glob(f"*{_SUFFIX}"):
-            if path not in names:
-                path.unlink(missing_ok=True)
+        folder = self._folder / file_name(client)
+        remove_unfinished(folder)
+        kept = {self._path(client, version) for version in needed}
+        for path in {*folder.glob(f"*{_SUFFIX}")} - kept:
+            path.unlink(missing_ok=True)
 
     def _path(self, client: str, version: Version) -> Path:
         session, cohort = version
