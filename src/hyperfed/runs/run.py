@@ -213,10 +213,9 @@ class Run(Served):
             run = cls._open(folder, task, moved)
             if moved != config:
                 configuration.dump(moved, folder.config)
-                log.warning(
-                    "goes on with device=%s and rounds=%d, was %s and %d",
-                    *(moved.device, moved.rounds, config.device, config.rounds),
-                )
+                for key in ("device", "rounds"):
+                    if (now := getattr(moved, key)) != (was := getattr(config, key)):
+                        log.warning("goes on with %s=%s, was %s", key, now, was)
             folder.summary.unlink(missing_ok=True)
             folder.truncate_after(run.round)
         except BaseException:
