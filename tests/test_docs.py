@@ -26,7 +26,10 @@ from hyperfed.runs.keys import keys_of
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
-WITHOUT_EXAMPLES = ["docs/architecture.md", "docs/tutorials/sites.md", "docs/howto/few_labels.md"]
+WITHOUT_EXAMPLES = [
+    *("docs/architecture.md", "docs/tutorials/sites.md"),
+    *("docs/howto/few_labels.md", "docs/howto/reproduce.md"),
+]
 
 FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 LINK = re.compile(r'(?:\]\(|src=")([^)"#]+)')

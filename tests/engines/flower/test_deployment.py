@@ -211,7 +211,7 @@ def test_a_site_may_run_flowers_own_node(federation: Deployment) -> None:
 
     log = (federation.folder / "state2" / "audit.jsonl").read_text().splitlines()
     notes = [json.loads(line) for line in log]
-    assert {note["step"] for note in notes} == {"train_model", "evaluate"}
+    assert {note["step"] for note in notes} == {"train_model", "evaluate", "keep"}
     assert {note["decision"] for note in notes} == {"answered"}
 
 
