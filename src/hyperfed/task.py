@@ -53,6 +53,7 @@ class Task:
         classes: number of labels; 0 for regression.
         sizes: for each client the key of ``models`` it runs; all "base" where empty.
         novel: the last ``novel`` clients never train; they join afterwards.
+        newcomers: the last of these, of whom nobody knew while the others trained.
         unlabelled: novel clients have no training labels.
         transform: a raw batch of ``x`` -> what the network takes.
         features: (N, ...) what ``transform`` makes of ``x``, where that is computed once.
@@ -78,6 +79,7 @@ class Task:
     classes: int
     sizes: Sequence[str] = ()
     novel: int = 0
+    newcomers: int = 0
     unlabelled: bool = False
     transform: Callable[[Tensor], Tensor] = _as_it_is
     features: Tensor | None = None
@@ -180,7 +182,8 @@ class Task:
                 f"{idle[0]!r} are frozen or it has none; set requires_grad of some"
             )
         known, of_tokens = len(self.known), self.y.ndim > 1
-        return Outline(self.models, known, self.classes, self.novel, of_tokens)
+        novel = self.novel - self.newcomers
+        return Outline(self.models, known, self.classes, novel, of_tokens)
 
     def on_features(self) -> "Task":
         """Returns the task whose examples are the features, where it has some; else itself."""

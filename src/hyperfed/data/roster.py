@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -134,6 +134,7 @@ class Frame:
         mean: of each channel of the training images of all sites with a client that trains, on the
             scale of x / 255; empty if not images.
         std: the same.
+        newcomers: the last of the novel clients, that came when the run was over.
     """
 
     known: _Number
@@ -144,6 +145,7 @@ class Frame:
     sizes: tuple[str, ...] = ()
     mean: _Channels = ()
     std: _Channels = ()
+    newcomers: _Number = 0
 
     @property
     def clients(self) -> int:
@@ -156,6 +158,7 @@ class Frame:
             "classes": self.classes,
             "sizes": self.sizes,
             "novel": self.novel,
+            "newcomers": self.newcomers,
             "transform": Normalize(self.mean, self.std),
         }
         if not self.classes:
@@ -174,6 +177,7 @@ class Roster:
         fingerprint: a hash of all sites' data.
         keys: name of a client -> the key of the node that it belongs to, as ``ssh-keygen -lf``
             calls it; empty where nodes have none.
+        labels: names of the labels 0, 1, ..., where a site has words.
     """
 
     run: int
@@ -181,11 +185,28 @@ class Roster:
     members: tuple[Member, ...]
     fingerprint: str
     keys: dict[str, str] = dataclasses.field(default_factory=dict)
+    labels: tuple[_Name, ...] = ()
 
     @property
     def numbers(self) -> Mapping[str, int]:
         """Name -> number of a client."""
         return {member.name: number for number, member in enumerate(self.members)}
+
+    def without(self, newcomers: Collection[str]) -> "Roster":
+        """Returns the roster without some newcomers, called by their names."""
+        left = [n for n, member in enumerate(self.members) if member.name not in newcomers]
+        frame, gone = self.frame, len(self.members) - len(left)
+        return dataclasses.replace(
+            self,
+            frame=dataclasses.replace(
+                frame,
+                novel=frame.novel - gone,
+                newcomers=frame.newcomers - gone,
+                sizes=frame.sizes and tuple(frame.sizes[n] for n in left),
+            ),
+            members=tuple(self.members[n] for n in left),
+            keys={name: key for name, key in self.keys.items() if name not in newcomers},
+        )
 
     def save(self, path: Path) -> None:
         """Writes the roster, which a resumed run needs, as JSON.
@@ -297,7 +318,89 @@ def enrol(
     )
     prints = sorted(site.fingerprint for site in introductions)
     own = {member.name: key for member in members if (key := (keys or {}).get(member.name))}
-    return Roster(run, frame, tuple(members), hash_of(*prints), own)
+    words = next((site.labels for site in introductions if site.labels), ())
+    return Roster(run, frame, tuple(members), hash_of(*prints), own, words)
+
+
+def joined(
+    roster: Roster,
+    introductions: Sequence[Introduction],
+    *,
+    run: int,
+    sizes: Iterable[str] = (BASE,),
+    keys: Mapping[str, str] | None = None,
+) -> tuple[Roster, dict[str, str]]:
+    """Adds newcomers to the clients of a run that is over, with numbers after theirs.
+
+    The frame stays that of the run: mean and deviation of images are not computed anew.
+
+    Args:
+        roster: of the run, or with those who came to it before.
+        introductions: of every site that is there; clients of the roster are left alone.
+        run: number at the sites of what the newcomers are asked.
+        sizes: names of the task's targets.
+        keys: name of a client -> the key that it belongs to.
+
+    Returns:
+        The roster with those who fit the run, and {name: why not} of the others.
+    """
+    known = roster.numbers
+    came = [(site, m) for site in introductions for m in site.members if m.name not in known]
+    times = Counter(member.name for _, member in came)
+    refused: dict[str, str] = {}
+    for site, member in came:
+        why = _unfit(site, member, roster, tuple(sizes))
+        if times[member.name] > 1:
+            why = "a client must be at one site, but is at several"
+        if why is not None:
+            refused[member.name] = why
+    fit = (member for _, member in came if member.name not in refused)
+    newcomers = tuple(sorted(fit, key=lambda member: member.name))
+    frame = dataclasses.replace(
+        roster.frame,
+        novel=roster.frame.novel + len(newcomers),
+        newcomers=roster.frame.newcomers + len(newcomers),
+        sizes=roster.frame.sizes and (*roster.frame.sizes, *(m.size for m in newcomers)),
+    )
+    own = {member.name: key for member in newcomers if (key := (keys or {}).get(member.name))}
+    everyone = dataclasses.replace(
+        roster,
+        run=run,
+        frame=frame,
+        members=(*roster.members, *newcomers),
+        keys=roster.keys | own,
+    )
+    return everyone, refused
+
+
+def _unfit(
+    site: Introduction, member: Member, roster: Roster, choices: Sequence[str]
+) -> str | None:
+    """Returns why a newcomer does not fit the run of a roster; None where it does."""
+    frame = roster.frame
+    if (site.shape, site.dtype) != (frame.shape, frame.dtype):
+        return (
+            f"its examples must be {frame.shape} {frame.dtype}, as those of the run are, got "
+            f"{site.shape} {site.dtype}; convert them"
+        )
+    if bool(site.classes) != bool(frame.classes) or site.classes > frame.classes:
+        return (
+            f"its labels must be of the {frame.classes} classes of the run (0 are numbers), got "
+            f"{site.classes}; leave the others out"
+        )
+    if site.labels and roster.labels and site.labels != roster.labels:
+        return (
+            "its labels must be those of the run in their order, "
+            f"{one_line(', '.join(roster.labels), 100)}; give its node --labels"
+        )
+    if len(choices) > 1 and member.size not in choices:
+        return (
+            f"it must run one of the targets {', '.join(choices)}, got {member.size or 'none'}; "
+            "give its node --size"
+        )
+    if not member.novel:
+        return "its site must say that it joins after training; start its node with --novel"
+    return None
 
 
 def _at(site: Introduction) -> str:

@@ -39,6 +39,7 @@ def made_up(task: Task, *, novel: int | None = None) -> Task:
         classes=task.classes,
         sizes=task.sizes if novel == task.novel else [*sizes, *[first] * novel],
         novel=novel,
+        newcomers=novel - task.novel + task.newcomers,  # a server knows of as many as before
         unlabelled=task.unlabelled,
         transform=task.transform,
         loss=task.loss,

@@ -46,7 +46,7 @@ class Accounts:
     def read(self) -> None:
         """Takes from the disk what was told beside the checkpoint, or before there was any."""
         if lexists(self.folder.released):
-            _grow(self.engine.released, load_state(self.folder.released)[0])
+            grow(self.engine.released, load_state(self.folder.released)[0])
         self._read_served()
 
     @contextmanager
@@ -79,10 +79,10 @@ class Accounts:
         kept = load_state(self.folder.served)[0] if lexists(self.folder.served) else {}
         for who, held in kept.items():
             known = who == NOVEL_CLIENTS
-            _grow(self.engine.released if known else self.newcomers.setdefault(who, {}), held)
+            grow(self.engine.released if known else self.newcomers.setdefault(who, {}), held)
 
 
-def _grow(ours: dict[int, Tree], written: Mapping[str, Tree]) -> None:
+def grow(ours: dict[int, Tree], written: Mapping[str, Tree]) -> None:
     """Takes into accounts what was written of them where that is more than is known here."""
     for client, theirs in numbered(written).items():
         if len(theirs["multipliers"]) > len(ours.get(client, {}).get("multipliers", ())):

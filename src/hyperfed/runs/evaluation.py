@@ -171,19 +171,26 @@ def serve_all(engine: Engine, ids: Sequence[int], round: int, serve: Serve) -> d
         for group in cohort.sizes.values():
             with _losing(group):
                 serve(group)
-        failed |= {**dict(cohort.state.late), **cohort.state.lost}
+        failed |= cohort.state.lost
     return failed
 
 
-def keeping(serve: Serve, client: type[Client]) -> Serve:
+def keeping(serve: Serve, client: type[Client], kept: dict[int, str]) -> Serve:
     """Returns what serves clients as ``serve`` does, and has the site of each keep its model.
 
     Whose site does not is served all the same.
+
+    Args:
+        serve: what makes the models.
+        client: the method's Client.
+        kept: is told of each client that was served why its site has not kept its model, "" where
+            it has.
     """
 
     def serving(clients: EngineCohort) -> Tree | Each:
         sent = serve(clients)
         clients.gather(client.keep, (sent,), late=True)
+        kept.update(dict.fromkeys(clients.there, "") | dict(clients.state.late))
         return sent
 
     return serving

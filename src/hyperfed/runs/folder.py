@@ -121,6 +121,11 @@ class RunFolder:
         """Who the clients are, where they are at sites (:class:`hyperfed.data.roster.Roster`)."""
         return self.path / "sites.json"
 
+    @property
+    def newcomers(self) -> Path:
+        """The same with those who came when it was over, and whose sites have their models."""
+        return self.path / "newcomers.json"
+
     def append(self, evaluation: Evaluation) -> None:
         """Adds a line to the metrics, whole or not at all.
 

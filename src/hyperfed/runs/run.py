@@ -585,8 +585,10 @@ class Run(Served):
         """Has sites keep the models of the clients that trained, those of the best round."""
         ids = list(self.task.known)
         with self._at_best() as server:
-            serve = keeping(self._finetuning(server.personalize), self.method.Client)
+            kept: dict[int, str] = {}
+            serve = keeping(self._finetuning(server.personalize), self.method.Client, kept)
             failed = serve_all(self.engine, ids, self.best.round, serve)
+        failed |= {client: why for client, why in kept.items() if why}
         if failed:
             client, reason = next(iter(failed.items()))
             log.warning(
@@ -596,6 +598,20 @@ class Run(Served):
                 self.task.name_of(client),
                 reason,
             )
+
+    def check_newcomers(self) -> None:
+        """Finds out whether newcomers can be served at their sites.
+
+        Raises:
+            UserError: as of :meth:`hyperfed.runs.serving.Served.check_newcomers`; or the run is not
+                done.
+        """
+        if not self.summary:
+            raise UserError(
+                f"a run must be done before newcomers are served, but is at round {self.round} of "
+                f"{self.config.rounds}; go on with hyperfed resume"
+            )
+        super().check_newcomers()
 
     # State.
 

@@ -16,19 +16,21 @@ from torch import Tensor, nn
 
 from hyperfed import engines, metrics, privacy, trees
 from hyperfed.data import tasks
+from hyperfed.data.examples import hash_of
 from hyperfed.data.own import Task
 from hyperfed.data.roster import RemoteTask
 from hyperfed.data.shift import LabelShift, label_shift
-from hyperfed.engines import Engine, EngineCohort
+from hyperfed.engines import Engine, EngineCohort, EngineConfig
 from hyperfed.engines.local.loop import LoopEngine, on_cores
 from hyperfed.engines.made_up import made_up
 from hyperfed.engines.replies import UNUSABLE
 from hyperfed.errors import UserError, one_line
-from hyperfed.federation import Server
+from hyperfed.federation import AllLostError, Server
 from hyperfed.methods import METHODS
 from hyperfed.nets.pretrained import save_adapter
 from hyperfed.runs import config as configuration
 from hyperfed.runs import examined, private, records
+from hyperfed.runs.accounts import grow, keyed
 from hyperfed.runs.evaluation import (
     Counts,
     NotOfOneClientError,
@@ -42,8 +44,9 @@ from hyperfed.runs.evaluation import (
 )
 from hyperfed.runs.made_once import once
 from hyperfed.runs.measures import measure
+from hyperfed.runs.newcomers import Newcomer
 from hyperfed.runs.records import Evaluation, Lost, Void
-from hyperfed.runs.settings import RunConfig
+from hyperfed.runs.settings import RunConfig, one_step
 from hyperfed.system.devices import CPU
 from hyperfed.system.randomness import derive, seeded
 from hyperfed.training import Steps, UnlabelledError
@@ -333,17 +336,21 @@ class Served:
                 "serve.finetune_steps must be 0 where a novel client has no labels, which "
                 f"fine-tuning needs, came {steps}; set it to 0, or give labels"
             )
-        task = replace(made_up(self.task, novel=max(1, self.task.novel)), unlabelled=True)
-        seed, settings, device = self.config.seed, self.config.settings, self.engine.device
-        engine = LoopEngine(task, self.method.Client, settings, seed=seed, device=device)
         try:
-            novel = engine.cohort([task.novel_ids[0]], 0, training=False, fresh=True)
-            self._new_server().to(device).personalize(novel)
+            client = self._made_up_client(unlabelled=True)
+            self._new_server().to(self.engine.device).personalize(client)
         except UnlabelledError as error:
             raise UserError(
                 f"{self.config.method} needs labels to personalise, but a novel client has none; "
                 "give them, or choose a method that can do without"
             ) from error
+
+    def _made_up_client(self, *, unlabelled: bool) -> EngineCohort:
+        """Returns the cohort of a novel client with made-up examples."""
+        task = replace(made_up(self.task, novel=max(1, self.task.novel)), unlabelled=unlabelled)
+        seed, settings, device = self.config.seed, self.config.settings, self.engine.device
+        engine = LoopEngine(task, self.method.Client, settings, seed=seed, device=device)
+        return engine.cohort([task.novel_ids[0]], 0, training=False, fresh=True)
 
     def served_otherwise(
         self, overrides: Sequence[str] = (), *, samples: int | None = None
@@ -388,12 +395,81 @@ class Served:
                 f"settings for serving must not change what was trained, but {', '.join(overrides)}"
                 " does; start a new run with it"
             )
-        other.round, other._best, other._bytes = self.round, self.best, dict(self._bytes)
+        self._lend(other)
         # They are the same clients, whatever they are served by.
         other.engine.released, other._newcomers = self.engine.released, self._newcomers
         other._accounting = self._accounting
-        other._unproven, other._trained = self._unproven, self._trained
         return other
+
+    def _lend(self, other: "Served") -> None:
+        """Has another serve clients with what was trained here."""
+        other.round, other._best, other._bytes = self.round, self.best, dict(self._bytes)
+        other._unproven, other._trained = self._unproven, self._trained
+
+    def serve_newcomers(
+        self, task: RemoteTask, ids: Sequence[int], config: EngineConfig
+    ) -> list[Newcomer]:
+        """Serves clients that came to sites when training was over, and has these keep the models.
+
+        What was trained does not change, nor do its clients. What newcomers let out with noise is
+        written as that of :meth:`personalize` is.
+
+        Args:
+            task: with newcomers after the clients of this one
+                (:func:`hyperfed.data.roster.joined`), and the way to their sites.
+            ids: who of them is served.
+            config: how sites are asked.
+
+        Raises:
+            UserError: as of :meth:`check_newcomers`.
+        """
+        self.check_newcomers()
+        other = Served(replace(self.config, engine=config), task)
+        self._lend(other)
+        released = other.engine.released
+        with closing(other), self._accounting(other):
+            try:
+                counts, kept = other._serve_novel(ids)
+            finally:
+                for client in ids:
+                    if client in released:
+                        ours = self._newcomers.setdefault(hash_of(task.name_of(client)), {})
+                        grow(ours, keyed({0: released[client]}))
+        values = measure(task.metric, counts.by_name).client
+        why = {c: kept.get(c, counts.missed.get(c, "it was not served")) for c in ids}
+        return [
+            Newcomer(
+                task.name_of(client),
+                "not kept" if why[client] else "kept",
+                why[client],
+                task.metric.name,
+                value,
+            )
+            for client, value in zip(ids, values, strict=True)
+        ]
+
+    def check_newcomers(self) -> None:
+        """Finds out whether newcomers can be served at their sites.
+
+        Raises:
+            UserError: the run's clients are not at sites, or its method asks known clients
+                meanwhile, whose sites need not be there.
+        """
+        if not isinstance(self.task, RemoteTask):
+            raise UserError(
+                "a run whose newcomers are served at their sites must have been trained at sites, "
+                f"but was by engine={self.config.engine.name}; use hyperfed personalize"
+            )
+        client = self._made_up_client(unlabelled=self.task.unlabelled)
+        with self._at_best() as server, suppress(AllLostError):
+            server.config = one_step(self.config.settings)  # how long it trains does not matter
+            server.personalize(client)
+        if client.state.known is not None:
+            raise UserError(
+                f"{self.config.method} must be served without others, but with these settings asks "
+                "known clients while a newcomer is served, whose sites need not be there; train "
+                "with other settings (such as method.novel_models=fit)"
+            )
 
     def evaluate_novel(self, draws: int = 1) -> Evaluation:
         """Evaluates novel clients, by the method's own protocol, with the best round's server.
@@ -438,20 +514,31 @@ class Served:
 
     def _evaluate_novel(self, round: int, draws: int = 1) -> Evaluation:
         ids = list(self.task.novel_ids)
+        counts, _ = self._serve_novel(ids, draws)
+        return replace(
+            self._summarise("novel", ids, counts, round),
+            client_total_variation=self.label_shift.novel_total_variation,
+            client_kl_divergence=self.label_shift.novel_kl_divergence,
+        )
+
+    def _serve_novel(self, ids: Sequence[int], draws: int = 1) -> tuple[Counts, Mapping[int, str]]:
+        """Serves novel clients with the best round's server; their sites keep the models.
+
+        Returns:
+            What they count on test examples; and, of those at sites that were served, why a site
+            has not kept the model, "" where it has.
+        """
+        kept: dict[int, str] = {}
         with self._at_best() as server:
             serve = self._finetuning(self._once(server, self.engine))
             if isinstance(self.task, RemoteTask):
-                serve = keeping(serve, self.method.Client)
+                serve = keeping(serve, self.method.Client, kept)
             options: dict[str, Any] = {"novel": True, "serve": serve}
             drawn = [
                 evaluate(server, self.engine, ids, self.config.rounds + draw, **options)["test"]
                 for draw in range(draws)
             ]
-        return replace(
-            self._summarise("novel", ids, all_together(drawn, ids), round),
-            client_total_variation=self.label_shift.novel_total_variation,
-            client_kl_divergence=self.label_shift.novel_kl_divergence,
-        )
+        return all_together(drawn, ids), kept
 
     def _with_others(self) -> float | None:
         """Returns the metric of known clients on their own test data with each other's models.

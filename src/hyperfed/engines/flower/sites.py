@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -124,17 +124,22 @@ class Sites:
                 known[node] = self._own(node, there[node], said)
         return known
 
-    def gather(self, count: int) -> list[Introduction]:
+    def gather(self, count: int, besides: Collection[str] = ()) -> list[Introduction]:
         """Waits until so many nodes with clients have introduced themselves.
+
+        Args:
+            count: of nodes.
+            besides: names of clients that make no node one of them.
 
         Raises:
             UserError: they have not come in time.
         """
         end = time.monotonic() + self._timeout
-        while len(found := [said for said in self.introduced().values() if said.members]) < count:
+        while len(found := _with_others(self.introduced().values(), besides)) < count:
             if time.monotonic() > end:
+                whose = " with clients that the run does not have" if besides else ""
                 raise UserError(
-                    f"engine.sites={count} sites must introduce themselves within "
+                    f"engine.sites={count} sites{whose} must introduce themselves within "
                     f"{self._timeout:g} s, but {len(found)} did; start the others, see their logs "
                     "and this one, or raise engine.timeout"
                 )
@@ -179,6 +184,11 @@ class Sites:
                 self.refused.pop(member.name, None)
                 own.append(member)
         return replace(said, members=tuple(own))
+
+
+def _with_others(said: Iterable[Introduction], besides: Collection[str]) -> list[Introduction]:
+    """Returns those introductions in which there is a client besides some."""
+    return [site for site in said if any(m.name not in besides for m in site.members)]
 
 
 def _places(known: Mapping[int, Introduction], names: Collection[str]) -> dict[str, int]:
