@@ -2,7 +2,7 @@
 
 Results go to standard output, everything else to standard error. Exit codes: 0 done, 2 the input is
 wrong, 3 stopped and resumable, also where what computed was lost, 1 our fault, or all clients were
-lost all the time; of ``hyperfed status``, what the run comes to.
+lost all the time, or newcomers were not served; of ``hyperfed status``, what the run comes to.
 """
 
 import errno
@@ -24,7 +24,7 @@ from hyperfed.apps.compare import compare
 from hyperfed.apps.describe import describe
 from hyperfed.apps.export import export
 from hyperfed.apps.flower import submit
-from hyperfed.apps.flower.commands import move, node, superexec
+from hyperfed.apps.flower.commands import move, node, serve, superexec
 from hyperfed.apps.printing import Json, print_json, print_made, print_tables, say, table
 from hyperfed.apps.status import show_status
 from hyperfed.apps.training import ALL, own_process, submit_run, tell_of_columns, train, train_all
@@ -279,6 +279,7 @@ app.command()(describe)
 app.command()(export)
 app.command()(node)
 app.command()(move)
+app.command()(serve)
 app.command("status")(show_status)
 app.command()(superexec)
 app.command()(papers.reproduce)

@@ -54,7 +54,8 @@ def test_the_app_of_a_checkout_names_what_there_is() -> None:
 
 
 def test_the_app_that_a_run_submits_has_the_same_components() -> None:
-    submitted = tomllib.loads(submit.APP)["tool"]["flwr"]["app"]
+    bundle = tomllib.loads(submit.APP.format(version="1", server="server"))
+    submitted = bundle["tool"]["flwr"]["app"]
     ours = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
     assert submitted["components"] == ours["components"]
     assert set(submitted["config"]) <= set(ours["config"])

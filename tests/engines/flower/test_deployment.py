@@ -181,6 +181,24 @@ def test_pefll_over_tls_with_authenticated_nodes(federation: Deployment) -> None
     model = safetensors.torch.load(out.read_bytes())
     assert all(bool(leaf.isfinite().all()) for leaf in model.values())
 
+    # At a site of its own its model is made there, and nothing of the run changes.
+    before = {path: path.read_bytes() for path in record.rglob("*") if path.is_file()}
+    federation.register("late")
+    late = ("--data", "newcomer.npz", "--state", "late-state", "--site", "late", "--novel")
+    federation.node("late", *late)
+    asked = federation.hyperfed("served", "serve", str(record), "engine.timeout=300", "--json")
+    assert asked.wait(timeout=LONGEST) == 0, federation.log("served") + federation.log("late")
+    told = federation.log("served")
+    outcomes = {it["client"]: it for it in json.loads(told[told.index("[") :])}
+    assert outcomes["late/20"]["model"] == "kept"
+    assert 0 <= outcomes["late/20"]["value"] <= 1
+    assert {it["model"] for name, it in outcomes.items() if name != "late/20"} == {"known"}
+    assert len(outcomes) == 21
+    (kept,) = folder.glob("late-state/models/run-*/*.safetensors")
+    assert safetensors.torch.load(kept.read_bytes()).keys() == model.keys()
+    assert all(path.read_bytes() == content for path, content in before.items())
+    federation.end("late")
+
 
 def test_a_killed_step_costs_one_message(federation: Deployment) -> None:
     """What a killed zygote costs is a test of the executor's."""

@@ -9,6 +9,9 @@ config has
 - ``folder``, where the records go on the SuperLink's host. A run whose folder holds a roster is
   resumed.
 
+``hyperfed serve`` starts the app with another server, which serves the newcomers of a run that is
+done; ``folder`` has its records.
+
 A node's config says what is there: :class:`NodeConfig`.
 """
 
@@ -16,6 +19,7 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,7 +29,7 @@ from pydantic.dataclasses import dataclass
 from hyperfed.apps.flower import policies
 from hyperfed.data import datasets, model_files, tasks
 from hyperfed.data import site as sitedata
-from hyperfed.data.roster import Introduction, Roster, enrol
+from hyperfed.data.roster import Introduction, Roster, enrol, joined
 from hyperfed.data.settings import TaskConfig
 from hyperfed.data.tables import Columns
 from hyperfed.engines.flower.grid import GridLink, bytes_of, record_of
@@ -45,6 +49,7 @@ from hyperfed.system.devices import find_device
 from hyperfed.system.files import PRIVATE
 
 if TYPE_CHECKING:
+    from hyperfed.runs.newcomers import Newcomer
     from hyperfed.runs.run import Run
 
 try:
@@ -57,6 +62,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 server = ServerApp()
+newcomers = ServerApp()
 client = ClientApp()
 
 _INTRODUCTION = TypeAdapter(Introduction)
@@ -312,14 +318,33 @@ def serve(grid: Grid, context: Context) -> None:
     from hyperfed.runs.progress import spoken, watch
 
     config = run_settings(context.run_config)
-    # Of a SuperLink that does not encrypt, nodes have a new key whenever they start.
-    encrypts = config.engine.superlink is None or config.engine.root_certificates is not None
-    link = GridLink(grid, keyed=encrypts)
-    run = begin(config, link, str(context.run_config.get("folder", "")))
+    run = begin(config, _link(grid, config), str(context.run_config.get("folder", "")))
     assert run.folder is not None, "a run of the app has a folder"
     print(f"the records are in {run.folder.path.resolve()}", flush=True)
     # Its standard output is the log of the run, which who waits for it reads.
     watch(run, show=False, told=lambda progress: print(spoken(progress), flush=True))
+
+
+def _link(grid: Grid, config: RunConfig) -> GridLink:
+    # Of a SuperLink that does not encrypt, nodes have a new key whenever they start.
+    encrypts = config.engine.superlink is None or config.engine.root_certificates is not None
+    return GridLink(grid, keyed=encrypts)
+
+
+@newcomers.main()
+def serve_newcomers(grid: Grid, context: Context) -> None:
+    """Serves clients that came when a run was over, and says of each in a line how it went."""
+    from hyperfed.runs.newcomers import spoken
+
+    config = run_settings(context.run_config)
+    found = welcome(config, _link(grid, config), str(context.run_config["folder"]))
+    for newcomer in found:
+        print(spoken(newcomer), flush=True)
+    if lost := [newcomer.client for newcomer in found if newcomer.model == "not kept"]:
+        raise UserError(
+            f"all newcomers must be served, but {len(lost)} of {len(found)} were not, {lost[0]} "
+            "among them; the lines above say why"
+        )
 
 
 def begin(config: RunConfig, link: GridLink, folder: str) -> "Run":
@@ -362,6 +387,51 @@ def begin(config: RunConfig, link: GridLink, folder: str) -> "Run":
     assert run.folder is not None
     roster.save(run.folder.sites)
     return run
+
+
+def welcome(config: RunConfig, link: GridLink, folder: str) -> "list[Newcomer]":
+    """Serves those at the connected sites who are no clients of a run that is done.
+
+    Who has been served is in the run's folder, and is left alone from then on.
+
+    Args:
+        config: all settings, of which those of the engine count; the others are the run's.
+        link: the way to the sites.
+        folder: of the run's records.
+
+    Returns:
+        What became of each client that is there, also of those that the run has already.
+
+    Raises:
+        UserError: there is no such run, it serves no newcomers, or too few sites came.
+    """
+    from hyperfed.runs.folder import RunFolder
+    from hyperfed.runs.newcomers import Newcomer
+    from hyperfed.runs.run import Run
+
+    place = RunFolder(Path(folder))
+    with closing(Run.open(place.path)) as run:
+        roster = Roster.read(place.newcomers if place.newcomers.exists() else place.sites)
+        sites = Sites(link, config.engine.timeout, roster.keys)
+        sites.gather(config.engine.sites, besides=roster.numbers)
+        introductions = list(sites.known().values())
+        everyone, refused = joined(
+            roster,
+            introductions,
+            run=time.time_ns(),
+            sizes=tasks.target_sizes(run.config.task),
+            keys=sites.keys,
+        )
+        here = {member.name for said in introductions for member in said.members}
+        found = [Newcomer(name, "known") for name in roster.numbers if name in here]
+        found += [Newcomer(name, "not kept", why) for name, why in sorted(refused.items())]
+        if ids := range(len(roster.members), len(everyone.members)):
+            task = tasks.remote(run.config.task, everyone, run.config.seed, link)
+            served = run.serve_newcomers(task, ids, config.engine)
+            lost = {newcomer.client for newcomer in served if newcomer.model == "not kept"}
+            everyone.without(lost).save(place.newcomers)
+            found += served
+    return found
 
 
 def _numbers(text: str, clients: int) -> list[int]:

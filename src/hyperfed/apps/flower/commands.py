@@ -3,13 +3,14 @@
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from contextlib import closing
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from typer import Argument, Option
+from typer import Argument, Exit, Option
 
-from hyperfed.apps.flower import policies
+from hyperfed.apps.flower import policies, submit
 from hyperfed.apps.printing import Json, print_json, print_tables, say, table
 from hyperfed.data.arrays import PARTS
 from hyperfed.data.roster import Roster
@@ -17,9 +18,18 @@ from hyperfed.data.site import SiteData, columns_named, listed
 from hyperfed.data.site import read as read_site
 from hyperfed.engines.flower.store import check_writable, clean
 from hyperfed.errors import UserError, one_line
+from hyperfed.metrics import named
+from hyperfed.runs import config as configuration
 from hyperfed.runs.folder import RunFolder
+from hyperfed.runs.newcomers import Newcomer, heard
+from hyperfed.runs.run import Run
 from hyperfed.system.locks import Lock
 from hyperfed.system.toml import literal
+
+WHO_IS_ASKED = tuple(
+    f"engine.{key}" for key in ("superlink", "root_certificates", "timeout", "sites")
+)
+"""What settings of a run may be others when it serves newcomers."""
 
 
 def node(
@@ -156,6 +166,54 @@ def move(
         replace(roster, keys=keys).save(place.sites)
     for name in clients:
         print(f"{name} belongs to {owner}, before: {roster.keys.get(name) or 'nobody'}")
+
+
+def serve(
+    run_dir: Annotated[
+        Path, Argument(metavar="RUN_DIR", help="The folder of a run at sites that is done.")
+    ],
+    settings: Annotated[
+        list[str] | None,
+        Argument(
+            metavar="[KEY=VALUE]...",
+            help="engine.superlink, engine.root_certificates and engine.timeout, as in the run "
+            "where not given; engine.sites, how many with newcomers are waited for, 1 if not.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Serve clients of sites that come when a run is over.
+
+    Their sites keep the models. Clients of the run are left alone, and nothing of it changes. Exit
+    code 0 only where all newcomers were served.
+    """
+    with closing(Run.open(run_dir)) as run:
+        run.check_newcomers()
+        asked = ["engine.sites=1", *(settings or ())]
+        config = configuration.override(run.config, asked, allowed=WHO_IS_ASKED)
+    found: dict[str, Newcomer] = {}  # by name: where the log is read anew, its lines come again
+
+    def tell(line: str) -> None:
+        if (newcomer := heard(line)) is not None:
+            found[newcomer.client] = newcomer
+
+    failed = ""
+    try:
+        submit.serve(config, run_dir, tell)
+    except submit.RunFailedError as error:
+        failed = str(error)
+    if as_json:
+        print_json([asdict(newcomer) for newcomer in found.values()])
+    else:
+        shown = table("client", "of its test examples", "model")
+        for it in found.values():
+            metric = named(it.metric)
+            measured = "–" if it.value is None else f"{metric.label} {metric.told(it.value)}"
+            shown.add_row(it.client, measured, f"{it.model}: {it.why}" if it.why else it.model)
+        print_tables(shown)
+    if failed:
+        say(failed)
+        raise Exit(1)
 
 
 def superexec(

@@ -1,7 +1,7 @@
-"""``hyperfed run METHOD engine=flower``: hands a run to a SuperLink and waits for its end.
+"""``hyperfed run METHOD engine=flower`` and ``hyperfed serve RUN_DIR``: what a SuperLink runs.
 
-``flwr run`` says that a run was accepted, not that it went well, so its status is asked for until
-it has ended.
+It is handed over and waited for. ``flwr run`` says that a run was accepted, not that it went well,
+so its status is asked for until it has ended.
 """
 
 import json
@@ -32,6 +32,9 @@ POLL = 20
 PATIENCE = 10
 """Questions in a row without an answer before the SuperLink counts as gone."""
 
+LONGEST_LINE = 4 * LONGEST
+"""Letters of a line of a run's log: a client's name, and a reason, as JSON."""
+
 APP = """\
 [project]
 name = "hyperfed"
@@ -41,7 +44,7 @@ version = "{version}"
 publisher = "hyperfed"
 
 [tool.flwr.app.components]
-serverapp = "hyperfed.apps.flower.app:server"
+serverapp = "hyperfed.apps.flower.app:{server}"
 clientapp = "hyperfed.apps.flower.app:client"
 
 [tool.flwr.app.config]
@@ -151,13 +154,48 @@ def train(config: RunConfig, folder: Path, tell: Callable[[str], None] | None = 
         RunFailedError: the run ended without being done.
         KeyboardInterrupt: somebody gave up; the run is stopped, and can be resumed.
     """
+    _submit(config, folder, "server", tell, RunFolder(folder).summary)
+
+
+def serve(config: RunConfig, folder: Path, tell: Callable[[str], None]) -> None:
+    """Has a SuperLink serve the newcomers of a run that is done, and returns when they are served.
+
+    Args:
+        config: all settings.
+        folder: of the run's records on the SuperLink's host.
+        tell: is told each line of the log, from another thread.
+
+    Raises:
+        UserError: the SuperLink cannot be reached or takes no run.
+        RunFailedError: not every newcomer was served.
+        KeyboardInterrupt: somebody gave up.
+    """
+    _submit(config, folder, "newcomers", tell)
+
+
+def _submit(
+    config: RunConfig,
+    folder: Path,
+    server: str,
+    tell: Callable[[str], None] | None,
+    done: Path | None = None,
+) -> None:
+    """Has a SuperLink run one of our ServerApps, and waits.
+
+    Args:
+        config: all settings.
+        folder: of the records.
+        server: the ServerApp, of :mod:`hyperfed.apps.flower.app`.
+        tell: is told each line of its log.
+        done: a file that is there when it is done, on its host.
+    """
     link = SuperLink.of(config)
     with tempfile.TemporaryDirectory() as scratch:
         home, app = Path(scratch) / "home", Path(scratch) / "hyperfed"
         home.mkdir()
         app.mkdir()
         (home / "config.toml").write_text(link.connection())
-        (app / "pyproject.toml").write_text(APP.format(version=hyperfed.__version__))
+        (app / "pyproject.toml").write_text(APP.format(version=hyperfed.__version__, server=server))
         settings = toml.dumps(configuration.to_dict(config))
         values = {"settings": settings, "folder": str(folder.resolve())}
         given = Path(scratch) / "run.toml"
@@ -172,7 +210,9 @@ def train(config: RunConfig, folder: Path, tell: Callable[[str], None] | None = 
         run = str(started["run-id"])
         try:
             with _log_of(home, run, tell) as over:
-                status = _wait(home, run, folder, over)
+                status = _wait(home, run, done, over)
+                if tell is not None:
+                    over.wait(POLL)  # for its last lines
         except KeyboardInterrupt:
             _flwr(home, "stop", run, "run")
             raise
@@ -213,7 +253,7 @@ def _log_of(home: Path, run: str, tell: Callable[[str], None] | None) -> Iterato
                 process.kill()
             assert process.stdout is not None
             with process.stdout as lines:
-                while line := lines.readline(LONGEST):
+                while line := lines.readline(LONGEST_LINE):
                     tell(line)
             if process.wait() == 0:
                 over.set()
@@ -231,20 +271,21 @@ def _log_of(home: Path, run: str, tell: Callable[[str], None] | None) -> Iterato
         thread.join()
 
 
-def _wait(home: Path, run: str, folder: Path, over: Event) -> str:
+def _wait(home: Path, run: str, done: Path | None, over: Event) -> str:
     """Returns the status with which a run has ended.
 
     Args:
         home: of Flower's programs.
         run: its number.
-        folder: of its records.
+        done: as of :func:`_submit`.
         over: set when its log has ended.
     """
-    silent, done = 0, RunFolder(folder).summary
+    silent = 0
     while silent < PATIENCE:
         for _ in range(POLL):
             time.sleep(1)
-            if done.exists() or over.is_set():  # here, or in the log, its end is seen at once
+            # Here, or in the log, its end is seen at once.
+            if over.is_set() or (done is not None and done.exists()):
                 break
         found = _flwr(home, "ls", "run", "--run-id", run)
         runs = found.get("runs") or [{}]
