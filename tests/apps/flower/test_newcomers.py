@@ -104,6 +104,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_newcomers_are_served_and_nothing_of_the_run_changes(place: Place) -> None:
     before = contents(place.folder)
     place.newcomer(8)
+    place.link.keys[8] = "key of 8"
     del place.link.sites[3]
     found = place.welcome()
     assert [(it.client, it.model) for it in found] == [
@@ -125,6 +126,7 @@ def test_newcomers_are_served_and_nothing_of_the_run_changes(place: Place) -> No
     assert len(accounts[hash_of("late8/eve")][0]["multipliers"]) == 1
 
     # The next time whoever is new then is served, and nobody else is waited for.
+    assert Roster.read(place.folder / "newcomers.json").keys["late8/eve"] == "key of 8"
     with pytest.raises(UserError, match=r"engine.sites=1 sites with clients .* 0 did"):
         place.welcome()
     place.newcomer(9)
