@@ -179,7 +179,7 @@ def test_a_method_that_asks_known_clients_is_refused(models: str, tmp_path: Path
 
 def test_a_run_that_is_not_done_or_not_at_sites_is_refused(tmp_path: Path) -> None:
     run = Run(configured("fedavg"), data())
-    with pytest.raises(UserError, match=r"must be done before .* at round 0 of 3"):
+    with pytest.raises(UserError, match=r"must be done before .* at round 0 of 2"):
         run.check_newcomers()
     for _ in run.train():
         pass
