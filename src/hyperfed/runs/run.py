@@ -588,16 +588,7 @@ class Run(Served):
             kept: dict[int, str] = {}
             serve = keeping(self._finetuning(server.personalize), self.method.Client, kept)
             failed = serve_all(self.engine, ids, self.best.round, serve)
-        failed |= {client: why for client, why in kept.items() if why}
-        if failed:
-            client, reason = next(iter(failed.items()))
-            log.warning(
-                "sites keep the models of %d of %d clients; client %s: %s",
-                len(ids) - len(failed),
-                len(ids),
-                self.task.name_of(client),
-                reason,
-            )
+        self._tell_of_models("clients", len(ids), failed | kept)
 
     def check_newcomers(self) -> None:
         """Finds out whether newcomers can be served at their sites.

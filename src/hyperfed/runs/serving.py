@@ -514,7 +514,8 @@ class Served:
 
     def _evaluate_novel(self, round: int, draws: int = 1) -> Evaluation:
         ids = list(self.task.novel_ids)
-        counts, _ = self._serve_novel(ids, draws)
+        counts, kept = self._serve_novel(ids, draws)
+        self._tell_of_models("novel clients", len(ids), kept)
         return replace(
             self._summarise("novel", ids, counts, round),
             client_total_variation=self.label_shift.novel_total_variation,
@@ -539,6 +540,15 @@ class Served:
                 for draw in range(draws)
             ]
         return all_together(drawn, ids), kept
+
+    def _tell_of_models(self, whose: str, count: int, kept: Mapping[int, str]) -> None:
+        """Says in the log where sites have not kept models, and why; "" is of those that have."""
+        failed = {client: why for client, why in kept.items() if why}
+        for client, why in list(failed.items())[:1]:
+            log.warning(
+                "sites keep the models of %d of %d %s; client %s: %s",
+                *(count - len(failed), count, whose, self.task.name_of(client), why),
+            )
 
     def _with_others(self) -> float | None:
         """Returns the metric of known clients on their own test data with each other's models.

@@ -23,6 +23,7 @@ from hyperfed.runs import config
 from hyperfed.runs.newcomers import Newcomer, heard, spoken
 from hyperfed.runs.run import Run
 from hyperfed.system import toml
+from hyperfed.system.locks import Lock
 
 pytest.importorskip("flwr")
 
@@ -99,6 +100,14 @@ def contents(folder: Path) -> dict[str, bytes]:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name != "lock"
     }
+
+
+def test_one_serves_newcomers_of_a_run_at_a_time(place: Place) -> None:
+    """Or what was served by one would be missing in what the other writes down."""
+    place.newcomer(8)
+    with Lock(place.folder), pytest.raises(UserError, match="by one process at a time"):
+        place.welcome()
+    assert place.models(8) == []
 
 
 def test_newcomers_are_served_and_nothing_of_the_run_changes(place: Place) -> None:

@@ -147,9 +147,11 @@ def test_whose_site_does_not_keep_it_is_told_and_evaluated_all_the_same(
     there = Federation(configured("fedavg"), tmp_path, policy, full)
     summary = there.run.summary
     assert (summary["evaluated"], summary["novel_evaluated"]) == ("4 of 4", "1 of 1")
-    (told,) = [message for message in caplog.messages if message.startswith("sites keep")]
-    assert told.startswith("sites keep the models of 0 of 4 clients; client 0")
-    assert why in told
+    told = [message for message in caplog.messages if message.startswith("sites keep")]
+    whose = ("4 clients; client 0", "1 novel clients; client 4")
+    for message, of in zip(told, whose, strict=True):
+        assert message.startswith(f"sites keep the models of 0 of {of}")
+        assert why in message
 
 
 def test_a_trial_without_a_place_for_models_keeps_none(tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ from hyperfed.runs.settings import RunConfig
 from hyperfed.system import toml
 from hyperfed.system.devices import find_device
 from hyperfed.system.files import PRIVATE
+from hyperfed.system.locks import Lock
 
 if TYPE_CHECKING:
     from hyperfed.runs.newcomers import Newcomer
@@ -403,14 +404,15 @@ def welcome(config: RunConfig, link: GridLink, folder: str) -> "list[Newcomer]":
         What became of each client that is there, also of those that the run has already.
 
     Raises:
-        UserError: there is no such run, it serves no newcomers, or too few sites came.
+        UserError: there is no such run, it serves no newcomers, too few sites came, or another
+            process is at it.
     """
     from hyperfed.runs.folder import RunFolder
     from hyperfed.runs.newcomers import Newcomer
     from hyperfed.runs.run import Run
 
     place = RunFolder(Path(folder))
-    with closing(Run.open(place.path)) as run:
+    with closing(Run.open(place.path)) as run, Lock(place.path):
         roster = Roster.read(place.newcomers if place.newcomers.exists() else place.sites)
         sites = Sites(link, config.engine.timeout, roster.keys)
         sites.gather(config.engine.sites, besides=roster.numbers)
