@@ -23,7 +23,7 @@ OWN: dict[str, dict[str, Any]] = {
     "itpfl": {"phase_one_rounds": 3},
     "pefll": {"delayed_gradient": True},
     "pfedhn": {"novel_rounds": 2},
-    "fedavg": {"novel_steps": 3},
+    **{name: {"novel_steps": 3} for name in ("fedavg", "fedper", "ditto")},
 }
 
 

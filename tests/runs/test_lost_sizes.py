@@ -21,8 +21,8 @@ from toys import Normed, TwoLayers, close, make_task
 LOST = 1
 """The only client of its size."""
 
-OWN: dict[str, dict[str, Any]] = {"itpfl": {"phase_one_rounds": 1}}
-"""Settings without which a method needs more than two rounds."""
+OWN: dict[str, dict[str, Any]] = {"itpfl": {"phase_one_rounds": 1}, "pfedkt": {"absorb_steps": 1}}
+"""Settings without which a method needs more than two rounds, or long."""
 
 
 def task() -> Task:

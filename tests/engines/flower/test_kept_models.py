@@ -28,7 +28,10 @@ from toys import make_task
 CLIENTS = {1: (0, 2), 2: (1, 3, 4)}
 """Node -> its clients; the last is a novel one."""
 
-OWN: dict[str, dict[str, Any]] = {"itpfl": {"phase_one_rounds": 1}}
+OWN: dict[str, dict[str, Any]] = {
+    "itpfl": {"phase_one_rounds": 1},
+    **{name: {"novel_steps": 2} for name in ("local", "pfedme", "fedala", "gpfl")},
+}
 NO_ONE_NETWORK = ("gpfl", "knn_per", "mapper")
 SERVED = (
     *("local", "fedavg", "fedper", "fedbn", "pfedme", "fedala", "pfedhn_pc", "pefll", "headstart"),
