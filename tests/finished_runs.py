@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from hyperfed.runs.comparison import Row
 from hyperfed.runs.records import Evaluation, summarise
 
 
@@ -54,3 +55,24 @@ def finished(method: str, seed: int = 0, **changes: Any) -> Finished:
     )
     config = {"seed": seed, "method": {"name": method}, "engine": {"name": "loop"}}
     return Finished(config, summary | changes, found)
+
+
+def row(method: str, seed: int, accuracy: float, novel: float | None = None) -> Row:
+    return Row(
+        label=f"{method} seed={seed}",
+        group=method,
+        method=method,
+        seed=seed,
+        rounds=10,
+        best_round=5,
+        val=accuracy - 0.1,
+        test=accuracy,
+        client_mean=accuracy,
+        client_std=0.0,
+        worst_decile=accuracy / 2,
+        novel=novel,
+        bytes_down=1_000_000 * (seed + 1),
+        bytes_up=0,
+        seconds=2.0 * seed,
+        data_fingerprint=str(seed),
+    )

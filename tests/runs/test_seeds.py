@@ -7,33 +7,12 @@ from itertools import permutations
 import pytest
 from rich.console import Console
 
-from finished_runs import finished
+from finished_runs import finished, row
 from hyperfed.errors import UserError
 from hyperfed.metrics import RMSE
-from hyperfed.runs.comparison import Row, compare
+from hyperfed.runs.comparison import compare
 from hyperfed.runs.config import load
 from hyperfed.runs.seeds import asked_for, over_seeds, tables
-
-
-def row(method: str, seed: int, accuracy: float, novel: float | None = None) -> Row:
-    return Row(
-        label=f"{method} seed={seed}",
-        group=method,
-        method=method,
-        seed=seed,
-        rounds=10,
-        best_round=5,
-        val=accuracy - 0.1,
-        test=accuracy,
-        client_mean=accuracy,
-        client_std=0.0,
-        worst_decile=accuracy / 2,
-        novel=novel,
-        bytes_down=1_000_000 * (seed + 1),
-        bytes_up=0,
-        seconds=2.0 * seed,
-        data_fingerprint=str(seed),
-    )
 
 
 def test_a_range_is_a_run_for_each_seed_and_anything_else_one_run():

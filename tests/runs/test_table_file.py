@@ -5,41 +5,22 @@ from dataclasses import replace
 import pandas
 import pytest
 
+from finished_runs import row
 from hyperfed.errors import UserError
 from hyperfed.metrics import RMSE
-from hyperfed.runs.comparison import Row
 from hyperfed.runs.table_file import write_table
-
-
-def row(method: str, seed: int, test: float, novel: float | None = None) -> Row:
-    return Row(
-        label=f"{method} seed={seed}",
-        group=method,
-        method=method,
-        seed=seed,
-        rounds=10,
-        best_round=5,
-        test=test,
-        client_mean=test,
-        client_std=0.125,
-        worst_decile=test / 2,
-        novel=novel,
-        bytes_down=1_000_000 * (seed + 1),
-        bytes_up=500_000,
-        seconds=2.0,
-        data_fingerprint=str(seed),
-        more={"f1": (test / 4, None)},
-    )
 
 
 def test_csv_has_a_line_for_each_run_with_all_numbers_unrounded(tmp_path):
     path = tmp_path / "runs.csv"
-    write_table([row("pfedhn", 0, 1 / 3), row("pfedhn", 1, 0.5, novel=0.25)], path)
+    measured = {"more": {"f1": (1 / 12, None)}}
+    runs = [row("pfedhn", 0, 1 / 3), row("pfedhn", 1, 0.5, novel=0.25)]
+    write_table([replace(run, **measured) for run in runs], path)
     found = pandas.read_csv(path)
     assert list(found["label"]) == ["pfedhn seed=0", "pfedhn seed=1"]
     assert list(found["test_accuracy"]) == [1 / 3, 0.5]
     assert list(found["bytes_down"]) == [1_000_000, 2_000_000]
-    assert list(found["test_f1"]) == [1 / 12, 0.125]
+    assert list(found["test_f1"]) == [1 / 12] * 2
     assert found["novel_accuracy"].isna().tolist() == [True, False]
 
 
@@ -52,8 +33,8 @@ def test_latex_has_means_and_deviations_over_seeds(tmp_path):
         r"\toprule",
         r"method & seeds & test accuracy (\%) & test accuracy, worst tenth (\%) & MB \\",
         r"\midrule",
-        r"mh\_pfedhn & 2 & 60.0 ± 14.1 & 30.0 ± 7.1 & 2.0 \\",
-        r"local & 1 & 25.0 & 12.5 & 1.5 \\",
+        r"mh\_pfedhn & 2 & 60.0 ± 14.1 & 30.0 ± 7.1 & 1.5 \\",
+        r"local & 1 & 25.0 & 12.5 & 1.0 \\",
         r"\bottomrule",
         r"\end{tabular}",
     ]
