@@ -9,7 +9,7 @@ import pytest
 from engines.flower.test_sites import PUBLIC
 from hyperfed.apps import cli
 from hyperfed.apps.flower import commands
-from hyperfed.data.roster import Introduction, Member, Roster, enrol
+from hyperfed.data.roster import Introduction, Member, Roster, enrol, joined
 from hyperfed.system.locks import Lock
 
 NAME = "SHA256:Q1UdGA8DZpeQKma5MYVMAxB09bxzJEXNYH9kGfpRRvI"
@@ -34,6 +34,20 @@ def test_a_client_is_moved_to_the_key_of_its_new_site(folder: Path, capsys: Any)
     assert command(str(folder), "ann", "--key", str(folder / "node.pub")) == 0
     assert capsys.readouterr().out == f"ann belongs to {NAME}, before: A\n"
     assert Roster.read(folder / "sites.json").keys == {"ann": NAME, "bob": "B"}
+
+
+def test_who_came_when_the_run_was_over_is_moved_too(folder: Path, capsys: Any) -> None:
+    said = Introduction((Member("eve", 3, 1, 1, novel=True),), (5,), "torch.float32", 3)
+    roster = Roster.read(folder / "sites.json")
+    everyone, refused = joined(roster, [said], run=2, keys={"eve": "E"})
+    everyone.save(folder / "newcomers.json")
+    assert refused == {}
+    assert command(str(folder), "bob", "eve", "--key", str(folder / "node.pub")) == 0
+    told = [f"bob belongs to {NAME}, before: B", f"eve belongs to {NAME}, before: E"]
+    assert capsys.readouterr().out.splitlines() == told
+    keys = {"ann": "A", "bob": NAME}
+    assert Roster.read(folder / "sites.json").keys == keys
+    assert Roster.read(folder / "newcomers.json").keys == keys | {"eve": NAME}
 
 
 def test_what_cannot_be_moved_is_told(folder: Path, capsys: Any) -> None:

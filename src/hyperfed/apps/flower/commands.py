@@ -154,18 +154,23 @@ def move(
             f"--key must be a public key, such as node.pub, but {key} is not ({error})"
         ) from error
     place = RunFolder(run_dir)
-    known = Roster.read(place.sites).numbers
+    known = {**Roster.read(place.sites).numbers}
+    if place.newcomers.exists():
+        known |= Roster.read(place.newcomers).numbers
     if strange := [name for name in clients if name not in known]:
         raise UserError(
             f"clients to move must be of this run, but {one_line(strange[0], 100)} is not; "
             f"{place.sites} has their names"
         )
+    before: dict[str, str] = {}
     with Lock(run_dir):
-        roster = Roster.read(place.sites)  # anew: others may have moved since
-        keys = {**roster.keys, **dict.fromkeys(clients, owner)}
-        replace(roster, keys=keys).save(place.sites)
+        for path in filter(Path.exists, (place.sites, place.newcomers)):
+            roster = Roster.read(path)  # anew: others may have moved since
+            before |= roster.keys
+            here = dict.fromkeys((name for name in clients if name in roster.numbers), owner)
+            replace(roster, keys={**roster.keys, **here}).save(path)
     for name in clients:
-        print(f"{name} belongs to {owner}, before: {roster.keys.get(name) or 'nobody'}")
+        print(f"{name} belongs to {owner}, before: {before.get(name) or 'nobody'}")
 
 
 def serve(
