@@ -366,14 +366,14 @@ class Run(Served):
 
     def _one_round(self) -> None:
         lost: dict[int, str] = {}
-        cohort = self._asked(self._cohort(self.round), lost)
+        cohort = self._new_cohort(self._cohort(self.round), lost)
         while not self._learns(cohort):
-            cohort = self._asked(cohort.there, lost)
+            cohort = self._new_cohort(cohort.there, lost)
         self._tally.count(self._bytes)
         self._reporter.lost(self._tally.note(lost.items()))
         self.round += 1
 
-    def _asked(self, clients: Sequence[int], lost: dict[int, str]) -> EngineCohort:
+    def _new_cohort(self, clients: Sequence[int], lost: dict[int, str]) -> EngineCohort:
         """Returns the cohort of this round with these clients; whom it loses is noted."""
         cohort = self.engine.cohort(clients, self.round, training=True)
         self._tally.follow(cohort.state)

@@ -17,6 +17,7 @@ from hyperfed.apps.cli import main
 from hyperfed.engines.flower.policy import Policy
 from hyperfed.engines.flower.site import Shard, Site
 from hyperfed.errors import UserError
+from hyperfed.federation import AllLostError
 from hyperfed.methods import METHODS
 from hyperfed.runs.config import from_keys
 from hyperfed.runs.export import export_model
@@ -131,7 +132,9 @@ def test_a_strict_site_keeps_models_and_tells_nothing_of_them(tmp_path: Path) ->
     assert {(note["bytes_out"], note["decision"]) for note in keeps} == {(0, "answered")}
     evaluations = [note["client"] for note in log if note["step"] == "evaluate"]
     assert sorted(evaluations) == ["000001", "000003", "000004"]  # one each: to keep is none
-    assert "export" in LENIENT.refused_steps
+    cohort = there.run.engine.cohort([0], 9, training=False)
+    with pytest.raises(AllLostError, match="the step export is not run here"):
+        cohort.ask(METHODS["pefll"].Client.export, {})
 
 
 @pytest.mark.parametrize(
