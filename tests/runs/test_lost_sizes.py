@@ -61,8 +61,8 @@ def test_what_is_learned_is_as_without_them(method: str, monkeypatch: pytest.Mon
     lose(monkeypatch)
     run = run_of(method)
     found = learned(run)
-    assert [lost.client for lost in run._tally.lost] == [LOST] * 2
-    assert run._tally.void_rounds == 0
+    assert [lost.client for lost in run._rounds.tally.lost] == [LOST] * 2
+    assert run._rounds.tally.void_rounds == 0
     assert found["memory"].keys() <= {0, 2, 3}
     monkeypatch.setattr(Run, "_cohort", lambda *_: [0, 2, 3])
     close(found, learned(run_of(method)))
@@ -86,7 +86,7 @@ def test_who_is_lost_then_is_told_of_beside_the_first(monkeypatch: pytest.Monkey
     )
     run = run_of("fedavg")
     run._one_round()
-    assert [lost.client for lost in run._tally.lost] == [LOST, 3]
+    assert [lost.client for lost in run._rounds.tally.lost] == [LOST, 3]
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def test_what_a_client_answers_counts_also_where_it_does_not_arrive() -> None:
 def test_a_round_that_is_taken_back_was_told_of_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("hyperfed.runs.run.is_finite", lambda server: False)
+    monkeypatch.setattr("hyperfed.runs.rounds.is_finite", lambda server: False)
     run = train(privacy={"where": "central"})
     assert run.summary["void_rounds"] == SMALL["rounds"]
     answers = [len(kept["multipliers"]) for kept in run.engine.released.values()]

@@ -5,7 +5,7 @@ the clients' label distributions do (PeFLL, section 4.2 and figure 3). And whose
 every known client's metric with every other's model (pFedHN, section 5.4 and figure 3).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -16,10 +16,12 @@ from hyperfed.data.roster import RemoteTask
 from hyperfed.engines import Engine
 from hyperfed.errors import UserError
 from hyperfed.federation import Server
-from hyperfed.runs.evaluation import CHUNK
+from hyperfed.runs.evaluation import CHUNK, Serve, evaluate
+from hyperfed.runs.measures import measure
 from hyperfed.runs.settings import RunConfig
 from hyperfed.system.devices import CPU
 from hyperfed.training import count_classes
+from hyperfed.trees import Tree
 
 
 def check(config: RunConfig, task: Task, server: Server) -> None:
@@ -76,10 +78,63 @@ def descriptors(
     return torch.stack([found[client] for client in ids])
 
 
+def descriptors_of_all(server: Server, engine: Engine, round: int) -> Tensor:
+    """Returns (clients, l), as :func:`descriptors` has them, those of known clients first."""
+    known, novel = list(engine.task.known), list(engine.task.novel_ids)
+    found = descriptors(server, engine, known, round)
+    if not novel:
+        return found
+    return torch.cat([found, descriptors(server, engine, novel, round, novel=True)])
+
+
+def crossed(server: Server, engine: Engine, round: int, moved: Callable[[int], Serve]) -> Tensor:
+    """Returns (n, n): the metric of the row's known client with the model made for the column's.
+
+    It is nan where that client has no test examples.
+
+    Args:
+        server: its state does not change.
+        engine: runs the clients; what they remember does not change.
+        round: on which the draws of a personalisation depend.
+        moved: returns what serves each client with the model of the one so many places before it.
+
+    Raises:
+        NotOfOneClientError: what clients are sent is not a model of each.
+    """
+    ids = list(engine.task.known)
+    found = torch.full((len(ids), len(ids)), torch.nan, dtype=torch.float64)
+    for places in range(len(ids)):
+        counts = evaluate(server, engine, ids, round, serve=moved(places))["test"]
+        values = measure(engine.task.metric, counts.by_name).client
+        for row, value in enumerate(values):
+            if value is not None:
+                found[row, (row - places) % len(ids)] = value
+    return found
+
+
 def proportions(task: Task) -> Tensor:
     """Returns (clients, classes) float64, the share of each class in the training examples."""
     held = [count_classes(task.y[rows], task.classes).double() for rows in task.train]
     return torch.stack([count / count.sum().clamp(min=1) for count in held])
+
+
+def rank_correlations(task: Task, descriptors: Tensor) -> Tree:
+    """Returns by how much descriptors tell clients apart as their labels do.
+
+    Args:
+        task: the data.
+        descriptors: (clients, l).
+
+    Returns:
+        {"rank_correlation": of known clients, "novel_rank_correlation": of novel ones, if any}.
+    """
+    whose = {"rank_correlation": task.known, "novel_rank_correlation": task.novel_ids}
+    shares = proportions(task)
+    return {
+        name: torch.tensor(rank_correlation(descriptors, shares, ids))
+        for name, ids in whose.items()
+        if ids
+    }
 
 
 def rank_correlation(descriptors: Tensor, proportions: Tensor, of: Sequence[int]) -> float:

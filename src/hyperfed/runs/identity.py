@@ -1,6 +1,9 @@
-"""What a checkpoint must be of for a run to go on from it: a method, its data and networks."""
+"""What a checkpoint must be of for a run to go on from it: a method, its data and networks.
 
-from collections.abc import Mapping
+And the evaluations beside it must be those of the same run.
+"""
+
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hyperfed import trees
@@ -8,6 +11,9 @@ from hyperfed.data.examples import Normalize, hash_of
 from hyperfed.data.own import Task
 from hyperfed.data.roster import RemoteTask
 from hyperfed.errors import UserError, one_line
+from hyperfed.runs.folder import RunFolder
+from hyperfed.runs.records import Evaluation
+from hyperfed.runs.settings import RunConfig
 
 
 def identity(method: str, task: Task) -> dict[str, Any]:
@@ -54,6 +60,35 @@ def check_identity(meta: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
         raise UserError(
             f"the task's {', '.join(other)} must be those that the run was started with, but are "
             "others; make the task as it was made then, or start a new run"
+        )
+
+
+def check_evaluations(
+    evaluations: Sequence[Evaluation], round: int, config: RunConfig, folder: RunFolder
+) -> None:
+    """Finds out whether checkpoint and evaluations are of one run.
+
+    Args:
+        evaluations: all that were recorded.
+        round: that of the checkpoint, 0 where there is none.
+        config: says when there are evaluations.
+        folder: has both.
+
+    Raises:
+        UserError: one of them lacks what the other one has.
+    """
+    known = [e.round for e in evaluations if e.split in ("val", "test")]
+    if not folder.has_checkpoint and max(known, default=0) > config.checkpoint_every:
+        raise UserError(
+            f"{folder.state} must be there, since {folder.metrics.name} has round {max(known)}, "
+            "but is not; restore it from a copy, or start a new run"
+        )
+    due = [n for n in range(1, round + 1) if n % config.evaluate_every == 0 or n == config.rounds]
+    if missing := [number for number in due if known.count(number) < 2]:
+        raise UserError(
+            f"{folder.metrics} must have every evaluation up to that of round {round}, which "
+            f"{folder.state} is of, but lacks that of round {missing[0]}; restore it from a copy, "
+            "or start a new run"
         )
 
 

@@ -1,4 +1,4 @@
-"""What a metric came to over clients: of all their examples together, and of each on its own."""
+"""What a run measures, and what that came to over clients: of all together, and of each alone."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,10 +6,55 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from hyperfed import metrics
+from hyperfed.data.own import Task
+from hyperfed.data.roster import RemoteTask
+from hyperfed.errors import UserError
 from hyperfed.metrics import Metric
+from hyperfed.runs.settings import RunConfig
 
 Number = float | None
 """A measured number; None where there is none, or none that is finite."""
+
+
+def names_beside(config: RunConfig, task: Task) -> tuple[str, ...]:
+    """Returns the names of what is measured beside the task's own metric.
+
+    R2 needs the sum of a client's targets and that of their squares, so clients at sites are asked
+    for it on request alone.
+
+    Raises:
+        UserError: the task has not what a metric is about.
+    """
+    regression, at_sites = task.metric is metrics.RMSE, isinstance(task, RemoteTask)
+    if config.best != "accuracy" and not task.classes:
+        raise UserError(
+            f"best must be accuracy, which stands for the task's own metric, {task.metric.label}, "
+            f"where there are no classes, got {config.best}; leave it out"
+        )
+    for name in config.metrics:
+        if regression if name != "r2" else not regression:
+            raise UserError(
+                f"metrics must suit the task, but {name} is of "
+                f"{'numbers' if name == 'r2' else 'classes'}; leave it out"
+            )
+        if name != "r2" and (not task.classes or task.y.ndim > 1):
+            raise UserError(
+                f"metrics must suit the task, but {name} needs one label for each example, which "
+                f"{task.name} has not; leave it out"
+            )
+    always = ("r2",) if regression and not at_sites else ()
+    return (*always, *(name for name in dict.fromkeys(config.metrics) if name not in always))
+
+
+def beside(task: Task) -> list[Metric]:
+    """Returns the metrics that a task is measured by beside its own, as they are told."""
+    found = [metrics.METRICS[name] for name in task.metrics]
+    if task.metric is metrics.RMSE:
+        return [metrics.MSE, *found]
+    if task.metric is not metrics.ACCURACY and task.classes:
+        return [*found, *metrics.among_own(task.metric)]
+    return found
 
 
 @dataclass(frozen=True)

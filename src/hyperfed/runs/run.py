@@ -5,7 +5,7 @@ differ from what it would have been: all its state is in one file, written whole
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -14,17 +14,12 @@ from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from hyperfed import trees
 from hyperfed.data import tasks
 from hyperfed.data.own import Task
 from hyperfed.data.roster import RemoteTask, Roster
-from hyperfed.engines import EngineCohort
-from hyperfed.engines.masking import LARGEST, SMALLEST
 from hyperfed.engines.replies import UNUSABLE
-from hyperfed.errors import LostEverybodyError, UserError, one_line
-from hyperfed.federation import AllLostError
+from hyperfed.errors import LostEverybodyError, UserError
 from hyperfed.runs import clients, examined, learned, private, records, trackers
 from hyperfed.runs import config as configuration
 from hyperfed.runs.accounts import Accounts, keyed, numbered
@@ -38,19 +33,18 @@ from hyperfed.runs.evaluation import (
     serve_all,
 )
 from hyperfed.runs.folder import RunFolder, read_run
-from hyperfed.runs.identity import check_identity, identity
+from hyperfed.runs.identity import check_evaluations, check_identity, identity
 from hyperfed.runs.numbers import numbers, numbers_of_sizes
 from hyperfed.runs.records import REHEARSAL, Evaluation, Lost
-from hyperfed.runs.rollback import Snapshot, is_finite
+from hyperfed.runs.rounds import Rounds
 from hyperfed.runs.serving import Best, Served, here, unfit
 from hyperfed.runs.settings import RunConfig, check_cohort, cohort_size
 from hyperfed.runs.status import Reporter
-from hyperfed.runs.tally import Tally, always_lost
+from hyperfed.runs.tally import always_lost
 from hyperfed.system.devices import CPU
 from hyperfed.system.locks import Lock
 from hyperfed.system.provenance import commit, versions
 from hyperfed.trees import Tree
-from hyperfed.trees.aggregation import Rule
 from hyperfed.trees.checkpoints import load_latest, load_state, previous, save_latest
 
 if TYPE_CHECKING:
@@ -58,9 +52,6 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 log = logging.getLogger(__name__)
-
-PATIENCE = 10
-"""Rounds in a row whose clients all failed by their own errors before the run gives up."""
 
 
 @dataclass(frozen=True)
@@ -98,28 +89,13 @@ class Run(Served):
         self._trained = self.config.task
         if folder is None:  # an old run stays open to be looked at
             check_cohort(config, len(self.task.known))
-        self._rule = Rule(config.robust.aggregation, config.robust.hostile)
-        if self._rule.name != "mean" and (size := self.cohort_size) < 3:
-            raise UserError(
-                "a round must have at least 3 clients where robust.aggregation is not mean, as no "
-                f"two can outvote a third, came {size}; set cohort"
-            )
-        if config.privacy.masking and not SMALLEST <= self.cohort_size <= LARGEST:
-            raise UserError(
-                f"a round must have {SMALLEST} to {LARGEST} clients where privacy.masking is true, "
-                f"came {self.cohort_size}; set cohort"
-            )
         self.folder = folder
         self.evaluations: list[Evaluation] = []
         self.summary: dict[str, Any] = {}
-        self._tally = Tally()
-        self._before = Snapshot()
         self._newest_is_whole = True  # of the checkpoints on disk
-        self._failures = 0
-        self._answered = False  # whether some round had a client left
-        self._nobody = ""  # why the last round without had none
         self._stop = False
         self._lock: Lock | None = None
+        self._rounds = Rounds(self, self._charged)
         self._reporter = Reporter(self)
         self._accounting = self._on_the_disk
         self._commit = commit()  # of the code that runs, whatever is checked out later
@@ -163,7 +139,7 @@ class Run(Served):
             run._restore(tree, meta)
         run._read_accounts()  # a killed run may have told of its first round without a checkpoint
         evaluations = folder.evaluations()
-        run._check(evaluations)
+        check_evaluations(evaluations, run.round, run.config, folder)
         run.evaluations = [e for e in evaluations if e.round <= run.round]
         if folder.summary.exists():
             run.summary = dict(read_run(folder.path).summary or {})
@@ -202,7 +178,7 @@ class Run(Served):
         try:
             config = configuration.load(str(folder.config))
             moved = config if device in (None, config.device) else config.on(device)
-            moved = moved if rounds is None else _longer(moved, rounds)
+            moved = moved if rounds is None else moved.longer(rounds)
             if not moved.has_device():
                 raise UserError(
                     f"{path} must go on with a device that is here, came {moved.device}; name one: "
@@ -224,28 +200,6 @@ class Run(Served):
         run.evaluations, run.summary = folder.evaluations(), {}
         run._lock = lock  # until it has been trained
         return run
-
-    def _check(self, evaluations: Sequence[Evaluation]) -> None:
-        """Finds out whether checkpoint and metrics are of one run.
-
-        Raises:
-            UserError: one of them lacks what the other one has.
-        """
-        assert self.folder is not None
-        known = [e.round for e in evaluations if e.split in ("val", "test")]
-        if not self.folder.has_checkpoint and max(known, default=0) > self.config.checkpoint_every:
-            raise UserError(
-                f"{self.folder.state} must be there, since {self.folder.metrics.name} has round "
-                f"{max(known)}, but is not; restore it from a copy, or start a new run"
-            )
-        every, last = self.config.evaluate_every, self.config.rounds
-        due = [n for n in range(1, self.round + 1) if n % every == 0 or n == last]
-        if missing := [number for number in due if known.count(number) < 2]:
-            raise UserError(
-                f"{self.folder.metrics} must have every evaluation up to that of round "
-                f"{self.round}, which {self.folder.state} is of, but lacks that of round "
-                f"{missing[0]}; restore it from a copy, or start a new run"
-            )
 
     def to_frame(self) -> "DataFrame":
         """Returns what the best validation round came to, one row per client and split.
@@ -351,7 +305,7 @@ class Run(Served):
             self._unproven &= not now  # it has asked all known clients
             if self.done or self.round % self.config.checkpoint_every == 0:
                 self._checkpoint()
-            yield Progress(self.round, self.config.rounds, self._tally.news(), evaluation)
+            yield Progress(self.round, self.config.rounds, self._rounds.tally.news(), evaluation)
         if self.done:
             self._reporter.tell("evaluating")
             with self._computing():
@@ -365,105 +319,10 @@ class Run(Served):
     # Parts of a round.
 
     def _one_round(self) -> None:
-        lost: dict[int, str] = {}
-        cohort = self._new_cohort(self._cohort(self.round), lost)
-        while not self._learns(cohort):
-            cohort = self._new_cohort(cohort.there, lost)
-        self._tally.count(self._bytes)
-        self._reporter.lost(self._tally.note(lost.items()))
+        lost = self._rounds.train(self._cohort(self.round))
+        self._rounds.tally.count(self._bytes)
+        self._reporter.lost(self._rounds.tally.note(lost.items()))
         self.round += 1
-
-    def _new_cohort(self, clients: Sequence[int], lost: dict[int, str]) -> EngineCohort:
-        """Returns the cohort of this round with these clients; whom it loses is noted."""
-        cohort = self.engine.cohort(clients, self.round, training=True)
-        self._tally.follow(cohort.state)
-        cohort.state.lost, cohort.state.reply_bound = lost, self.config.robust.reply_bound
-        return cohort
-
-    def _learns(self, cohort: EngineCohort) -> bool:
-        """Trains the server with a cohort; whether the round is over so, if only to no avail.
-
-        It is not where all clients of one target size were lost, of which a method can make
-        nothing: then those of other sizes are asked once more, unless an answer costs.
-        """
-        self._before.take(self.server)
-        try:
-            with self._aggregating(cohort):
-                self.server.round(cohort)
-            self._failures, self._answered = 0, True
-            if is_finite(self.server):
-                self.engine.commit(cohort)
-            else:
-                self._take_back(cohort, "a number of the server was not finite after it")
-        except AllLostError as error:
-            costs = self.private is not None or self.engine.masking is not None
-            if 0 < len(cohort.there) < len(cohort.ids) and not costs:
-                self._before.restore(self.server, self.engine, cohort)
-                return False
-            self._nobody = self._why(cohort.state.lost)
-            self._failures += error.__cause__ is not None
-            if self._failures >= PATIENCE:
-                told = f"every client was lost in {self._failures} rounds in a row: {self._nobody}"
-                raise LostEverybodyError(told) from (error.__cause__ or error)
-        except UserError:
-            raise
-        except UNUSABLE as error:
-            # Of our own clients that is our fault, of sites theirs, unless it never works.
-            self._failures += 1
-            if not cohort.state.remote or self._failures >= PATIENCE:
-                raise
-            what = one_line(f"{type(error).__name__}: {error}")
-            self._take_back(cohort, f"the server could not use its replies ({what})")
-        return True
-
-    @contextmanager
-    def _aggregating(self, cohort: EngineCohort) -> Iterator[None]:
-        """Has the run's rule stand for means; where those are private, the clients pay for them."""
-        here = self.private if self.private and self.private.where == "central" else None
-        if here is None:
-            with trees.aggregating(self._rule):
-                yield
-            return
-        clients, seed, secret = cohort.ids.tolist(), self.config.seed, cohort.state.remote
-
-        def pay() -> None:  # at once: a round that comes to nothing may still be told of
-            private.charge(self.engine, clients, here)
-            if secret and self.folder is not None:
-                self._accounts(self.folder).told()
-
-        noise = private.AggregateNoise(here, seed, self.round, secret=secret, pay=pay)
-        with trees.aggregating(self._rule, noise.of_means):
-            yield
-
-    def _why(self, lost: Mapping[int, str]) -> str:
-        """Returns why a client of this round was lost, and what can be done about it."""
-        if not lost:
-            return "the method says so, of a round in which none was"
-        client, reason = next(iter(lost.items()))
-        step, called = self._tally.step_of(client), self.task.name_of(client)
-        return f"client {called} in step {step}: {reason}; {self._advice(reason)}"
-
-    def _advice(self, reason: str) -> str:
-        """Returns what can be done where clients are lost for a reason."""
-        if self.config.faults.drop or self.config.faults.nan:
-            return "lower faults.drop and faults.nan"
-        if "not finite" not in reason:
-            return "mend what it raises"
-        rates = {name: getattr(self.config.settings, name, None) for name in ("local_lr", "lr")}
-        lower = " or ".join(f"method.{name}={rate:g}" for name, rate in rates.items() if rate)
-        return f"lower {lower}, or bound the local gradient by method.local_clip"
-
-    def _take_back(self, cohort: EngineCohort, why: str) -> None:
-        """Goes back to before a round, and says whose replies were in it."""
-        self._before.restore(self.server, self.engine, cohort)
-        void = self._tally.take_back(self.round, cohort.there)
-        log.warning(
-            "round %d is void: %s, so that it goes on from its state before; replies of clients %s "
-            "were in it",
-            void.round,
-            why,
-            ", ".join(map(self.task.name_of, void.clients)),
-        )
 
     def _cohort(self, round: int) -> list[int]:
         return private.cohort_of(self.config, self.task, round)
@@ -481,13 +340,14 @@ class Run(Served):
         if self.server.rehearse is not None:
             serve = self._finetuning(self.server.rehearse)
             rehearsed = evaluate(self.server, self.engine, ids, self.round, serve=serve)["val"]
-        self._tally.count(self._bytes)
-        lost, void = self._tally.close()
+        self._rounds.tally.count(self._bytes)
+        lost, void = self._rounds.tally.close()
         summarise = partial(self._summarise, round=self.round, lost=lost, void=void)
         found = {split: summarise(split, ids, counts[split]) for split in counts}
         told = trees.to(self.server.diagnostics(), CPU)
         if "descriptors" in self.config.examine:
-            told = told | {"descriptors": self._rank_correlations()}
+            found_by = examined.descriptors_of_all(self.server, self.engine, self.round)
+            told = told | {"descriptors": examined.rank_correlations(self.task, found_by)}
         found["val"] = replace(found["val"], diagnostics=records.plain(told))
         for evaluation in found.values():
             self._record(evaluation)
@@ -497,17 +357,6 @@ class Run(Served):
         val = counts["val"] if rehearsed is None else rehearsed
         self._choose(val, ids)
         return found
-
-    def _rank_correlations(self) -> Tree:
-        """Returns by how much descriptors tell clients apart as their labels do."""
-        descriptors = self._descriptors(self.server, self.round)
-        whose = {"rank_correlation": self.task.known, "novel_rank_correlation": self.task.novel_ids}
-        shares = examined.proportions(self.task)
-        return {
-            name: torch.tensor(examined.rank_correlation(descriptors, shares, ids))
-            for name, ids in whose.items()
-            if ids
-        }
 
     def _choose(self, val: Counts, ids: list[int]) -> None:
         """Takes this round for the best if it is, or the first."""
@@ -531,14 +380,15 @@ class Run(Served):
 
     def _finish(self) -> None:
         """Evaluates novel clients with the best round's state and writes the summary."""
-        if not self._answered:
-            raise LostEverybodyError(f"every client was lost in every round: {self._nobody}")
+        if not self._rounds.answered:
+            told = f"every client was lost in every round: {self._rounds.nobody}"
+            raise LostEverybodyError(told)
         best = self.best.round
         if not self.best.val["there"].any():
             client, reason = (missed := self.evaluations[-1].missed[0]).client, missed.reason
             raise LostEverybodyError(
                 f"every client was lost in every evaluation: client {self.task.name_of(client)}: "
-                f"{reason}; {self._advice(reason)}"
+                f"{reason}; {self._rounds.advice(reason)}"
             )
         test = next(e for e in self.evaluations if (e.round, e.split) == (best, "test"))
         if isinstance(self.task, RemoteTask):
@@ -560,7 +410,7 @@ class Run(Served):
             "total_variation": self.label_shift.total_variation,
             "bytes_down": self._bytes["down"],
             "bytes_up": self._bytes["up"],
-            "void_rounds": self._tally.void_rounds,
+            "void_rounds": self._rounds.tally.void_rounds,
             "always_lost": [self.task.name_of(client) for client in never] or None,
             "seconds": self.seconds,
             "versions": versions(),
@@ -622,6 +472,11 @@ class Run(Served):
     def _accounts(self, folder: RunFolder) -> Accounts:
         return Accounts(folder, self.engine, self._newcomers, self.task.novel_ids)
 
+    def _charged(self) -> None:
+        """Has on the disk what clients at sites have paid."""
+        if self.folder is not None:
+            self._accounts(self.folder).told()
+
     def _read_accounts(self) -> None:
         assert self.folder is not None
         try:
@@ -637,16 +492,13 @@ class Run(Served):
         tree: Tree = {"server": self._state(), "memory": keyed(self.engine.memory)}
         if self.engine.released:
             tree["released"] = keyed(self.engine.released)
-        self._tally.count(self._bytes)  # what was posted: a server's state waits for it
+        self._rounds.tally.count(self._bytes)  # what was posted: a server's state waits for it
         meta: dict[str, Any] = {
             **self._identity,
             "round": self.round,
             "bytes": self._bytes,
             "seconds": self.seconds,
-            "failures": self._failures,
-            "answered": self._answered,
-            "nobody": self._nobody,
-            **self._tally.meta(),
+            **self._rounds.meta(),
         }
         if self._best is not None:
             tree["best"] = {"server": self._best.server, "memory": keyed(self._best.memory)}
@@ -663,7 +515,7 @@ class Run(Served):
 
     def _state(self, *, optimizers: bool = True) -> Tree:
         """Returns the server's tensors; replies that it has to read for that are aggregated."""
-        with trees.aggregating(self._rule):
+        with trees.aggregating(self._rounds.rule):
             return self.server.state(optimizers=optimizers)
 
     def _tell_of_checkpoint(self) -> None:
@@ -705,9 +557,8 @@ class Run(Served):
         if not 0 <= self.round <= self.config.rounds:
             raise ValueError(f"round {self.round} of {self.config.rounds}")
         self._bytes = {way: index(meta["bytes"][way]) for way in ("down", "up")}
-        self._earlier, self._failures = meta["seconds"] + 0.0, index(meta["failures"])
-        self._answered, self._nobody = meta.get("answered", True), str(meta.get("nobody", ""))
-        self._tally.load(meta)
+        self._earlier = meta["seconds"] + 0.0
+        self._rounds.load(meta)
         if "best" in tree:
             best = tree["best"]
             memory = numbered(best["memory"])
@@ -716,27 +567,6 @@ class Run(Served):
                 raise ValueError("the best round must have one count of each kind of each client")
             number, value = index(meta["best_round"]), meta["best_accuracy"]  # of whatever metric
             self._best = Best(number, value, best["server"], memory, best["val"])
-
-
-def _longer(config: RunConfig, rounds: int) -> RunConfig:
-    """Returns settings with more rounds.
-
-    Raises:
-        UserError: they are no more, or what the run has told of its clients was for as many.
-    """
-    if rounds <= config.rounds:
-        raise UserError(
-            f"a run that goes on for longer must have more than its {config.rounds} rounds, came "
-            f"{rounds}; leave rounds out to go on as it was begun"
-        )
-    private = config.privacy.epsilon is not None or getattr(config.settings, "mechanism", None)
-    if private or config.engine.name == "flower":
-        why = "whose noise is for so many" if private else "which is at sites"
-        raise UserError(
-            f"a run must end after the rounds that it began with, {config.rounds}, where it is one "
-            f"{why}, came {rounds}; start a new run"
-        )
-    return replace(config, rounds=rounds)
 
 
 def _run_folder(path: Path) -> RunFolder:

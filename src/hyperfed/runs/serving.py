@@ -11,10 +11,9 @@ from time import monotonic
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from hyperfed import engines, metrics, privacy, trees
+from hyperfed import engines, privacy, trees
 from hyperfed.data import tasks
 from hyperfed.data.examples import hash_of
 from hyperfed.data.own import Task
@@ -43,7 +42,7 @@ from hyperfed.runs.evaluation import (
     with_samples,
 )
 from hyperfed.runs.made_once import once
-from hyperfed.runs.measures import measure
+from hyperfed.runs.measures import beside, measure, names_beside
 from hyperfed.runs.newcomers import Newcomer
 from hyperfed.runs.records import Evaluation, Lost, Void
 from hyperfed.runs.settings import RunConfig, one_step
@@ -99,7 +98,7 @@ class Served:
     def __init__(self, config: RunConfig, task: Task | None = None) -> None:
         self.config = config
         task = tasks.build(config.task, config.seed) if task is None else task
-        measured = _measured(config, task)
+        measured = names_beside(config, task)
         self.task = task if task.metrics == measured else replace(task, metrics=measured)
         self.method: ModuleType = METHODS[config.method]
         self.private = private.plan(config, self.task, self.method)
@@ -236,34 +235,21 @@ class Served:
         found: Tree = {}
         with self._at_best() as server:
             if "descriptors" in self.config.examine:
-                found["descriptors"] = self._descriptors(server, self.best.round)
+                rows = examined.descriptors_of_all(server, self.engine, self.best.round)
+                found["descriptors"] = rows
                 found["proportions"] = examined.proportions(self.task)
             if "crossed" in self.config.examine:
                 with suppress(NotOfOneClientError):
                     found["crossed"] = self._crossed(server)
         return found
 
-    def _descriptors(self, server: Server, round: int) -> Tensor:
-        """Returns (clients, l), those of known clients first."""
-        engine, known, novel = self.engine, list(self.task.known), list(self.task.novel_ids)
-        found = examined.descriptors(server, engine, known, round)
-        if not novel:
-            return found
-        new = examined.descriptors(server, engine, novel, round, novel=True)
-        return torch.cat([found, new])
-
     def _crossed(self, server: Server) -> Tensor:
         """Returns (n, n): the metric of the row's client with the model made for the column's."""
-        ids = list(self.task.known)
-        found = torch.full((len(ids), len(ids)), torch.nan, dtype=torch.float64)
-        for places in range(len(ids)):
-            serve = self._finetuning(exchanged(server.personalize, places))
-            counts = evaluate(server, self.engine, ids, self.best.round, serve=serve)["test"]
-            values = measure(self.task.metric, counts.by_name).client
-            for row, value in enumerate(values):
-                if value is not None:
-                    found[row, (row - places) % len(ids)] = value
-        return found
+
+        def moved(places: int) -> Serve:
+            return self._finetuning(exchanged(server.personalize, places))
+
+        return examined.crossed(server, self.engine, self.best.round, moved)
 
     def personalize(self, x: Any, y: Any = None, *, size: str | None = None) -> nn.Module:
         """Returns the model of a client that was never seen, by the method's own protocol.
@@ -642,12 +628,6 @@ class Served:
         lost: tuple[Lost, ...] = (),
         void: tuple[Void, ...] = (),
     ) -> Evaluation:
-        metric = self.task.metric
-        others = [metrics.METRICS[name] for name in self.task.metrics]
-        if metric is metrics.RMSE:
-            others.insert(0, metrics.MSE)
-        elif metric is not metrics.ACCURACY and self.task.classes:
-            others += metrics.among_own(metric)
         return records.summarise(
             round=round,
             split=split,
@@ -665,40 +645,10 @@ class Served:
             missed=[
                 Lost(client, counts.missed[client]) for client in ids if client in counts.missed
             ],
-            metric=metric,
-            others=others,
+            metric=self.task.metric,
+            others=beside(self.task),
             counts=counts.by_name,
         )
-
-
-def _measured(config: RunConfig, task: Task) -> tuple[str, ...]:
-    """Returns what is measured beside the task's own metric.
-
-    R2 needs the sum of a client's targets and that of their squares, so clients at sites are asked
-    for it on request alone.
-
-    Raises:
-        UserError: the task has not what a metric is about.
-    """
-    regression, at_sites = task.metric is metrics.RMSE, isinstance(task, RemoteTask)
-    if config.best != "accuracy" and not task.classes:
-        raise UserError(
-            f"best must be accuracy, which stands for the task's own metric, {task.metric.label}, "
-            f"where there are no classes, got {config.best}; leave it out"
-        )
-    for name in config.metrics:
-        if regression if name != "r2" else not regression:
-            raise UserError(
-                f"metrics must suit the task, but {name} is of "
-                f"{'numbers' if name == 'r2' else 'classes'}; leave it out"
-            )
-        if name != "r2" and (not task.classes or task.y.ndim > 1):
-            raise UserError(
-                f"metrics must suit the task, but {name} needs one label for each example, which "
-                f"{task.name} has not; leave it out"
-            )
-    always = ("r2",) if regression and not at_sites else ()
-    return (*always, *(name for name in dict.fromkeys(config.metrics) if name not in always))
 
 
 def _from_pickle(

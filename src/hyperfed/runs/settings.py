@@ -191,6 +191,26 @@ class RunConfig:
         engine = replace(engine, graphs=graphs, gpus_per_worker=gpus)
         return replace(self, device=device, engine=engine)
 
+    def longer(self, rounds: int) -> "RunConfig":
+        """Returns these settings with more rounds.
+
+        Raises:
+            UserError: they are no more, or what the run has told of its clients was for as many.
+        """
+        if rounds <= self.rounds:
+            raise UserError(
+                f"a run that goes on for longer must have more than its {self.rounds} rounds, came "
+                f"{rounds}; leave rounds out to go on as it was begun"
+            )
+        private = self.privacy.epsilon is not None or getattr(self.settings, "mechanism", None)
+        if private or self.engine.name == "flower":
+            why = "whose noise is for so many" if private else "which is at sites"
+            raise UserError(
+                f"a run must end after the rounds that it began with, {self.rounds}, where it is "
+                f"one {why}, came {rounds}; start a new run"
+            )
+        return replace(self, rounds=rounds)
+
     def has_device(self) -> bool:
         """Returns whether the device is here, or need not be: the actors of Ray have their own."""
         return self.engine.name == "ray" or is_here(self.device)

@@ -1,0 +1,190 @@
+"""A round of training: who takes part and is lost, what it costs them, and when it is void."""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from operator import index
+from typing import Any
+
+from hyperfed import trees
+from hyperfed.engines import EngineCohort
+from hyperfed.engines.masking import LARGEST, SMALLEST
+from hyperfed.engines.replies import UNUSABLE
+from hyperfed.errors import LostEverybodyError, UserError, one_line
+from hyperfed.federation import AllLostError
+from hyperfed.runs import private
+from hyperfed.runs.rollback import Snapshot, is_finite
+from hyperfed.runs.serving import Served
+from hyperfed.runs.settings import RunConfig, cohort_size
+from hyperfed.runs.tally import Tally
+from hyperfed.trees.aggregation import Rule
+
+log = logging.getLogger(__name__)
+
+PATIENCE = 10
+"""Rounds in a row whose clients all failed by their own errors before the run gives up."""
+
+
+class Rounds:
+    """Trains a server, one round after another.
+
+    Args:
+        served: whose server learns, by its engine and settings.
+        charged: is called when clients at sites have paid for what a trusted server is about to
+            tell of them.
+
+    Attributes:
+        rule: stands for means over clients.
+        tally: what happened since the latest evaluation.
+        answered: whether some round had a client left.
+        nobody: why the last round without had none.
+
+    Raises:
+        UserError: a round has too few or too many clients for the rule or for masking.
+    """
+
+    def __init__(self, served: Served, charged: Callable[[], None]) -> None:
+        config = served.config
+        self.rule = Rule(config.robust.aggregation, config.robust.hostile)
+        _check_size(config, cohort_size(config.cohort, len(served.task.known)))
+        self.tally = Tally()
+        self.answered = False
+        self.nobody = ""
+        self._served = served
+        self._charged = charged
+        self._before = Snapshot()
+        self._failures = 0
+
+    def train(self, clients: Sequence[int]) -> Mapping[int, str]:
+        """Trains the server with these clients; returns whom it lost, and why."""
+        lost: dict[int, str] = {}
+        cohort = self._cohort(clients, lost)
+        while not self._learns(cohort):
+            cohort = self._cohort(cohort.there, lost)
+        return lost
+
+    def _cohort(self, clients: Sequence[int], lost: dict[int, str]) -> EngineCohort:
+        """Returns the cohort of this round with these clients; whom it loses is noted."""
+        served = self._served
+        cohort = served.engine.cohort(clients, served.round, training=True)
+        self.tally.follow(cohort.state)
+        cohort.state.lost, cohort.state.reply_bound = lost, served.config.robust.reply_bound
+        return cohort
+
+    def _learns(self, cohort: EngineCohort) -> bool:
+        """Trains the server with a cohort; whether the round is over so, if only to no avail.
+
+        It is not where all clients of one target size were lost, of which a method can make
+        nothing: then those of other sizes are asked once more, unless an answer costs.
+        """
+        server, engine = self._served.server, self._served.engine
+        self._before.take(server)
+        try:
+            with self._aggregating(cohort):
+                server.round(cohort)
+            self._failures, self.answered = 0, True
+            if is_finite(server):
+                engine.commit(cohort)
+            else:
+                self._take_back(cohort, "a number of the server was not finite after it")
+        except AllLostError as error:
+            costs = self._served.private is not None or engine.masking is not None
+            if 0 < len(cohort.there) < len(cohort.ids) and not costs:
+                self._before.restore(server, engine, cohort)
+                return False
+            self.nobody = self._why(cohort.state.lost)
+            self._failures += error.__cause__ is not None
+            if self._failures >= PATIENCE:
+                told = f"every client was lost in {self._failures} rounds in a row: {self.nobody}"
+                raise LostEverybodyError(told) from (error.__cause__ or error)
+        except UserError:
+            raise
+        except UNUSABLE as error:
+            # Of our own clients that is our fault, of sites theirs, unless it never works.
+            self._failures += 1
+            if not cohort.state.remote or self._failures >= PATIENCE:
+                raise
+            what = one_line(f"{type(error).__name__}: {error}")
+            self._take_back(cohort, f"the server could not use its replies ({what})")
+        return True
+
+    @contextmanager
+    def _aggregating(self, cohort: EngineCohort) -> Iterator[None]:
+        """Has the run's rule stand for means; where those are private, the clients pay for them."""
+        served = self._served
+        here = served.private if served.private and served.private.where == "central" else None
+        if here is None:
+            with trees.aggregating(self.rule):
+                yield
+            return
+        clients, seed, secret = cohort.ids.tolist(), served.config.seed, cohort.state.remote
+
+        def pay() -> None:  # at once: a round that comes to nothing may still be told of
+            private.charge(served.engine, clients, here)
+            if secret:
+                self._charged()
+
+        noise = private.AggregateNoise(here, seed, served.round, secret=secret, pay=pay)
+        with trees.aggregating(self.rule, noise.of_means):
+            yield
+
+    def _take_back(self, cohort: EngineCohort, why: str) -> None:
+        """Goes back to before a round, and says whose replies were in it."""
+        served = self._served
+        self._before.restore(served.server, served.engine, cohort)
+        void = self.tally.take_back(served.round, cohort.there)
+        log.warning(
+            "round %d is void: %s, so that it goes on from its state before; replies of clients %s "
+            "were in it",
+            void.round,
+            why,
+            ", ".join(map(served.task.name_of, void.clients)),
+        )
+
+    def _why(self, lost: Mapping[int, str]) -> str:
+        """Returns why a client of this round was lost, and what can be done about it."""
+        if not lost:
+            return "the method says so, of a round in which none was"
+        client, reason = next(iter(lost.items()))
+        step, called = self.tally.step_of(client), self._served.task.name_of(client)
+        return f"client {called} in step {step}: {reason}; {self.advice(reason)}"
+
+    def advice(self, reason: str) -> str:
+        """Returns what can be done where clients are lost for a reason."""
+        config = self._served.config
+        if config.faults.drop or config.faults.nan:
+            return "lower faults.drop and faults.nan"
+        if "not finite" not in reason:
+            return "mend what it raises"
+        rates = {name: getattr(config.settings, name, None) for name in ("local_lr", "lr")}
+        lower = " or ".join(f"method.{name}={rate:g}" for name, rate in rates.items() if rate)
+        return f"lower {lower}, or bound the local gradient by method.local_clip"
+
+    def meta(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps of it, plain JSON values."""
+        told = {"failures": self._failures, "answered": self.answered, "nobody": self.nobody}
+        return told | self.tally.meta()
+
+    def load(self, meta: Mapping[str, Any]) -> None:
+        """Goes on from what :meth:`meta` kept.
+
+        Raises:
+            LookupError, TypeError, ValueError: it is no such thing.
+        """
+        self._failures = index(meta["failures"])
+        self.answered, self.nobody = meta.get("answered", True), str(meta.get("nobody", ""))
+        self.tally.load(meta)
+
+
+def _check_size(config: RunConfig, size: int) -> None:
+    """Finds out whether a round of so many clients can be aggregated as the settings say."""
+    if config.robust.aggregation != "mean" and size < 3:
+        raise UserError(
+            "a round must have at least 3 clients where robust.aggregation is not mean, as no "
+            f"two can outvote a third, came {size}; set cohort"
+        )
+    if config.privacy.masking and not SMALLEST <= size <= LARGEST:
+        raise UserError(
+            f"a round must have {SMALLEST} to {LARGEST} clients where privacy.masking is true, "
+            f"came {size}; set cohort"
+        )
