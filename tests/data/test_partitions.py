@@ -20,10 +20,15 @@ def counts(index, labels, classes):
     return np.stack([np.bincount(labels[own.numpy()], minlength=classes) for own in index])
 
 
+def allocated(drawn, labels, source):
+    """Returns the rows of each client where all examples are trained on."""
+    return partitions.by_shares(drawn, labels, np.zeros(len(labels), int), source).train
+
+
 def test_allocate_by_hand():
     labels = np.array([0, 1, 0, 1, 0, 1, 0])  # four of class 0, three of class 1
     drawn = np.array([[0.5, 0.0], [0.25, 1.0], [0.25, 0.0]])
-    index = partitions.allocate(drawn, labels, rng())
+    index = allocated(drawn, labels, rng())
     assert counts(index, labels, 2).tolist() == [[2, 0], [1, 3], [1, 0]]
     assert torch.cat(index).sort().values.tolist() == list(range(7))
     assert all(own.dtype == torch.int64 and (own.diff() > 0).all() for own in index)
@@ -31,7 +36,7 @@ def test_allocate_by_hand():
 
 def test_rows_of_a_client_are_no_view_of_those_of_all():
     labels = np.zeros(100, dtype=np.int64)
-    index = partitions.allocate(np.full((4, 1), 0.25), labels, rng())
+    index = allocated(np.full((4, 1), 0.25), labels, rng())
     assert [own.untyped_storage().nbytes() for own in index] == [25 * 8] * 4
 
 
@@ -39,7 +44,7 @@ def test_allocate_rounds_cumulatively():
     # Thirds of four examples are cut at 1.33, 2.67 and 4, so at 1, 3 and 4; half a class at 2.
     labels = np.array([0, 0, 0, 0, 1, 1, 1, 1])
     drawn = np.array([[1 / 3, 0.25], [1 / 3, 0.0], [1 / 3, 0.25]])
-    index = partitions.allocate(drawn, labels, rng())
+    index = allocated(drawn, labels, rng())
     assert counts(index, labels, 2).tolist() == [[1, 1], [2, 0], [1, 1]]
 
 
@@ -47,7 +52,7 @@ def test_allocate_rounds_cumulatively():
 def test_shares_that_sum_to_one_use_every_example_once(seed):
     labels = rng(seed).integers(0, 10, 5003)
     drawn = shares.dirichlet_per_client(37, 10, 0.3, rng(seed))
-    index = partitions.allocate(drawn, labels, rng(seed))
+    index = allocated(drawn, labels, rng(seed))
     assert torch.cat(index).sort().values.tolist() == list(range(5003))
     assert (np.abs(counts(index, labels, 10) - drawn * np.bincount(labels)) <= 1).all()
 
@@ -55,7 +60,7 @@ def test_shares_that_sum_to_one_use_every_example_once(seed):
 def test_which_examples_a_client_gets_is_random_and_seeded():
     labels = np.zeros(100, dtype=np.int64)
     first, again, other = (
-        partitions.allocate(shares.iid(2, 1), labels, rng(seed))[0].tolist() for seed in (0, 0, 1)
+        allocated(shares.iid(2, 1), labels, rng(seed))[0].tolist() for seed in (0, 0, 1)
     )
     assert first == again != other
     assert first != list(range(50))
@@ -220,12 +225,12 @@ def test_the_fingerprint_tells_one_split_from_another():
 )
 def test_shares_that_do_not_fit_are_refused(drawn, message):
     with pytest.raises(UserError, match=message):
-        partitions.allocate(np.array(drawn), np.zeros(4, dtype=np.int64), rng())
+        allocated(np.array(drawn), np.zeros(4, dtype=np.int64), rng())
 
 
 def test_labels_beyond_the_shares_are_refused():
     with pytest.raises(UserError, match=r"labels must lie in 0..1, .* got 0..2"):
-        partitions.allocate(shares.iid(2, 2), np.array([0, 1, 2]), rng())
+        allocated(shares.iid(2, 2), np.array([0, 1, 2]), rng())
 
 
 def test_more_clients_than_examples_are_refused():

@@ -76,8 +76,6 @@ def test_the_terms_are_those_of_what_was_trained(run: Run) -> None:
     assert wide.terms["clients"] == pytest.approx(across)
     assert wide.terms["samples"] == pytest.approx(within)
     assert found.bound == pytest.approx(sum(found.terms.values()))
-    assert found.vacuous
-    assert not replace(found, terms={"empirical": 0.5, "clients": 0.25, "samples": 0.2}).vacuous
 
 
 def test_noise_is_on_the_networks_and_on_the_models_with_its_own_variance(run: Run) -> None:

@@ -25,28 +25,15 @@ TOLERANCE = 1e-9
 """How far shares of a class may exceed one in sum, from rounding."""
 
 
-def allocate(shares: Shares, labels: Integers, rng: np.random.Generator) -> tuple[Tensor, ...]:
+def _owners(shares: Shares, labels: Integers, rng: np.random.Generator) -> Integers:
     """Hands out the examples of one split: each class shuffled and cut at the cumulative shares.
 
     Cuts are rounded cumulatively: every amount is within one example of its share, no example goes
     to two clients, and a class whose shares sum to one is used up exactly.
 
-    Args:
-        shares: (clients, classes) fractions.
-        labels: (m,) labels of the split.
-        rng: decides which examples of a class a client gets.
-
     Returns:
-        For each client its positions in ``labels``, int64, ascending.
-
-    Raises:
-        UserError: shares are negative or exceed one in sum, or labels exceed their classes.
+        (m,) the client of each example; -1 where nobody holds it.
     """
-    return _grouped(_owners(shares, labels, rng), len(shares))
-
-
-def _owners(shares: Shares, labels: Integers, rng: np.random.Generator) -> Integers:
-    """Returns the client of each example, (m,); -1 where nobody holds it."""
     clients, classes = shares.shape
     totals = shares.sum(axis=0)
     if not np.isfinite(shares).all() or shares.min() < 0 or totals.max() > 1 + TOLERANCE:

@@ -84,11 +84,6 @@ class Measured:
         """The right side."""
         return sum(self.terms.values())
 
-    @property
-    def vacuous(self) -> bool:
-        """Whether it says no more than that an error rate is at most 1."""
-        return self.bound >= 1
-
 
 @dataclass(frozen=True)
 class Sides:
