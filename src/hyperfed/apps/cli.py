@@ -33,6 +33,7 @@ from hyperfed.data.own import rows_like
 from hyperfed.errors import LostEverybodyError, UserError, one_line
 from hyperfed.metrics import named
 from hyperfed.runs import clients, config, experiments, records, seeds
+from hyperfed.runs import tried as try_out
 from hyperfed.runs.export import export_model
 from hyperfed.runs.run import Run
 from hyperfed.runs.serving import Served
@@ -106,14 +107,26 @@ def run(
             autocompletion=completion.settings,
         ),
     ] = None,
+    *,
+    tried: Annotated[
+        list[str] | None,
+        Option(
+            "--try",
+            metavar="KEY=VALUE,VALUE",
+            autocompletion=completion.settings,
+            help="Train with each of these, and say which is the best by validation data; several "
+            "of them: all with all.",
+        ),
+    ] = None,
     out: Annotated[Path, Option(help="Where the run gets a folder of its own.")] = Path("runs"),
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Train a method on a task, or every method. With seed=0..2 once for each seed."""
     each = seeds.asked_for(settings or ())
-    if source == ALL or len(each) > 1:
-        train_all(source, each, out, as_json=as_json, quiet=quiet)
+    points = try_out.points(tried or (), each)
+    if source == ALL or len(each) * len(points) > 1:
+        train_all(source, each, points, out, as_json=as_json, quiet=quiet)
         return
     experiment = experiments.name(source)
     loaded = config.load(source, each[0])

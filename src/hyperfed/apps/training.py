@@ -5,6 +5,7 @@ import shlex
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -16,9 +17,9 @@ from hyperfed.apps.flower import submit
 from hyperfed.apps.guard import STOPPED, Tell, divide
 from hyperfed.apps.printing import print_json, print_tables, say
 from hyperfed.data import tasks
-from hyperfed.errors import EngineLostError, UserError, one_line
+from hyperfed.errors import EngineLostError, LostEverybodyError, UserError, one_line
 from hyperfed.methods import METHODS
-from hyperfed.runs import comparison, config, experiments, seeds
+from hyperfed.runs import comparison, config, experiments, seeds, tried
 from hyperfed.runs.folder import read_run
 from hyperfed.runs.progress import following, watch
 from hyperfed.runs.records import FinishedRun
@@ -54,52 +55,128 @@ def train(run: Run, tell: Tell, *, as_json: bool, quiet: bool) -> None:
         _stop(run, why)
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """One of several runs.
+
+    Attributes:
+        config: its settings.
+        point: those among them that are tried.
+        seeds: whether there are others of other seeds.
+    """
+
+    config: RunConfig
+    point: tried.Point
+    seeds: bool
+
+    def __str__(self) -> str:
+        seed = f"seed {self.config.seed}" if self.seeds else ""
+        return ", ".join(filter(None, (self.config.method, seed, *self.point)))
+
+
 def train_all(
-    source: str, each: Sequence[Sequence[str]], out: Path, *, as_json: bool, quiet: bool
+    source: str,
+    each: Sequence[Sequence[str]],
+    points: Sequence[tried.Point],
+    out: Path,
+    *,
+    as_json: bool,
+    quiet: bool,
 ) -> None:
-    """Trains a method, or all, with each of some settings and compares; 3 where one was stopped."""
-    loaded = _load_all(source, each)  # no error after hours
+    """Trains a method, or all, with each of some settings and compares.
+
+    A run that loses everybody does not keep the others from theirs.
+
+    Args:
+        source: the method, all of them, or an experiment.
+        each: settings, a list for each seed.
+        points: settings that are tried, with all seeds each.
+        out: the folder of all runs.
+        as_json: print JSON.
+        quiet: print results alone.
+
+    Raises:
+        Exit: with 3 where a run was stopped, with 1 where one lost everybody that was not tried
+            among others.
+        LostEverybodyError: all runs did.
+    """
+    asked = _load_all(source, each, points)  # no error after hours
     experiment = "" if source == ALL else experiments.name(source)
-    tell = own_process(loaded, as_json=as_json)
+    tell = own_process([it.config for it in asked], as_json=as_json)
     build = cache(tasks.build)  # the same data for all, but a preset may have its own
     results: list[dict[str, Any]] = []
-    for it in loaded:
-        with closing(Run.start(it, out, build(it.task, it.seed), experiment)) as run:
+    of: list[tried.Point] = []
+    lost: LostEverybodyError | None = None
+    for number, it in enumerate(asked, start=1):
+        task = build(it.config.task, it.config.seed)
+        with closing(Run.start(it.config, out, task, experiment)) as run:
             if not quiet:
-                which = f", seed {it.seed}" if len(each) > 1 else ""
-                say(f"{it.method}{which} ({len(results) + 1} of {len(loaded)})")
-            if not results:
+                say(f"{it} ({number} of {len(asked)})")
+            if number == 1:
                 tell_of_columns(run, quiet=quiet)
             tell(_folder(run))
-            if (why := _watch(run, quiet=quiet)) is not None:
-                _stop(run, why, _not_begun(source, loaded[len(results) + 1 :], each, out))
+            try:
+                why = _watch(run, quiet=quiet)
+            except LostEverybodyError as error:
+                say(f"warning: left out: {it}: {error}")
+                lost = error
+                continue
+            if why is not None:
+                _stop(run, why, _not_begun(source, asked[number:], each, out))
             if not (quiet or as_json):
                 _say_remarks(run.summary)
             results.append(_result(run))
-    done = [read_run(Path(result["folder"])) for result in results]
-    rows = comparison.compare(done)
-    of_groups = seeds.over_seeds(rows) if len(each) > 1 else []
+            of.append(it.point)
+    if lost is not None and not results:
+        raise lost
+    _print_all(results, of, points, several=len(each) > 1, as_json=as_json)
+    if not as_json:
+        print(out, flush=True)
+    if lost is not None and len(points) == 1:
+        raise typer.Exit(1)
+
+
+def _print_all(
+    results: Sequence[Mapping[str, Any]],
+    of: Sequence[tried.Point],
+    points: Sequence[tried.Point],
+    *,
+    several: bool,
+    as_json: bool,
+) -> None:
+    """Prints what runs came to, over several seeds too, and which of the points is the best."""
+    rows = comparison.compare([read_run(Path(result["folder"])) for result in results])
+    of_groups = seeds.over_seeds(rows) if several else []
     if as_json:
         over = [one.by_name for one in of_groups]
         print_json({"runs": results, "over_seeds": over} if of_groups else results)
         return
     print_tables(*comparison.tables(rows), *seeds.tables(of_groups))
-    print(out, flush=True)
+    for line in tried.best(rows, of, points) if len(points) > 1 else ():
+        print(line)
 
 
-def _load_all(source: str, each: Sequence[Sequence[str]]) -> list[RunConfig]:
-    """Returns the settings of each run; of all methods without those that come to no last phase."""
-    loaded: list[RunConfig] = []
+def _load_all(
+    source: str, each: Sequence[Sequence[str]], points: Sequence[tried.Point]
+) -> list[_Asked]:
+    """Returns what each run is of; of all methods without those that come to no last phase."""
+    asked: list[_Asked] = []
     for method in METHODS if source == ALL else [source]:
         try:
-            loaded += [config.load(method, settings) for settings in each]
+            asked += [
+                _Asked(config.load(method, [*settings, *point]), point, len(each) > 1)
+                for point in points
+                for settings in each
+            ]
         except config.TooShortError as error:
             if source != ALL:
                 raise
             say(f"warning: left out: {error}")
-    if any(it.engine.name == "flower" for it in loaded):
-        raise UserError("engine=flower must have one method and one seed; run one after another")
-    return loaded
+    if any(it.config.engine.name == "flower" for it in asked):
+        raise UserError(
+            "engine=flower must have one method, one seed and nothing tried; run one after another"
+        )
+    return asked
 
 
 def tell_of_columns(run: Run, *, quiet: bool) -> None:
@@ -121,14 +198,16 @@ def _watch(run: Run, *, quiet: bool) -> str | None:
 
 
 def _not_begun(
-    source: str, left: Sequence[RunConfig], each: Sequence[Sequence[str]], out: Path
+    source: str, left: Sequence[_Asked], each: Sequence[Sequence[str]], out: Path
 ) -> str:
     """Returns what is to be run when one of several was stopped; nothing of the last."""
     if not left:
         return ""
-    if source == ALL:
-        return f"not begun: {', '.join(f'{it.method} seed={it.seed}' for it in left)}"
-    seeds = f"seed={left[0].seed}..{left[-1].seed}"  # the last of each one's settings
+    if source == ALL or left[0].point:
+        told = (" ".join([it.config.method, *it.point, f"seed={it.config.seed}"]) for it in left)
+        return f"not begun: {', '.join(told)}"
+    first, last = left[0].config.seed, left[-1].config.seed
+    seeds = f"seed={first}..{last}"  # the last of each one's settings
     command = ["hyperfed", "run", source, *each[0][:-1], seeds, "--out", str(out)]
     return f"not begun: {seeds}; then run: {shlex.join(command)}"
 

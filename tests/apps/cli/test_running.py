@@ -10,8 +10,10 @@ import pytest
 
 from apps.cli.checks import SMALL, failure, same_records
 from hyperfed.apps.cli import main
+from hyperfed.errors import LostEverybodyError
 from hyperfed.methods import METHODS, pfedhn
 from hyperfed.runs.folder import RunFolder, read_run
+from hyperfed.runs.run import Run
 
 pytestmark = pytest.mark.xdist_group("cli")  # which share trained runs
 
@@ -167,9 +169,53 @@ class TestSeveralSeeds:
         self, cli, tmp_path
     ):
         wrong = ("fedavg", "seed=0..1", "engine=flower", "engine.superlink=here:1")
-        assert "one method and one seed" in failure(cli("run", *wrong, "--out", tmp_path))
+        assert "one seed and nothing tried" in failure(cli("run", *wrong, "--out", tmp_path))
         assert "write seed=1..3" in failure(cli("run", "fedavg", "seed=3..1", "--out", tmp_path))
         assert not list(tmp_path.iterdir())
+
+
+class TestTried:
+    def test_each_value_is_trained_with_each_seed_and_the_best_is_named(self, cli, tmp_path):
+        grid = ("--try", "method.local_lr=1e-5,0.05", "--try", "method.batch_size=8,4")
+        code, out, err = cli("run", "fedper", *SMALL, "seed=3..4", *grid, "--out", tmp_path)
+        assert code == 0
+        begun = [line for line in err.splitlines() if line.startswith("fedper, ")]
+        assert len(begun) == 8
+        assert begun[1] == "fedper, seed 4, method.local_lr=1e-5, method.batch_size=8 (2 of 8)"
+        *_, told, folder = out.splitlines()
+        assert told.startswith("fedper: best by validation data with method.local_lr=0.05 ")
+        assert folder == str(tmp_path)
+        runs = [read_run(path.parent).config for path in tmp_path.glob("*/*/summary.json")]
+        found = {(c["seed"], c["method"]["local_lr"], c["method"]["batch_size"]) for c in runs}
+        assert found == {(s, lr, b) for s in (3, 4) for lr in (1e-5, 0.05) for b in (8, 4)}
+
+    def test_what_diverges_is_left_out_unless_all_does(self, cli, tmp_path):
+        with_rates = ("--try", "method.local_lr=1e30,0.05", "--out", tmp_path)
+        code, out, err = cli("run", "fedavg", *SMALL, *with_rates)
+        assert code == 0
+        assert "warning: left out: fedavg, method.local_lr=1e30: every client was lost" in err
+        assert "best by validation data with method.local_lr=0.05" in out
+        assert "; method.local_lr=0.05 is the least tried: try less\n" in out
+        worse = ("--try", "method.local_lr=1e30,1e31", "--out", tmp_path)
+        code, out, err = cli("run", "fedavg", *SMALL, *worse, "--quiet")
+        assert (code, out) == (1, "")
+        assert err.splitlines()[-1].startswith("error: every client was lost")
+
+    def test_of_several_seeds_one_that_diverges_keeps_none_from_its_end(
+        self, cli, tmp_path, monkeypatch
+    ):
+        whole = Run._one_round
+
+        def lost(run: Run) -> None:
+            if run.config.seed == 3:
+                raise LostEverybodyError("all are gone")
+            whole(run)
+
+        monkeypatch.setattr(Run, "_one_round", lost)
+        code, out, err = cli("run", "fedavg", *SMALL, "seed=3..4", "--out", tmp_path, "--json")
+        assert code == 1
+        assert "warning: left out: fedavg, seed 3: all are gone" in err
+        assert [result["summary"]["seed"] for result in json.loads(out)["runs"]] == [4]
 
 
 def test_a_home_directory_behind_an_equals_sign_is_found(cli, tmp_path, monkeypatch):

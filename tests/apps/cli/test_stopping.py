@@ -154,6 +154,12 @@ class TestStopping:
         assert "not begun" not in err
         err = cli("run", "all", *keys, "seed=2", "--out", tmp_path, "--quiet").err
         assert err.splitlines()[-1].startswith("not begun: fedavg seed=2, fedprox seed=2, ")
+        tried = ("--try", "method.local_lr=0.1,0.2", "seed=4..5", "--out", tmp_path, "--quiet")
+        err = cli("run", "fedavg", *keys, *tried).err
+        assert err.splitlines()[-1] == (
+            "not begun: fedavg method.local_lr=0.1 seed=5, fedavg method.local_lr=0.2 seed=4, "
+            "fedavg method.local_lr=0.2 seed=5"
+        )
 
     def test_handlers_are_restored(self, cli, tmp_path):
         signals = (signal.SIGINT, signal.SIGTERM)

@@ -1,0 +1,83 @@
+"""Values of settings that are tried, all with all, and which of them validation data prefer."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import product
+from math import prod
+from statistics import fmean
+
+from hyperfed.errors import UserError
+from hyperfed.runs.comparison import Row
+from hyperfed.runs.experiments import MOST_SEEDS
+
+Point = tuple[str, ...]
+"""``KEY=VALUE`` of each setting that is tried."""
+
+
+def points(tried: Sequence[str], each: Sequence[Sequence[str]]) -> list[Point]:
+    """Returns all points of a grid, the last key's values the fastest; one empty without any key.
+
+    Args:
+        tried: ``KEY=VALUE,VALUE,...``, each key once.
+        each: the other settings, for each of the seeds that a point is trained with.
+
+    Raises:
+        UserError: lists all that is wrong.
+    """
+    grid: dict[str, list[str]] = {}
+    problems: list[str] = []
+    set_besides = {setting.partition("=")[0].strip() for settings in each for setting in settings}
+    for given in tried:
+        key, _, written = given.partition("=")
+        key, values = key.strip(), list(dict.fromkeys(map(str.strip, written.split(","))))
+        if len(values) < 2 or not all(values):
+            problems.append(f"must be KEY=VALUE,VALUE with two values or more, came {given}")
+        if key == "seed":
+            problems.append(f"must be no seeds, which are written seed=0..2, came {given}")
+        elif key in grid or key in set_besides:
+            problems.append(f"must be said once of each key, came {key} twice; leave one out")
+        grid[key] = [f"{key}={value}" for value in values]
+    count = prod(map(len, grid.values())) * len(each)
+    if count > MOST_SEEDS:
+        problems.append(f"must come to {MOST_SEEDS} trainings at most, came {count}; try fewer")
+    if problems:
+        raise UserError("\n".join(f"what is tried {problem}" for problem in problems))
+    return list(product(*grid.values()))
+
+
+def best(rows: Sequence[Row], of: Sequence[Point], tried: Sequence[Point]) -> Iterator[str]:
+    """Says of each method which point is the best, by the mean of validation data over seeds.
+
+    And where one of its numbers is the least or the greatest that was tried.
+
+    Args:
+        rows: of runs that are done.
+        of: the point of each.
+        tried: all points, those of runs that came to nothing too.
+    """
+    for method in dict.fromkeys(row.method for row in rows):
+        own = [(row, point) for row, point in zip(rows, of, strict=True) if row.method == method]
+        metric = own[0][0].metric
+        values: dict[Point, list[float]] = {}
+        for row, point in own:
+            if row.val is not None:
+                values.setdefault(point, []).append(row.val)
+        if not values:
+            yield f"{method}: no validation data say which is the best"
+            continue
+        means = {point: fmean(found) for point, found in values.items()}
+        first = max(means, key=lambda point: metric.order(means[point]))
+        told = f"{method}: best by validation data with {' '.join(first)}"
+        ends = [end for place in range(len(first)) if (end := _end(first, place, tried))]
+        yield "; ".join([f"{told} ({metric.told(means[first])})", *ends])
+
+
+def _end(point: Point, place: int, tried: Sequence[Point]) -> str | None:
+    """Says where a point's number of one key is at an end of those that were tried."""
+    key, _, own = point[place].partition("=")
+    with suppress(ValueError):
+        numbers = [float(each[place].partition("=")[2]) for each in tried]
+        for end, which, further in ((min, "least", "less"), (max, "greatest", "more")):
+            if float(own) == end(numbers):
+                return f"{key}={own} is the {which} tried: try {further}"
+    return None

@@ -1,0 +1,81 @@
+"""What is tried: which points there are, and which of them is the best, by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from finished_runs import row
+from hyperfed.errors import UserError
+from hyperfed.metrics import RMSE
+from hyperfed.runs.tried import best, points
+
+RATE = "method.local_lr"
+LOW, MIDDLE, HIGH = ((f"{RATE}={rate}",) for rate in ("1e-3", "0.01", "0.1"))
+
+
+def test_all_values_are_tried_with_all_others() -> None:
+    assert points([], [[]]) == [()]
+    assert points([f"{RATE} = 0.1, 0.2,0.1", "preset=paper,default"], [["rounds=3"]]) == [
+        (f"{RATE}=0.1", "preset=paper"),
+        (f"{RATE}=0.1", "preset=default"),
+        (f"{RATE}=0.2", "preset=paper"),
+        (f"{RATE}=0.2", "preset=default"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tried", "message"),
+    [
+        (["rounds=3"], "KEY=VALUE,VALUE with two values or more, came rounds=3"),
+        (["rounds=3,3"], "two values or more, came rounds=3,3"),
+        (["rounds=3,"], "two values or more, came rounds=3,"),
+        (["rounds"], "two values or more, came rounds"),
+        (["seed=0,1"], r"no seeds, which are written seed=0\.\.2, came seed=0,1"),
+        (["rounds=3,4", "rounds=5,6"], "once of each key, came rounds twice"),
+        (["cohort=3,4"], "once of each key, came cohort twice"),
+        (["rounds=3,4", "evaluate_every=" + ",".join(map(str, range(1, 252)))], "came 1004; try"),
+    ],
+)
+def test_what_is_no_grid_is_refused(tried: list[str], message: str) -> None:
+    each = [["cohort=2", f"seed={seed}"] for seed in (0, 1)]
+    with pytest.raises(UserError, match=message):
+        points(tried, each)
+
+
+def test_the_best_has_the_best_mean_over_seeds_on_validation_data() -> None:
+    rows = [row("a", seed, accuracy) for accuracy in (0.3, 0.5, 0.4) for seed in (0, 1)]
+    rows[4] = replace(rows[4], val=0.45)  # better than either of the middle, but not on average
+    rows[0] = replace(rows[0], test=0.9)
+    of = [point for point in (LOW, MIDDLE, HIGH) for _ in (0, 1)]
+    assert list(best(rows, of, of)) == [f"a: best by validation data with {RATE}=0.01 (40.0 %)"]
+
+
+def test_where_the_best_lies_at_an_end_of_what_was_tried_it_says_so() -> None:
+    rows = [row("a", 0, accuracy) for accuracy in (0.2, 0.5, 0.3)]
+    of = [(*LOW, "rounds=9"), (*HIGH, "rounds=10"), (*MIDDLE, "rounds=10")]
+    (told,) = best(rows, of, of)
+    assert told == (
+        f"a: best by validation data with {RATE}=0.1 rounds=10 (40.0 %); "
+        f"{RATE}=0.1 is the greatest tried: try more; rounds=10 is the greatest tried: try more"
+    )
+    errors = [replace(it, metric=RMSE) for it in rows]  # whose first is now the best
+    (told,) = best(errors, of, of)
+    assert told.startswith(f"a: best by validation data with {RATE}=1e-3 rounds=9 (0.1000); ")
+    assert f"{RATE}=1e-3 is the least tried: try less" in told
+    alone = [*best(rows[2:], of[2:], [of[2], (*HIGH, "rounds=9")])]  # the other came to nothing
+    assert alone == [
+        f"a: best by validation data with {RATE}=0.01 rounds=10 (20.0 %); "
+        f"{RATE}=0.01 is the least tried: try less; rounds=10 is the greatest tried: try more"
+    ]
+
+
+def test_words_have_no_ends_and_each_method_has_a_best_of_its_own() -> None:
+    rows = [row("a", 0, 0.4), row("a", 0, 0.3), row("b", 0, 0.3), row("b", 0, 0.4)]
+    of = [("preset=paper",), ("preset=default",)] * 2
+    told = list(best(rows, of, of))
+    assert told == [
+        "a: best by validation data with preset=paper (30.0 %)",
+        "b: best by validation data with preset=default (30.0 %)",
+    ]
+    blind = [replace(it, val=None) for it in rows[:2]]
+    assert list(best(blind, of[:2], of)) == ["a: no validation data say which is the best"]
