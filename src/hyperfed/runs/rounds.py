@@ -56,7 +56,12 @@ class Rounds:
         self._failures = 0
 
     def train(self, clients: Sequence[int]) -> Mapping[int, str]:
-        """Trains the server with these clients; returns whom it lost, and why."""
+        """Trains the server with these clients; returns whom it lost, and why.
+
+        Raises:
+            LostEverybodyError: this was the last of many rounds in which nobody was left.
+            UserError: what a client, or the server, says is wrong with the settings.
+        """
         lost: dict[int, str] = {}
         cohort = self._cohort(clients, lost)
         while not self._learns(cohort):
@@ -177,7 +182,11 @@ class Rounds:
 
 
 def _check_size(config: RunConfig, size: int) -> None:
-    """Finds out whether a round of so many clients can be aggregated as the settings say."""
+    """Finds out whether a round of so many clients can be aggregated as the settings say.
+
+    Raises:
+        UserError: it cannot.
+    """
     if config.robust.aggregation != "mean" and size < 3:
         raise UserError(
             "a round must have at least 3 clients where robust.aggregation is not mean, as no "
