@@ -16,7 +16,7 @@ import torch
 from hyperfed.apps import cli
 from hyperfed.data import arrays, site, tasks
 from hyperfed.data.arrays import PARTS
-from hyperfed.data.roster import Frame, enrol
+from hyperfed.data.roster import Frame, Introduction, enrol
 from hyperfed.data.tables import Columns
 from hyperfed.data.tasks import TaskConfig
 from hyperfed.engines.calls import Call
@@ -272,6 +272,34 @@ def test_sites_that_number_words_otherwise_are_no_federation(tmp_path: Path) -> 
         enrol(introductions, run=1)
 
 
+def test_sites_whose_features_are_other_columns_are_no_federation(tmp_path: Path) -> None:
+    """Age at one site would be multiplied by what dose has learned at the others."""
+    table = {"age": range(50, 80), "dose": np.linspace(0, 1, 30), "y": [0.5] * 30}
+
+    def said(name: str, features: str = "", **more: Any) -> Introduction:
+        path = tmp_path / f"{name}.csv"
+        pandas.DataFrame(table | more | {"client": name}).to_csv(path, index=False)
+        return site.read(path, columns=site.columns_named("", "", features, "")).introduce()
+
+    alike = [said("a"), said("b", "age,dose", ward=1.5)]
+    roster = enrol(alike, run=1)
+    assert {one.features for one in alike} == {roster.features}
+    lists = {"client": ["c"] * 30, "window": [[1.0, 2.0]] * 30, "y": table["y"]}
+    pandas.DataFrame(lists).to_parquet(tmp_path / "c.parquet")
+    named = site.columns_named("", "", "window", "")
+    unnamed = site.read(tmp_path / "c.parquet", columns=named).introduce()
+    assert enrol([unnamed, *alike], run=1).features == roster.features
+    for other in (said("d", "dose,age"), said("e", "age,ward", ward=1.5)):
+        whose = f"at the site of b and at the site of {other.members[0].name}"
+        with pytest.raises(UserError, match=rf"same columns in the same order .* {whose}; name"):
+            enrol([*alike, unnamed, other], run=1)
+
+
+def test_an_archive_names_no_features(tmp_path: Path) -> None:
+    data = site.read(archive(tmp_path, features=np.array(["a"] * FEATURES)))
+    assert data.features == ()
+
+
 def test_texts_and_tables_of_nobody_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("f0,y\n1.0,0\n")
     with pytest.raises(UserError, match="who holds a row; name it by --client"):
@@ -344,10 +372,12 @@ def test_the_command_takes_columns_and_words_and_says_them_again(
     assert run("node", "--data", str(path), "--state", str(tmp_path / "s"), *given) == 0
     said = capsys.readouterr().out
     assert "ann" in said
+    assert "\nfeatures: age\n" in said
     assert " ".join(given) in said
     assert "labels='none,mild,severe'" in said.replace('"', "'")
     assert run("node", "--data", str(path), "--check", *given[:4], "--json") == 0
-    assert json.loads(capsys.readouterr().out)["classes"] == 2  # so far as this site knows
+    told = json.loads(capsys.readouterr().out)
+    assert (told["classes"], told["features"]) == (2, ["age"])  # so far as this site knows
 
 
 def test_a_task_of_files_numbers_words_in_the_order_that_is_said(tmp_path: Path) -> None:

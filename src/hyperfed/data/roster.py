@@ -36,6 +36,7 @@ _Examples = Annotated[int, Field(ge=0, le=10**8)]
 _Number = Annotated[int, Field(ge=0, le=MOST_CLASSES)]
 """Of classes, or of clients."""
 
+_Hash = Annotated[str, Field(max_length=64)]
 _Side = Annotated[int, Field(ge=1, le=10**8)]
 _Channels = Annotated[tuple[FiniteFloat, ...], Field(max_length=1024)]
 _Shape = Annotated[tuple[_Side, ...], Field(min_length=1, max_length=8)]
@@ -79,6 +80,8 @@ class Introduction:
         std: the same.
         fingerprint: a hash of its data.
         labels: names of the labels 0, 1, ..., where its data have words.
+        features: a hash of the columns that an example is made of, in their order; empty where
+            their names do not say it.
     """
 
     members: Annotated[tuple[Member, ...], Field(max_length=10**6)]
@@ -88,8 +91,9 @@ class Introduction:
     pixels: NonNegativeInt = 0
     mean: _Channels = ()
     std: _Channels = ()
-    fingerprint: Annotated[str, Field(max_length=64)] = ""
+    fingerprint: _Hash = ""
     labels: Annotated[tuple[_Name, ...], Field(max_length=MOST_CLASSES)] = ()
+    features: _Hash = ""
 
 
 def check_introduction(said: Introduction, problems: list[str]) -> None:
@@ -178,6 +182,7 @@ class Roster:
         keys: name of a client -> the key of the node that it belongs to, as ``ssh-keygen -lf``
             calls it; empty where nodes have none.
         labels: names of the labels 0, 1, ..., where a site has words.
+        features: a hash of the columns that an example is made of, where a site tells it.
     """
 
     run: int
@@ -186,6 +191,7 @@ class Roster:
     fingerprint: str
     keys: dict[str, str] = dataclasses.field(default_factory=dict)
     labels: tuple[_Name, ...] = ()
+    features: _Hash = ""
 
     @property
     def numbers(self) -> Mapping[str, int]:
@@ -291,6 +297,7 @@ def enrol(
         problems.append(
             f"labels must be the {len(labels)} of task.labels, got {odd[0].classes}{_at(odd[0])}"
         )
+    features = _common_features(introductions, problems)
     choices = tuple(sizes)
     wrong = [m for m in everyone if len(choices) > 1 and m.size not in choices]
     if wrong:
@@ -319,7 +326,18 @@ def enrol(
     prints = sorted(site.fingerprint for site in introductions)
     own = {member.name: key for member in members if (key := (keys or {}).get(member.name))}
     words = next((site.labels for site in introductions if site.labels), ())
-    return Roster(run, frame, tuple(members), hash_of(*prints), own, words)
+    return Roster(run, frame, tuple(members), hash_of(*prints), own, words, features)
+
+
+def _common_features(introductions: Sequence[Introduction], problems: list[str]) -> str:
+    """Returns the hash of the columns that sites make examples of; "" where none tells it."""
+    told = {site.features: _at(site) for site in introductions if site.features}
+    if len(told) > 1:
+        problems.append(
+            "features must be the same columns in the same order at all sites, but are others"
+            f"{' and'.join(list(told.values())[:2])}; name them alike with --features at each node"
+        )
+    return next(iter(told), "")
 
 
 def joined(
@@ -382,6 +400,11 @@ def _unfit(
         return (
             f"its examples must be {frame.shape} {frame.dtype}, as those of the run are, got "
             f"{site.shape} {site.dtype}; convert them"
+        )
+    if site.features and roster.features and site.features != roster.features:
+        return (
+            "its features must be the columns of the run's sites in their order, but are others; "
+            "name those with --features at its node"
         )
     if bool(site.classes) != bool(frame.classes) or site.classes > frame.classes:
         return (

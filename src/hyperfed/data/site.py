@@ -57,6 +57,8 @@ class SiteData:
         novel: its clients join after training.
         unlabelled: novel clients have no training labels.
         labels: names of the labels 0, 1, ..., where the data have words.
+        features: the columns that the numbers or channels of an example are, in their order; ()
+            where none is named for each.
     """
 
     x: Tensor
@@ -69,6 +71,7 @@ class SiteData:
     novel: bool = False
     unlabelled: bool = False
     labels: tuple[str, ...] = ()
+    features: tuple[str, ...] = ()
 
     def at(self, **where: Any) -> "SiteData":
         """Returns the same data with other values of the fields from ``models`` on."""
@@ -92,6 +95,7 @@ class SiteData:
             std=std,
             fingerprint=hash_of(self.x, self.y, *(part for r in self.rows.values() for part in r)),
             labels=self.labels,
+            features=hash_of(*self.features) if self.features else "",
         )
 
     def task(self, frame: Frame, names: Mapping[int, str]) -> Task:
@@ -200,7 +204,9 @@ def read(
         )
     arrays.raise_all(problems, f"{path} does not hold the data of a site")
     x, y = (values.float() if values.is_floating_point() else values for values in (x, y))
-    return SiteData(x, y, number, rows, labels=tuple(labels))
+    named = held.get("features", ())
+    features = named if x.shape[1:2] == (len(named),) else ()  # not of one column of lists
+    return SiteData(x, y, number, rows, labels=tuple(labels), features=features)
 
 
 def _targets(
@@ -244,7 +250,7 @@ def _from_table(path: Path, columns: Columns) -> dict[str, Any]:
             f"{path} must hold numbers or images, got texts, whose length each site would take for "
             "itself; make tokens of them, as many in each row"
         )
-    held = {"x": rows.x, "y": rows.y, "client": rows.client}
+    held = {"x": rows.x, "y": rows.y, "client": rows.client, "features": rows.features}
     if rows.split is not None:
         held["split"] = rows.split
     if rows.classes is not None:
@@ -254,7 +260,7 @@ def _from_table(path: Path, columns: Columns) -> dict[str, Any]:
 
 def _from_npz(path: Path) -> dict[str, Any]:
     held = arrays.read_npz(path, needed=("x", "y", "client"))
-    return {name: values for name, values in held.items() if name != "names"}
+    return {name: values for name, values in held.items() if name not in ("names", "features")}
 
 
 def _from_rows(path: Path) -> dict[str, Any]:

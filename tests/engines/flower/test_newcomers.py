@@ -240,13 +240,14 @@ def test_the_frame_of_the_run_stays() -> None:
         ({"dtype": "torch.float32", "mean": (), "std": ()}, "got .* torch.float32"),
         ({"classes": 5}, "labels must be of the 4 classes"),
         ({"classes": 0}, "labels must be of the 4 classes"),
+        ({"features": "dose, age"}, "features must be the columns of the run's sites"),
         ({"labels": ("w", "x", "z", "y")}, "those of the run in their order, w, x, y, z"),
         ({"members": (Member("late", 10, 5, 5, size="M"),)}, "start its node with --novel"),
         ({"members": (Member("late", 10, 5, 5, novel=True),)}, "targets S, M, got none"),
     ],
 )
 def test_who_does_not_fit_is_told_why(changes: dict[str, Any], why: str) -> None:
-    known = roster(labels=("w", "x", "y", "z"))
+    known = roster(labels=("w", "x", "y", "z"), features="age, dose")
     other = introduced(members=(Member("fits", 10, 5, 5, size="S", novel=True),))
     everyone, refused = joined(known, [introduced(**changes), other], run=2, sizes=SIZES)
     assert refused.keys() == {"late"}

@@ -244,6 +244,7 @@ RAW: dict[str, tuple[str, Any]] = {
     "nine axes": ("shape", [1] * 9),
     "a mean in words": ("mean", ["a"]),
     "a fingerprint of 1 MB": ("fingerprint", "0" * 10**6),
+    "names of features of 1 MB": ("features", "0" * 10**6),
     "a key of its own": ("key", "A"),
 }
 

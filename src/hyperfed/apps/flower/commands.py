@@ -127,7 +127,8 @@ def node(
     learns = policies.explain(allowed, found)
     if as_json:
         classes = found.classes if found else None
-        told = {"clients": _counts(found), "classes": classes, "learns": learns}
+        named = found.features if found else ()
+        told = {"clients": _counts(found), "classes": classes, "features": named, "learns": learns}
         print_json({**told, "start": None, **start})
     else:
         _tell(found, learns if check else [], start)
@@ -250,12 +251,14 @@ def _counts(found: SiteData | None) -> dict[str, dict[str, int]]:
 
 
 def _tell(found: SiteData | None, learns: Sequence[str], start: Mapping[str, str]) -> None:
-    """Prints whose data a site has, what a server could learn, and what is to be run."""
+    """Prints whose data of what a site has, what a server could learn, and what is to be run."""
     if found is not None:
         shown = table("client", *PARTS)
         for name, of in _counts(found).items():
             shown.add_row(name, *(str(of[part]) for part in PARTS))
         print_tables(shown)
+        if found.features:
+            print(f"features: {', '.join(found.features)}")
     for line in learns:
         print(line)
     said = {"start": "here", "supernode": "or here", "register": "before, at the operator's"}

@@ -112,7 +112,8 @@ def explain(policy: Policy, data: SiteData | None) -> list[str]:
         "What a server could learn here, whatever program it runs:",
         "- of each client: its name, how many examples it has to train, validate and test, and "
         "whether it joins after training; of all together: the shape of an example, the number of "
-        "classes, mean and deviation of the colours, a hash of the data",
+        "classes, mean and deviation of the colours, hashes of the data and of the names of their "
+        "columns",
         _of_replies(policy),
         f"- counts of right answers and sums of losses on validation and test data, of at least "
         f"{policy.smallest_evaluation} examples, at most {policy.evaluations_per_day} times a day "
