@@ -139,6 +139,39 @@ def test_another_task_on_the_runs_data_is_refused(
     hyperfed.open_run(run.folder.path, other)
 
 
+def test_another_score_than_the_runs_is_refused(tmp_path: Path) -> None:
+    """The best round would be chosen among numbers of two kinds."""
+
+    def minus_loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return -nn.functional.cross_entropy(output, y, reduction="none")
+
+    run = Run.start(config.from_keys("fedavg", QUICK | {"rounds": 2}), tmp_path, make_task())
+    for _ in run.train():
+        run.stop()
+    assert run.folder is not None
+    other = make_task(score=minus_loss)
+    for use in (hyperfed.open_run, hyperfed.resume):
+        with pytest.raises(UserError, match=r"score must be .*, accuracy, came minus_loss; make"):
+            use(run.folder.path, other)
+    tree, said, _ = load_latest(run.folder.state)
+    del said["score"]  # which checkpoints of earlier versions lack
+    save_latest(run.folder.state, tree, said)
+    hyperfed.open_run(run.folder.path, other)
+
+
+def test_a_run_without_a_checkpoint_says_that_it_begins_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = QUICK | {"rounds": 2, "checkpoint_every": 2}
+    run = Run.start(config.from_keys("fedavg", keys), tmp_path, make_task())
+    training = run.train()
+    next(training)
+    training.close()  # as a kill does
+    assert run.folder is not None
+    assert hyperfed.resume(run.folder.path, make_task()).done
+    assert "begins anew: no checkpoint is there yet, checkpoint_every=2" in caplog.text
+
+
 @pytest.mark.parametrize("command", ["evaluate", "resume", "personalize"])
 def test_the_command_line_says_how_to_go_on_with_a_run_from_python(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str

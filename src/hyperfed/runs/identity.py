@@ -27,6 +27,7 @@ def identity(method: str, task: Task) -> dict[str, Any]:
         "method": method,
         "data_fingerprint": task.fingerprint,
         "targets": _targets(task),
+        "score": task.metric.name,
         "task": _beside_the_data(task),
     }
 
@@ -35,12 +36,13 @@ def check_identity(meta: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
     """Refuses a checkpoint of another run.
 
     Args:
-        meta: the checkpoint's. An older one says nothing of targets, or of what is beside the data.
+        meta: the checkpoint's. An older one says nothing of targets, of the score, or of what is
+            beside the data.
         ours: :func:`identity` of the run that is to go on.
 
     Raises:
-        UserError: it is of another method, of other data or networks, or of a task that calls or
-            counts its clients or labels otherwise.
+        UserError: it is of another method, of other data or networks, or of a task that judges its
+            models, or calls or counts its clients or labels, otherwise.
     """
     for key in ("method", "data_fingerprint"):
         if meta.get(key) != ours[key]:
@@ -53,6 +55,12 @@ def check_identity(meta: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
         raise UserError(
             "the task's model must be the one that the run was started with, but has parameters of "
             "other names or shapes; make the task with that one, or start a new run"
+        )
+    if (score := meta.get("score", ours["score"])) != ours["score"]:
+        raise UserError(
+            f"the task's score must be the one that the run was started with, "
+            f"{one_line(str(score), 100)}, came {ours['score']}; make the task with that one, or "
+            "start a new run"
         )
     said = meta.get("task", ours["task"])
     told = said if isinstance(said, dict) else {}

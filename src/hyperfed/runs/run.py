@@ -192,6 +192,9 @@ class Run(Served):
                 for key in ("device", "rounds"):
                     if (now := getattr(moved, key)) != (was := getattr(config, key)):
                         log.warning("goes on with %s=%s, was %s", key, now, was)
+            if not folder.has_checkpoint:
+                every = config.checkpoint_every
+                log.warning("begins anew: no checkpoint is there yet, checkpoint_every=%s", every)
             folder.summary.unlink(missing_ok=True)
             folder.truncate_after(run.round)
         except BaseException:
