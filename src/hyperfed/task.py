@@ -102,6 +102,8 @@ class Task:
         shape = " x ".join(map(str, self.x.shape[1:])) or "one number"
         held = sorted({len(rows) for rows in self.train}) or [0]
         each = " to ".join(str(number) for number in dict.fromkeys([held[0], held[-1]]))
+        untested = sum(not len(rows) for rows in self.test)
+        more = f", {untested} with none for testing" if untested else ""
         nets = [
             f"{size}: {type(net).__name__}, {sum(p.numel() for p in net.parameters()):,} parameters"
             for size, net in self.models.items()
@@ -109,7 +111,7 @@ class Task:
         return (
             f"{type(self).__name__} {self.name}: {self._examples} of {shape} for {kind}\n"
             f"{self.clients} clients, {self.novel} of them novel, with {each} training examples "
-            f"each\n{'; '.join(nets)}"
+            f"each{more}\n{'; '.join(nets)}"
         )
 
     @property

@@ -253,6 +253,7 @@ def test_a_loss_of_ones_own_is_kept():
         ({"novel": 3}, "got novel=3 of 3 clients"),
         ({"model": linear().requires_grad_(False)}, "must have parameters to train"),
         ({"model": linear(2)}, r"must give 3 outputs per example, got shape \(2, 2\)"),
+        ({"model": linear(1)}, "last layer, or convert y to floats if these labels are amounts$"),
         (
             {"model": linear(3, inputs=5)},
             "but fails on it .RuntimeError: .*; change the model or x",
@@ -565,4 +566,6 @@ def test_a_task_is_shown_in_three_lines():
         "base: Linear, 15 parameters",
     ]
     alike = from_arrays(X[:40], Y[:40], client=np.arange(40) % 4, model=linear(), classes=3)
-    assert "4 clients, 0 of them novel, with 6 training examples each" in repr(alike)
+    assert "4 clients, 0 of them novel, with 6 training examples each\n" in repr(alike)
+    few = from_arrays(X[:40], Y[:40], client=[0, 1, 1, *[2] * 37], model=linear(), classes=3)
+    assert "with 1 to 25 training examples each, 2 with none for testing\n" in repr(few)

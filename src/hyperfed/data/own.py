@@ -573,10 +573,12 @@ def try_models(
             )
             continue
         if wanted is not None and not (_fits(output, *wanted) and len(output) == len(batch)):
+            amounts = wanted[-1] and output.numel() == len(batch)
             problems.append(
                 f"model {size!r} must give {_numbers(*wanted)} outputs per example, got shape "
                 f"{tuple(output.shape)} for {len(batch)} examples; change its last layer"
                 + ("" if wanted[-1] else ", or convert y to integers if these floats are labels")
+                + (", or convert y to floats if these labels are amounts" if amounts else "")
                 + (", or y where it holds no labels of tokens" if len(wanted) > 1 else "")
             )
 
