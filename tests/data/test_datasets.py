@@ -132,6 +132,18 @@ def test_a_name_is_looked_up_in_the_data_directory(cached, small, monkeypatch):
     assert load("small").y.tolist() == labels
 
 
+@pytest.mark.parametrize("path", [".", "./small", "../small"])
+def test_a_path_from_here_is_not_looked_up_in_the_data_directory(cached, small, monkeypatch, path):
+    folder, _, labels = small
+    other = {"train": (np.zeros((2, 3, 3), dtype=np.uint8), [0, 1])}
+    write_images(folder.parent / "elsewhere" / "small", other)
+    monkeypatch.setenv("HYPERFED_DATA", str(folder.parent / "elsewhere"))
+    monkeypatch.chdir(folder.parent if path == "./small" else folder)
+    assert load(path).y.tolist() == labels
+    with pytest.raises(UserError, match=r"must be one of .*, a folder, .* got './none'"):
+        load("./none")
+
+
 def test_grey_images_and_natural_clients(cached, tmp_path):
     pixels = np.random.default_rng(0).integers(0, 256, (4, 3, 3), dtype=np.uint8)
     client = {"train": ["zoe", "ann", "zoe", "bob"]}

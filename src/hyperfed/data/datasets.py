@@ -155,13 +155,14 @@ def _data_dir(data_dir: str | Path | None) -> Path | None:
 
 def _folder(name: str, data_dir: Path | None) -> Path | None:
     """Returns the local folder that ``name`` stands for; None where it is one of the hub's."""
-    if data_dir is not None and (data_dir / name).is_dir():
+    from_here = name.startswith(".")  # a path, as ./photos is, and no name of a data set
+    if data_dir is not None and not from_here and (data_dir / name).is_dir():
         return data_dir / name
     if name in KNOWN:
         return None
     if Path(name).is_dir():
-        return Path(name)
-    if HUB_ID.fullmatch(name):
+        return Path(name).resolve() if from_here else Path(name)
+    if HUB_ID.fullmatch(name) and not from_here:
         return None
     nearest = get_close_matches(name, NAMES, n=1, cutoff=0.0)[0]
     raise UserError(
