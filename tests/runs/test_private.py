@@ -11,10 +11,12 @@ import torch
 
 import hyperfed
 from hyperfed.errors import UserError
+from hyperfed.federation import step
 from hyperfed.methods import METHODS
 from hyperfed.runs.config import from_keys
 from hyperfed.runs.private import cohort_of
 from hyperfed.runs.run import Run
+from hyperfed.trees import Tree, tree_map
 from toys import make_token_task
 
 TASK = {"clients": 8, "novel": 0.0, "model": "mlp", "hidden": [4]}
@@ -23,10 +25,14 @@ QUICK = {"local_steps": 1, "batch_size": 8}
 DELTA = 1e-3
 
 
-def train(method: str = "fedavg", epsilon: float = 8.0, **keys: Any) -> Run:
+def begun(method: str = "fedavg", epsilon: float = 8.0, **keys: Any) -> Run:
     private = {"epsilon": epsilon, "delta": DELTA} | keys.pop("privacy", {})
     settings = SMALL | {"method": QUICK | keys.pop("own", {})} | keys
-    run = Run(from_keys(method, settings | {"privacy": private, "track": "none"}))
+    return Run(from_keys(method, settings | {"privacy": private, "track": "none"}))
+
+
+def train(*given: Any, **keys: Any) -> Run:
+    run = begun(*given, **keys)
     for _ in run.train():
         pass
     return run
@@ -187,7 +193,12 @@ def test_a_newcomer_s_model_is_given_again_for_nothing(hidden: int) -> None:
     assert run.privacy() == before
 
 
-OWN = {"pfedhn": {"novel_rounds": 3}, "mh_pfedhn": {"novel_rounds": 3}, "headstart": {}}
+NEWCOMERS = TASK | {"novel": 2, "hidden": [100]}
+OWN: dict[str, dict[str, Any]] = {
+    "pfedhn": {"novel_rounds": 3},
+    "mh_pfedhn": {"novel_rounds": 3},
+    "headstart": {"label_dropout": 0.5},
+}
 
 
 @pytest.mark.parametrize("method", OWN)
@@ -218,6 +229,8 @@ def test_what_was_made_stays_where_more_is_asked_for(tmp_path: Path) -> None:
     """Novel clients of HeadStart have answered less often than those that trained."""
     run, told = stored("headstart", tmp_path)
     run.served_otherwise(samples=3).evaluate_novel()
+    with pytest.raises(UserError, match="must stay within epsilon 50"):  # without labels
+        run.served_otherwise(["task.unlabelled=true"]).evaluate_novel()
     after = run.privacy()
     assert len(run.engine.released[6]["multipliers"]) > 10
     assert run.evaluate_novel().client_loss == told.client_loss
@@ -237,8 +250,7 @@ def test_what_was_made_is_tuned_on_by_its_client_for_nothing(tmp_path: Path) -> 
 
 
 def test_who_was_lost_when_others_were_served_is_served_beside_them() -> None:
-    task = TASK | {"novel": 2, "hidden": [100]}
-    run = train("pfedhn", epsilon=50.0, task=task, own={"novel_rounds": 3})
+    run = train("pfedhn", epsilon=50.0, task=NEWCOMERS, own={"novel_rounds": 3})
     _, other = run.evaluate_novel().client_loss
     del run.engine.released[6]
     found = run.evaluate_novel().client_loss
@@ -248,11 +260,41 @@ def test_who_was_lost_when_others_were_served_is_served_beside_them() -> None:
     assert run.evaluate_novel().client_loss == found
 
 
+def test_what_a_server_makes_when_it_has_learned_more_is_made_anew() -> None:
+    """Without validation data the last round is the best."""
+    run = begun("headstart", 50.0, task=NEWCOMERS | {"val": 0.0}, evaluate_every=2)
+    rounds = run.train()
+    assert [next(rounds).round for _ in range(2)] == [1, 2]
+    early = run.evaluate_novel().client_loss
+    assert run.evaluate_novel().client_loss == early
+    assert len(list(rounds)) == 2
+    assert not {*early} & {*run.evaluations[-1].client_loss}
+
+
+def test_a_model_that_did_not_come_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = train("headstart", 50.0, task=NEWCOMERS)
+    told = run.evaluations[-1].client_loss
+    run.engine.released.clear()
+
+    @step
+    def export(self: Any, received: Tree) -> Tree:
+        spoiled = torch.nan if self.id == 6 else 1.0
+        return tree_map(lambda leaf: spoiled * leaf, self.served_model(received))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(METHODS["headstart"].Client, "export", export)
+        assert run.evaluate_novel().client_loss == (None, told[1])
+    answers = len(run.engine.released[6]["multipliers"])
+    late, other = run.evaluate_novel().client_loss
+    assert late is not None
+    assert other == told[1]
+    assert len(run.engine.released[6]["multipliers"]) > answers
+
+
 def stored(method: str, folder: Path) -> tuple[Run, Any]:
     """Returns a run with two novel clients whose epsilon is spent, and their evaluation."""
-    task = TASK | {"novel": 2, "hidden": [100]}
-    keys = {"task": task, "privacy": {"epsilon": 50.0, "delta": DELTA}, "track": "none"}
-    keys |= {"method": QUICK | OWN[method]}
+    keys: dict[str, Any] = {"privacy": {"epsilon": 50.0, "delta": DELTA}, "track": "none"}
+    keys |= {"task": NEWCOMERS, "method": QUICK | OWN[method]}
     run = hyperfed.train(method, out=folder, progress=False, **(SMALL | keys))
     return run, run.evaluations[-1]
 
