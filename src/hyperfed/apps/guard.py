@@ -1,9 +1,9 @@
 """A run in a process of its own, where a library may end that process without a word.
 
-Ray does: a process whose raylet dies, or that has not reached the cluster's head for a minute, is
-ended from below Python, with exit code 1. So the process that the user started forks one that
-trains, and waits: it hands on signals, ends what a lost cluster leaves behind, and says how to go
-on. Of Linux; elsewhere a run is ended as Ray has it.
+Ray does: a process whose raylet dies, or that has long not reached the cluster's head, is ended
+from below Python, with exit code 1. So the process that the user started forks one that trains, and
+waits: it hands on signals, ends what a lost cluster leaves behind, and says how to go on. Of Linux;
+elsewhere a run is ended as Ray has it.
 """
 
 import atexit

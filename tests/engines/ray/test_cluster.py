@@ -40,6 +40,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     monkeypatch.setattr(cluster, "library", lambda: fake)
     monkeypatch.setattr(cluster, "_OURS", weakref.WeakSet())
     monkeypatch.setattr(cluster.socket, "create_connection", lambda *_: SimpleNamespace(close=int))
+    monkeypatch.setattr(cluster, "os", SimpleNamespace(environ={}))
     return fake
 
 
@@ -53,6 +54,17 @@ def test_engines_share_a_connection_which_ends_with_the_last(fake: FakeRay) -> N
     assert fake.is_initialized()
     del second
     assert not fake.is_initialized()
+
+
+def test_a_lost_head_is_waited_for_as_long_as_the_user_says_or_not_for_long(fake: FakeRay) -> None:
+    key = "RAY_gcs_rpc_server_reconnect_timeout_s"
+    cluster.connect("10.0.0.1:6379")  # which may be started anew there
+    assert key not in cluster.os.environ
+    cluster.connect()
+    assert cluster.os.environ[key] == str(cluster.HEAD_SECONDS)
+    cluster.os.environ[key] = "60"
+    cluster.connect()
+    assert cluster.os.environ[key] == "60"
 
 
 def test_a_cluster_that_runs_is_joined_and_left(fake: FakeRay) -> None:

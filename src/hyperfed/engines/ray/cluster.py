@@ -19,6 +19,10 @@ LOOPBACK = "127.0.0.1"
 REACHABLE_SECONDS = 5.0
 """How long a cluster's address may take to accept a connection. Ray itself tries for minutes."""
 
+HEAD_SECONDS = 10
+"""How long the head of a cluster started here may be out of reach before Ray ends this process. It
+is a process of this machine, which nobody starts anew; for one elsewhere Ray has a minute."""
+
 
 class Connection:
     """This process's connection to a cluster. Ray has one, so the engines of a process share it.
@@ -105,6 +109,7 @@ def _start(ray: Any) -> None:
             "was imported before it could be told; set RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 in the "
             "environment, or call ray.init() yourself to have its ports open to the network"
         )
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(HEAD_SECONDS))
     try:
         ray.init(
             address="local",  # whatever RAY_ADDRESS says
