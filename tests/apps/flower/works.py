@@ -1,14 +1,13 @@
-"""What the processes of an executor are asked to do; they import it by its name."""
+"""What the processes of an executor are asked to do; they import it by its name.
+
+And no more with it than that needs.
+"""
 
 import os
 import signal
 import sys
 import time
 from pathlib import Path
-
-import torch
-
-from hyperfed.apps.flower import app
 
 
 def who() -> tuple[int, int]:
@@ -18,11 +17,17 @@ def who() -> tuple[int, int]:
 
 def begins_with() -> tuple[bool, bool]:
     """Returns whether all is imported at the beginning, and whether CUDA was awake before."""
+    import torch
+
     return "torch._dynamo" in sys.modules, torch.cuda.is_initialized()
 
 
 def takes(size: int, most: int | None) -> int:
     """Takes so many bytes, where this process may have so many at most."""
+    import torch
+
+    from hyperfed.apps.flower import app
+
     app.bound_memory(most)
     return torch.empty(size, dtype=torch.uint8).numel()  # touches none of it
 
