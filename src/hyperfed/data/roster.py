@@ -354,7 +354,8 @@ def joined(
 
     Args:
         roster: of the run, or with those who came to it before.
-        introductions: of every site that is there; clients of the roster are left alone.
+        introductions: of every site that is there; clients of the roster are left alone, and all
+            others are newcomers, whether their site says so or not.
         run: number at the sites of what the newcomers are asked.
         sizes: names of the task's targets.
         keys: name of a client -> the key that it belongs to.
@@ -372,7 +373,7 @@ def joined(
             why = "a client must be at one site, but is at several"
         if why is not None:
             refused[member.name] = why
-    fit = (member for _, member in came if member.name not in refused)
+    fit = [dataclasses.replace(m, novel=True) for _, m in came if m.name not in refused]
     newcomers = tuple(sorted(fit, key=lambda member: member.name))
     frame = dataclasses.replace(
         roster.frame,
@@ -421,8 +422,6 @@ def _unfit(
             f"it must run one of the targets {', '.join(choices)}, got {member.size or 'none'}; "
             "give its node --size"
         )
-    if not member.novel:
-        return "its site must say that it joins after training; start its node with --novel"
     return None
 
 

@@ -103,12 +103,12 @@ class SiteData:
 
         Raises:
             UserError: one of them is not at this site, or the site does not fit the frame.
-                Whether a client is novel is the site's to say.
+                Whether a client of a run is novel is the site's to say; a newcomer may be of any.
         """
         rows = {self._name(client): parts for client, parts in self.rows.items()}
         if strange := [name for name in names.values() if name not in rows]:
             raise UserError(f"client {strange[0]} must be at this site, but is not")
-        if otherwise := [name for n, name in names.items() if (n >= frame.known) != self.novel]:
+        if otherwise := [name for n, name in names.items() if not self._may_be(n, frame)]:
             raise UserError(
                 f"client {otherwise[0]} must {'join after' if self.novel else 'take part in'} "
                 "training, as its site says, but the message has it otherwise; start a new run"
@@ -135,6 +135,12 @@ class SiteData:
             unlabelled=self.unlabelled,
             **frame.task_options(),
         )
+
+    def _may_be(self, number: int, frame: Frame) -> bool:
+        """Whether a client of this site can be one with such a number, known or novel."""
+        if number < frame.known:
+            return not self.novel
+        return self.novel or number >= frame.clients - frame.newcomers
 
     def _name(self, client: str) -> str:
         return f"{self.site}/{client}" if self.site else client

@@ -3,6 +3,7 @@
 import json
 import shutil
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,13 +40,19 @@ NEW = tasks.build(tasks.TaskConfig("digits", clients=12, novel=0.0), 0)
 """Whose clients come when the run is over."""
 
 
-def write_data(path: Path, client: int, *, shape: tuple[int, ...] | None = None) -> None:
-    """Writes what a newcomer has: of each part of its examples, as many as there are."""
+def write_data(
+    path: Path,
+    client: int,
+    *,
+    shape: tuple[int, ...] | None = None,
+    names: Sequence[str] = ("eve",),
+) -> None:
+    """Writes what newcomers have: all of one client's examples, one after the other's."""
     parts = {part: getattr(NEW, part)[client] for part in ("train", "val", "test")}
     rows = torch.cat([*parts.values()])
     x = NEW.x[rows] if shape is None else NEW.x[rows].reshape(-1, *shape)
     split = [part for part, own in parts.items() for _ in own]
-    names = ["eve"] * len(rows)
+    names = [names[row % len(names)] for row in range(len(rows))]
     np.savez(path, x=x.numpy(), y=NEW.y[rows].numpy(), client=names, split=split, classes=10)
 
 
@@ -165,18 +172,29 @@ def test_who_cannot_be_served_is_told_and_others_are(place: Place) -> None:
     place.newcomer(7, shape=(1, 4, 16))
     place.newcomer(8)
     place.newcomer(9)
-    place.newcomer(10, novel=False)
     place.link.broken[9] = silent
-    found = {it.client: (it.model, it.why) for it in place.welcome(4) if it.model != "known"}
+    found = {it.client: (it.model, it.why) for it in place.welcome(3) if it.model != "known"}
     assert found.pop("late8/eve") == ("kept", "")
     assert {model for model, _ in found.values()} == {"not kept"}
     assert "as those of the run are, got (1, 4, 16)" in found["late7/eve"][1]
     assert found["late9/eve"][1] == "its site did not answer within 0.1 s"
-    assert "start its node with --novel" in found["late10/eve"][1]
 
     # Who was not is served as soon as that can be.
     place.link.broken.clear()
-    assert [it.client for it in place.welcome(3) if it.model == "kept"] == ["late9/eve"]
+    assert [it.client for it in place.welcome(2) if it.model == "kept"] == ["late9/eve"]
+
+
+def test_one_may_be_at_a_site_that_has_clients_of_the_run(place: Place) -> None:
+    data = place.path / "more.npz"
+    write_data(data, 8, names=("000000", "000001", "eve"))
+    place.node(5, data=str(data))
+    found = {it.client: it.model for it in place.welcome()}
+    assert found == {"eve": "kept", **{f"{known:06d}": "known" for known in range(4)}}
+    (model,) = place.models(5)[-1:]
+    assert model.name == "_eve.safetensors"
+    roster = Roster.read(place.folder / "newcomers.json")
+    assert roster.keys["eve"] == "key of 5"
+    assert [member.novel for member in roster.members] == [False] * 4 + [True]
 
 
 def test_another_key_cannot_say_the_names_of_the_run(place: Place) -> None:

@@ -184,7 +184,7 @@ def test_pefll_over_tls_with_authenticated_nodes(federation: Deployment) -> None
     # At a site of its own its model is made there, and nothing of the run changes.
     before = {path: path.read_bytes() for path in record.rglob("*") if path.is_file()}
     federation.register("late")
-    late = ("--data", "newcomer.npz", "--state", "late-state", "--site", "late", "--novel")
+    late = ("--data", "newcomer.npz", "--state", "late-state", "--site", "late")
     federation.node("late", *late)
     asked = federation.hyperfed("served", "serve", str(record), "engine.timeout=300", "--json")
     assert asked.wait(timeout=LONGEST) == 0, federation.log("served") + federation.log("late")

@@ -224,6 +224,9 @@ def test_the_frame_of_the_run_stays() -> None:
     keys = {"late": "its key", "other": "another"}
     everyone, refused = joined(known, [new], run=2, sizes=SIZES, keys=keys)
     assert refused == {}
+    (late,) = new.members
+    beside = introduced(members=(known.members[0], replace(late, novel=False)))
+    assert joined(known, [beside], run=2, sizes=SIZES, keys=keys) == (everyone, {})
     assert everyone.frame == replace(known.frame, novel=2, newcomers=1, sizes=("S", "M", "M"))
     assert everyone.members == (*known.members, *new.members)
     assert everyone.keys == {"a": "key of a", "late": "its key"}
@@ -242,7 +245,6 @@ def test_the_frame_of_the_run_stays() -> None:
         ({"classes": 0}, "labels must be of the 4 classes"),
         ({"features": "dose, age"}, "features must be the columns of the run's sites"),
         ({"labels": ("w", "x", "z", "y")}, "those of the run in their order, w, x, y, z"),
-        ({"members": (Member("late", 10, 5, 5, size="M"),)}, "start its node with --novel"),
         ({"members": (Member("late", 10, 5, 5, novel=True),)}, "targets S, M, got none"),
     ],
 )

@@ -143,9 +143,11 @@ def test_a_client_whose_data_changed_does_not_answer_of_those_before(tmp_path: P
     assert torch.equal(descriptor(site_in(tmp_path), request(3, run=3)), first)
 
 
-@pytest.mark.parametrize("novel", [0, 3])
-def test_a_message_cannot_say_that_a_novel_client_is_none(novel: int, tmp_path: Path) -> None:
-    frame = replace(FRAME, known=4, novel=novel)
+@pytest.mark.parametrize(("novel", "newcomers"), [(0, 0), (3, 0), (3, 7)])
+def test_a_message_cannot_say_that_a_novel_client_is_none(
+    novel: int, newcomers: int, tmp_path: Path
+) -> None:
+    frame = replace(FRAME, known=4, novel=novel, newcomers=newcomers)
     answer = asked(site_in(tmp_path), request(frame=frame))
     assert isinstance(answer, UserError)
     assert "client ann must join after training, as its site says" in str(answer)
