@@ -317,6 +317,6 @@ def test_labels_that_only_their_client_understands_stay_apart(tmp_path):
 
 def test_a_file_is_named_npz_or_csv(tmp_path):
     partition = divide(TaskConfig(), load("digits"), 0)
-    with pytest.raises(UserError, match=r"must end in \.npz or \.csv, got .*dealt\.txt"):
+    with pytest.raises(UserError, match=r"must end in \.npz or \.csv, came .*dealt\.txt"):
         partition_files.write(tmp_path / "dealt.txt", partition, load("digits").y.numpy())
     assert not list(tmp_path.iterdir())

@@ -28,7 +28,7 @@ from made_examples import made
         ({"partition_file": "dealt.npz"}, "go together, got partition=none and .*npz"),
         (
             {"partition": "file", "partition_file": "dealt.txt"},
-            r"must end in \.npz or \.csv, got .*dealt\.txt",
+            r"must end in \.npz or \.csv, came .*dealt\.txt",
         ),
         (
             {"partition": "file", "partition_file": "dealt.npz", "val": 0.0},

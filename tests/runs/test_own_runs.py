@@ -294,7 +294,9 @@ def test_a_plot_names_clients_by_how_well_they_are_served(run: Run, tmp_path: Pa
     assert [told[int(place)] for _, place in points["trained together"]] == [
         name for name in told if name != "bob"
     ]
-    with pytest.raises(UserError, match="must end in one of"):
+    with pytest.raises(
+        UserError, match=r"a figure's file must end in .*, \.png, .* or \.\w+, came"
+    ):
         run.plot(tmp_path / "run.text")
 
 

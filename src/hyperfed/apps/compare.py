@@ -23,6 +23,7 @@ from hyperfed.runs.comparison import Row
 from hyperfed.runs.folder import RunRecord
 from hyperfed.runs.paired import Paired
 from hyperfed.runs.records import FinishedRun
+from hyperfed.system.files import check_suffix
 
 
 def compare(
@@ -52,7 +53,7 @@ def compare(
 ) -> None:
     """Compare runs that are done, and their settings."""
     if table is not None:
-        table_file.check_ending(table)
+        check_suffix(table, table_file.SUFFIXES, "table")
     done = _done(run_dirs)
     runs: Sequence[FinishedRun] = done
     if at is not None:

@@ -13,7 +13,7 @@ from typer import Argument, Option
 from hyperfed.apps.printing import Json, print_made
 from hyperfed.data.own import Task
 from hyperfed.errors import UserError
-from hyperfed.runs.export import ENDINGS, export_model, format_of
+from hyperfed.runs.export import SUFFIXES, export_model, format_of
 from hyperfed.runs.run import Run
 
 UNUSUAL = re.compile(r"[^\w.-]+")
@@ -21,7 +21,7 @@ UNUSUAL = re.compile(r"[^\w.-]+")
 
 
 class Format(StrEnum):
-    """Which file to write: a key of ``ENDINGS``."""
+    """Which file to write: a key of ``SUFFIXES``."""
 
     SAFETENSORS = "safetensors"
     ONNX = "onnx"
@@ -65,7 +65,7 @@ def export(
             print_made("adapter", adapter, as_json, client=client)
             return
         kind = format_of(out, format) if out else format or Format.SAFETENSORS
-        path = out or Path(f"client-{UNUSUAL.sub('_', client)}{ENDINGS[kind]}")
+        path = out or Path(f"client-{UNUSUAL.sub('_', client)}{SUFFIXES[kind]}")
         export_model(run.model(number), run.task, path, kind)
         print_made("model", path, as_json, client=client, format=str(kind))
 

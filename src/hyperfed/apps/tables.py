@@ -16,6 +16,7 @@ from hyperfed.papers.report import of_papers
 from hyperfed.papers.side_by_side import Outcome
 from hyperfed.runs import experiments as tables
 from hyperfed.system.devices import is_cpu
+from hyperfed.system.files import check_suffix
 
 Experiments = Annotated[
     Path,
@@ -117,7 +118,7 @@ def report(
     as_json: Json = False,
 ) -> None:
     """Set records beside what papers published. Spread, verdict, budgets, cost, figures."""
-    pages.check_ending(out)
+    check_suffix(out, pages.SUFFIXES, "report")
     found = tables.find_all(experiments)
     known = sorted({experiment.id.split("/")[0] for experiment in found})
     if not found or (paper is not None and paper not in known):

@@ -26,7 +26,7 @@ from hyperfed.data.arrays import raise_all, read_npz
 from hyperfed.data.partitions import TEST, TRAIN, UNUSED, VAL, Partition
 from hyperfed.data.shares import Integers
 from hyperfed.errors import UserError
-from hyperfed.system.files import atomic_write, check_file
+from hyperfed.system.files import atomic_write, check_file, check_suffix
 
 NEEDED = ("client", "split")
 SUFFIXES = (".npz", ".csv")
@@ -75,7 +75,7 @@ def write(path: Path, partition: Partition, labels: npt.NDArray[Any]) -> None:
     Raises:
         UserError: another ending, or the file cannot be written.
     """
-    check_suffix(path)
+    check_suffix(path, SUFFIXES, "partition")
     client, split = np.full(len(labels), -1, np.int32), np.full(len(labels), UNUSED, np.int8)
     sides = ((TRAIN, partition.train), (VAL, partition.val), (TEST, partition.test))
     for purpose, held in sides:
@@ -90,15 +90,6 @@ def write(path: Path, partition: Partition, labels: npt.NDArray[Any]) -> None:
     table = zip(*(column.tolist() for column in columns.values()), strict=True)
     lines = [",".join(columns), *(",".join(map(str, row)) for row in table)]
     atomic_write(path, "\n".join([*lines, ""]).encode())
-
-
-def check_suffix(path: Path) -> None:
-    """Raises ``UserError`` where a file's name tells no layout."""
-    if path.suffix not in SUFFIXES:
-        raise UserError(
-            f"the name of a partition's file must end in {' or '.join(SUFFIXES)}, got {path}; "
-            "rename it"
-        )
 
 
 def _integers(name: str, column: Any, rows: int, problems: list[str]) -> Integers:

@@ -15,11 +15,11 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass
 
-from hyperfed.data import partitions
+from hyperfed.data import partition_files, partitions
 from hyperfed.data.corruptions import CorruptionName
-from hyperfed.data.partition_files import check_suffix
 from hyperfed.data.pfllib import Dealing
 from hyperfed.data.tables import SUFFIXES, Columns
+from hyperfed.system.files import check_suffix
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
@@ -261,7 +261,7 @@ class TaskConfig:
                 f"{self.client_count} clients; correct them or remove class_sets"
             )
         if self.partition_file is not None:
-            check_suffix(self.partition_file)
+            check_suffix(self.partition_file, partition_files.SUFFIXES, "partition")
         decided = {"file": ("val", "test"), "pfllib": ("test",)}.get(self.partition or "", ())
         for key in decided:
             if getattr(self, key) is not None:

@@ -6,11 +6,10 @@ from pathlib import Path
 
 from markdown_it import MarkdownIt
 
-from hyperfed.errors import UserError
 from hyperfed.papers.report import Report
-from hyperfed.system.files import atomic_write
+from hyperfed.system.files import atomic_write, check_suffix
 
-ENDINGS = (".html", ".md")
+SUFFIXES = (".html", ".md")
 
 FIGURE = re.compile(r"^\{figure (.+)\}$\n?\n?", re.MULTILINE)
 
@@ -35,23 +34,13 @@ figure svg { max-width: 100%; min-width: 30rem; height: auto; }
 """
 
 
-def check_ending(path: Path) -> None:
-    """Refuses a file that a report cannot be.
-
-    Raises:
-        UserError: another ending.
-    """
-    if path.suffix not in ENDINGS:
-        raise UserError(f"the report's file must end in {' or '.join(ENDINGS)}, came {path}")
-
-
 def write(report: Report, title: str, path: Path) -> None:
     """Writes a report, as the file's ending says.
 
     Raises:
         UserError: another ending, or the disk refuses.
     """
-    check_ending(path)
+    check_suffix(path, SUFFIXES, "report")
     text = f"# {title}\n\n{report.text}"
     if path.suffix == ".md":
         atomic_write(path, FIGURE.sub("", text).encode())

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
-from hyperfed.errors import UserError
+from hyperfed.system import files
 from hyperfed.system.files import atomic_write
 
 if TYPE_CHECKING:
@@ -47,11 +47,8 @@ def finish(axes: "Axes", across: str, up: str, grid: Literal["x", "y", "both"] =
 
 def check_ending(figure: "Figure", path: Path) -> None:
     """Raises ``UserError`` where a file's name ends in no format of figures."""
-    formats = figure.canvas.get_supported_filetypes()
-    if path.suffix.removeprefix(".") not in formats:
-        raise UserError(
-            f"the figure's file must end in one of {', '.join(sorted(formats))}, came {path}"
-        )
+    formats = sorted(figure.canvas.get_supported_filetypes())
+    files.check_suffix(path, [f".{ending}" for ending in formats], "figure")
 
 
 def write(figure: "Figure", file: IO[Any], ending: str) -> None:

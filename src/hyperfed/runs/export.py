@@ -27,7 +27,7 @@ from hyperfed.errors import UserError
 from hyperfed.system.files import atomic_write
 from hyperfed.task import Task
 
-ENDINGS: Mapping[str, str] = MappingProxyType(
+SUFFIXES: Mapping[str, str] = MappingProxyType(
     {"safetensors": ".safetensors", "onnx": ".onnx", "torch-export": ".pt2"}
 )
 """Format -> how its files end."""
@@ -134,17 +134,17 @@ def format_of(path: Path, format: str | None = None) -> str:
     Raises:
         UserError: neither says it, or they say two.
     """
-    by_ending = {ending: name for name, ending in ENDINGS.items()}
-    chosen = format or by_ending.get(path.suffix)
-    if chosen is None or chosen not in ENDINGS:
+    by_suffix = {suffix: name for name, suffix in SUFFIXES.items()}
+    chosen = format or by_suffix.get(path.suffix)
+    if chosen is None or chosen not in SUFFIXES:
         raise UserError(
-            f"the format must be one of {', '.join(ENDINGS)}, or the file end in one of "
-            f"{', '.join(ENDINGS.values())}; came {format or path.name!r}"
+            f"the format must be one of {', '.join(SUFFIXES)}, or the file end in one of "
+            f"{', '.join(SUFFIXES.values())}; came {format or path.name!r}"
         )
-    if by_ending.get(path.suffix, chosen) != chosen:
+    if by_suffix.get(path.suffix, chosen) != chosen:
         raise UserError(
             f"the format and the file's ending must agree, came {chosen} and {path.name!r}; call "
-            f"the file {path.stem}{ENDINGS[chosen]}, or choose {by_ending[path.suffix]}"
+            f"the file {path.stem}{SUFFIXES[chosen]}, or choose {by_suffix[path.suffix]}"
         )
     return chosen
 

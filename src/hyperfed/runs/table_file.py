@@ -5,22 +5,11 @@ from pathlib import Path
 
 from pandas import DataFrame
 
-from hyperfed.errors import UserError
 from hyperfed.runs.comparison import Row, megabytes, metric_of
 from hyperfed.runs.seeds import over_seeds
-from hyperfed.system.files import atomic_write
+from hyperfed.system.files import atomic_write, check_suffix
 
-ENDINGS = (".csv", ".tex")
-
-
-def check_ending(path: Path) -> None:
-    """Refuses a file that such a table cannot be.
-
-    Raises:
-        UserError: another ending.
-    """
-    if path.suffix not in ENDINGS:
-        raise UserError(f"the table's file must end in {' or '.join(ENDINGS)}, came {path}")
+SUFFIXES = (".csv", ".tex")
 
 
 def write_table(rows: Sequence[Row], path: Path) -> None:
@@ -37,7 +26,7 @@ def write_table(rows: Sequence[Row], path: Path) -> None:
         UserError: another ending, runs for LaTeX that are judged by several metrics, or the disk
             refuses.
     """
-    check_ending(path)
+    check_suffix(path, SUFFIXES, "table")
     if path.suffix == ".csv":
         text = DataFrame([row.by_name for row in rows]).to_csv(index=False)
     else:

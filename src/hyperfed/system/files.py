@@ -4,7 +4,7 @@ import contextlib
 import os
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -39,6 +39,23 @@ def check_files(folder: Path) -> None:
         raise UserError(
             f"{folder} must be a folder that can be read, but: {error.strerror}; permit reading"
         ) from error
+
+
+def check_suffix(path: Path, suffixes: Iterable[str], what: str) -> None:
+    """Finds out whether a file's name says what is, or is to be, in it.
+
+    Args:
+        path: the file.
+        suffixes: those that do, such as ``.csv``.
+        what: whose file it is.
+
+    Raises:
+        UserError: another one.
+    """
+    *others, last = suffixes
+    if path.suffix not in (*others, last):
+        known = f"{', '.join(others)} or {last}" if others else last
+        raise UserError(f"the name of a {what}'s file must end in {known}, came {path}")
 
 
 def atomic_write(path: Path, content: bytes | Callable[[BinaryIO], object]) -> None:

@@ -58,7 +58,9 @@ class TestCompare:
     def test_says_at_once_what_a_table_cannot_be(self, cli, trained, tmp_path):
         figure = tmp_path / "figure.png"
         files = ("--figure", figure, "--table", tmp_path / "table.xls")
-        assert "must end in .csv or .tex" in failure(cli("compare", trained, *files))
+        assert "the name of a table's file must end in .csv or .tex, came" in failure(
+            cli("compare", trained, *files)
+        )
         assert not figure.exists()
 
     def test_has_means_over_seeds_where_there_are_several(self, cli, trained, copy):
