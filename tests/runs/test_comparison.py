@@ -159,6 +159,7 @@ def test_numbers_that_are_not_there_are_dashes():
     assert percent(0.1234) == "12.3"
     assert ACCURACY.spread(0.5, 0.125) == "50.0 ± 12.5"
     assert megabytes(1_250_000_000) == "1250.0"
+    assert [megabytes(count) for count in (100_000, 36_156, 0)] == ["0.1", "0.036", "0.0"]
     assert difference(None) == "–"
     assert difference(Difference(0.0, -0.1, 0.1, 3, 0.5, agree=False)) == "+0.0 [-10.0, 10.0] noise"
     over_seeds = Difference(

@@ -76,7 +76,7 @@ def test_the_command_prints_it_and_writes_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     found = Description(
-        {"base": 1000}, {"base": 5}, {"hyper_net": 101_000}, 5, 20_000_000, 7, "rmse", "Task x"
+        {"base": 1000}, {"base": 5}, {"hyper_net": 101_000}, 5, 20_000_000, 4_000, "rmse", "Task x"
     )
     asked = []
     monkeypatch.setattr(
@@ -90,7 +90,7 @@ def test_the_command_prints_it_and_writes_nothing(
         "Task x",
         "target base: 1,000 numbers trained, 5 frozen",
         "server hyper_net: 101,000 numbers trained",
-        "first round: 5 clients, 20.0 MB down, 0.0 MB up",
+        "first round: 5 clients, 20.0 MB down, 0.004 MB up",
         "judged by: RMSE (in the target's unit), less is better",
     ]
     assert list(tmp_path.iterdir()) == []

@@ -492,5 +492,5 @@ def difference(
 
 
 def megabytes(count: float) -> str:
-    """Returns bytes in MB (1e6)."""
-    return f"{count / 1e6:.1f}"
+    """Returns bytes in MB (1e6), of less than 0.1 in thousandths."""
+    return f"{count / 1e6:.{3 if 0 < count < 1e5 else 1}f}"
