@@ -1,4 +1,4 @@
-"""The classifier of scikit-learn: its own checks, and what they do not know of clients."""
+"""Estimators of scikit-learn: its own checks, and what they do not know of clients."""
 
 import pickle
 from typing import Any
@@ -14,7 +14,7 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 from torch import nn
 
 from hyperfed.errors import UserError
-from hyperfed.sklearn import PersonalizedClassifier
+from hyperfed.sklearn import PersonalizedClassifier, PersonalizedRegressor
 
 QUICK: dict[str, Any] = {
     "cohort": 1.0,
@@ -24,7 +24,10 @@ QUICK: dict[str, Any] = {
 
 @pytest.mark.slow
 @parametrize_with_checks(
-    [PersonalizedClassifier("fedavg", hidden=16, rounds=3, settings=QUICK, random_state=0)]
+    [
+        estimator("fedavg", hidden=16, rounds=3, settings=QUICK, random_state=0)
+        for estimator in (PersonalizedClassifier, PersonalizedRegressor)
+    ]
 )  # all that apply, without an exception
 def test_scikit_learns_own_checks(estimator, check):
     check(estimator)
@@ -158,3 +161,56 @@ def test_a_search_in_a_pipeline_passes_on_whose_the_rows_are():
         pipe = make_pipeline(StandardScaler(), routed)
         scores = cross_val_score(pipe, 100 * x, y, cv=2, params={"client": client})
     assert scores.min() > 0.8
+
+
+@pytest.fixture(scope="module")
+def regressor() -> PersonalizedRegressor:
+    """Not to be changed."""
+    x, y, client = rising()
+    settings = {**QUICK, "method": {**QUICK["method"], "novel_steps": 100}}
+    options = {"hidden": 8, "rounds": 10, "settings": settings, "random_state": 0}
+    return PersonalizedRegressor("local", **options).fit(x, y, client=client)
+
+
+def rising(seed: int = 0) -> tuple[Any, Any, Any]:
+    """What rises at one client as it falls at the other."""
+    x, _, client = two_clients(seed)
+    return x, 500 + 80 * x[:, 0] * np.where(client == "ann", 1, -1), client
+
+
+def test_each_client_has_a_model_of_its_own_in_the_units_of_its_targets(regressor):
+    x, y, client = rising(1)
+    assert regressor.score(x, y, client=client) > 0.9
+    assert regressor.score(x, y, client=client[::-1]) < 0
+    found = regressor.predict(x, client=client)
+    assert found.shape == (120,)
+    bobs = np.flatnonzero(client == "bob")[::-1]
+    np.testing.assert_allclose(regressor.predict(x[bobs], client="bob"), found[bobs], rtol=1e-5)
+    _, trained, _ = rising()
+    output = regressor.run_.model(1)(torch.from_numpy(x[bobs]).float()).detach().numpy()[:, 0]
+    np.testing.assert_allclose(found[bobs], output * trained.std() + trained.mean(), rtol=1e-4)
+
+
+def test_the_score_weighs_rows(regressor):
+    x, y, client = rising(1)
+    y[:60] = 500
+    some = np.repeat([0.0, 1.0], 60)
+    weighed = regressor.score(x, y, sample_weight=some, client=client)
+    alone = regressor.score(x[60:], y[60:], client=client[60:])
+    assert weighed == pytest.approx(alone)
+    assert alone > regressor.score(x, y, client=client)
+
+
+def test_a_newcomer_gets_a_regressor(regressor):
+    x, _, _ = two_clients(2)
+    y = 500 + 80 * x[:, 1]  # which no client has
+    assert regressor.personalize(x, y).score(x, y) > 0.9
+
+
+def test_targets_that_are_all_the_same_are_what_is_predicted():
+    x, _, client = two_clients()
+    settings = {"cohort": 1.0, "method": {"local_steps": 1}}
+    one = PersonalizedRegressor("fedavg", hidden=4, rounds=1, settings=settings)
+    fitted = one.fit(x, np.full(120, 7e6), client=client)
+    assert (fitted.mean_, fitted.scale_) == (7e6, 1.0)
+    np.testing.assert_allclose(fitted.predict(x, client=client), 7e6, atol=10)

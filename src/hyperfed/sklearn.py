@@ -1,4 +1,4 @@
-"""Personalised federated learning as a classifier of scikit-learn.
+"""Personalised federated learning as a classifier and a regressor of scikit-learn.
 
 Example:
     >>> classifier = PersonalizedClassifier("pefll").fit(x, y, client=person)
@@ -13,11 +13,12 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 import torch
-from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+from sklearn.metrics import r2_score
 from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
-from torch import nn
+from torch import Tensor, nn
 
 import hyperfed
 from hyperfed.data import partitions
@@ -31,8 +32,8 @@ ALONE = "the only one"
 """Whose the rows are where nobody says."""
 
 
-class PersonalizedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
-    """A model for each client, learned together.
+class Personalized(BaseEstimator):  # type: ignore[misc]
+    """A model for each client, learned together: what classifier and regressor have in common.
 
     Whose a row is goes beside the data as ``client``: pass it to ``fit`` and ``predict``, or have
     a pipeline or a search pass it (``set_fit_request(client=True)``). Where it is left out, all
@@ -40,9 +41,9 @@ class PersonalizedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[mi
 
     Args:
         method: a name of ``hyperfed list methods``.
-        model: makes the network, called with (number of features, number of classes); where None,
-            ``hidden`` units between the two. Of inputs with more than one dimension it is called
-            with their shape.
+        model: makes the network, called with (number of features, number of outputs), of which a
+            classifier has one for each class and a regressor one; where None, ``hidden`` units
+            between the two. Of inputs with more than one dimension it is called with their shape.
         hidden: units of the default network.
         rounds: of training.
         settings: further keys of a run, such as ``{"cohort": 1.0, "method": {"local_lr": 0.05}}``.
@@ -53,7 +54,6 @@ class PersonalizedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[mi
     A pickle has the training data in it, which some methods look at to make a client's model.
 
     Attributes:
-        classes_: (K,) labels, in the order of ``predict_proba``.
         clients_: ids of the clients that trained, in the order of their first rows.
         n_features_in_: number of features, where rows are vectors.
         run_: the finished :class:`hyperfed.Run`; from a pickle what serves its models, a
@@ -79,30 +79,18 @@ class PersonalizedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[mi
         self.validation_fraction = validation_fraction
         self.random_state = random_state
 
-    def fit(self, X: Any, y: Any, client: Sequence[Hashable] | Array | None = None) -> Self:
-        """Trains.
-
-        Args:
-            X: (N, ...) rows, floats.
-            y: (N,) labels of any type.
-            client: (N,) whose each row is; one client's where None.
-
-        Raises:
-            UserError: settings or data are wrong. It is a ``ValueError``.
-        """
-        X, y = validate_data(self, X, y, dtype=np.float32, allow_nd=self.model is not None)
-        check_classification_targets(y)
-        self.classes_, labels = np.unique(y, return_inverse=True)
+    def _train(self, X: Array, y: Array, client: Any, *, outputs: int, classes: int | None) -> Self:
+        """Trains on labels by number, or on floats where there are no classes."""
         owners = _owners(client, len(X))
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         shape = X.shape[1] if X.ndim == 2 else X.shape[1:]
         task = from_arrays(
             X,
-            labels.astype(np.int64),
+            y,
             client=owners,
-            model=lambda: self._network(shape),
+            model=lambda: self._network(shape, outputs),
             split=_uses(owners, self.validation_fraction, seed),
-            classes=len(self.classes_),
+            classes=classes,
             seed=seed,
             name=type(self).__name__,
         )
@@ -116,72 +104,34 @@ class PersonalizedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[mi
         self._models: dict[Hashable, nn.Module] = {}
         return self
 
-    def predict_proba(self, X: Any, client: Any = None) -> Array:
-        """Returns (N, K) probabilities of the classes.
-
-        Args:
-            X: (N, ...) rows.
-            client: whose model is used: one id for all rows, or (N,) ids. It may be left out
-                where there is one client only.
-
-        Raises:
-            UserError: a client that took no part.
-        """
+    def _outputs(self, X: Any, client: Any) -> Tensor:
+        """Returns (N, outputs) of the models of the clients whose the rows are."""
         check_is_fitted(self)
         X = validate_data(self, X, dtype=np.float32, allow_nd=self.model is not None, reset=False)
-        owners = self._asked(client, len(X))
-        found = np.empty((len(X), len(self.classes_)), dtype=np.float32)
         rows_of: dict[Hashable, list[int]] = {}
-        for row, owner in enumerate(owners):
+        for row, owner in enumerate(self._asked(client, len(X))):
             rows_of.setdefault(owner, []).append(row)
-        for owner, rows in rows_of.items():
-            with torch.no_grad():
-                output = self._model_of(owner)(torch.from_numpy(X[rows]))
-            found[rows] = output[:, : len(self.classes_)].softmax(dim=1).numpy()
-        return found
+        with torch.no_grad():
+            parts = [
+                self._model_of(owner)(torch.from_numpy(X[rows])) for owner, rows in rows_of.items()
+            ]
+        order = torch.tensor([row for rows in rows_of.values() for row in rows])
+        return torch.cat(parts)[order.argsort()]
 
-    def predict(self, X: Any, client: Any = None) -> Array:
-        """Returns (N,) labels; arguments as of :meth:`predict_proba`."""
-        probabilities = self.predict_proba(X, client=client)
-        labels: Array = self.classes_[probabilities.argmax(axis=1)]
-        return labels
-
-    def score(self, X: Any, y: Any, sample_weight: Any = None, client: Any = None) -> float:
-        """Returns the accuracy of :meth:`predict`, each row weighed by ``sample_weight``."""
-        right = self.predict(X, client=client) == np.asarray(y)
-        return float(np.average(right, weights=sample_weight))
-
-    def personalize(self, X: Any, y: Any = None) -> Self:
-        """Returns a classifier with one client, who took no part in training.
-
-        Args:
-            X: (m, ...) rows of the newcomer.
-            y: (m,) labels, among those of ``fit``; None where the method can do without.
-
-        Raises:
-            UserError: labels that nobody else has, or a method that needs them.
-        """
+    def _with_newcomer(self, X: Any, y: Array | None) -> Self:
+        """Returns the same with one client, who took no part in training."""
         check_is_fitted(self)
         X = validate_data(self, X, dtype=np.float32, allow_nd=self.model is not None, reset=False)
-        if y is not None:
-            unknown = sorted({str(label) for label in np.setdiff1d(y, self.classes_)})
-            if unknown:
-                raise UserError(
-                    f"y must have labels that fit was given, {', '.join(map(str, self.classes_))}, "
-                    f"got {', '.join(unknown)}; leave those rows out, or fit with them"
-                )
-            y = np.searchsorted(self.classes_, y).astype(np.int64)
         came = copy(self)
         came.clients_ = [ALONE]
         came._models = {ALONE: self.run_.personalize(X, y)}
         return came
 
-    def _network(self, shape: Any) -> nn.Module:
-        classes = max(2, len(self.classes_))  # of one a hypernetwork would learn nothing
+    def _network(self, shape: Any, outputs: int) -> nn.Module:
         if self.model is not None:
-            return self.model(shape, classes)
+            return self.model(shape, outputs)
         return nn.Sequential(
-            nn.Linear(shape, self.hidden), nn.ReLU(), nn.Linear(self.hidden, classes)
+            nn.Linear(shape, self.hidden), nn.ReLU(), nn.Linear(self.hidden, outputs)
         )
 
     def _model_of(self, owner: Hashable) -> nn.Module:
@@ -209,6 +159,143 @@ class PersonalizedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[mi
                 "newcomer's model with personalize"
             )
         return owners
+
+
+class PersonalizedClassifier(ClassifierMixin, Personalized):  # type: ignore[misc]
+    """A classifier for each client; arguments and attributes as of :class:`Personalized`.
+
+    Attributes:
+        classes_: (K,) labels, in the order of ``predict_proba``.
+    """
+
+    def fit(self, X: Any, y: Any, client: Sequence[Hashable] | Array | None = None) -> Self:
+        """Trains.
+
+        Args:
+            X: (N, ...) rows, floats.
+            y: (N,) labels of any type.
+            client: (N,) whose each row is; one client's where None.
+
+        Raises:
+            UserError: settings or data are wrong. It is a ``ValueError``.
+        """
+        X, y = validate_data(self, X, y, dtype=np.float32, allow_nd=self.model is not None)
+        check_classification_targets(y)
+        self.classes_, labels = np.unique(y, return_inverse=True)
+        classes = len(self.classes_)
+        outputs = max(2, classes)  # of one a hypernetwork would learn nothing
+        return self._train(X, labels.astype(np.int64), client, outputs=outputs, classes=classes)
+
+    def predict_proba(self, X: Any, client: Any = None) -> Array:
+        """Returns (N, K) probabilities of the classes.
+
+        Args:
+            X: (N, ...) rows.
+            client: whose model is used: one id for all rows, or (N,) ids. It may be left out
+                where there is one client only.
+
+        Raises:
+            UserError: a client that took no part.
+        """
+        logits = self._outputs(X, client)[:, : len(self.classes_)]
+        found: Array = logits.softmax(dim=1).numpy()
+        return found
+
+    def predict(self, X: Any, client: Any = None) -> Array:
+        """Returns (N,) labels; arguments as of :meth:`predict_proba`."""
+        probabilities = self.predict_proba(X, client=client)
+        labels: Array = self.classes_[probabilities.argmax(axis=1)]
+        return labels
+
+    def score(self, X: Any, y: Any, sample_weight: Any = None, client: Any = None) -> float:
+        """Returns the accuracy of :meth:`predict`, each row weighed by ``sample_weight``."""
+        right = self.predict(X, client=client) == np.asarray(y)
+        return float(np.average(right, weights=sample_weight))
+
+    def personalize(self, X: Any, y: Any = None) -> Self:
+        """Returns a classifier with one client, who took no part in training.
+
+        Args:
+            X: (m, ...) rows of the newcomer.
+            y: (m,) labels, among those of ``fit``; None where the method can do without.
+
+        Raises:
+            UserError: labels that nobody else has, or a method that needs them.
+        """
+        check_is_fitted(self)
+        if y is None:
+            return self._with_newcomer(X, None)
+        if unknown := sorted({str(label) for label in np.setdiff1d(y, self.classes_)}):
+            raise UserError(
+                f"y must have labels that fit was given, {', '.join(map(str, self.classes_))}, "
+                f"got {', '.join(unknown)}; leave those rows out, or fit with them"
+            )
+        return self._with_newcomer(X, np.searchsorted(self.classes_, y).astype(np.int64))
+
+
+class PersonalizedRegressor(RegressorMixin, Personalized):  # type: ignore[misc]
+    """A regressor for each client; arguments and attributes as of :class:`Personalized`.
+
+    Targets have mean 0 and deviation 1 where networks learn them, over the rows of all clients.
+    What ``predict`` returns is in their own units; models of ``run_`` give the former.
+
+    Attributes:
+        mean_: of the targets of ``fit``.
+        scale_: their standard deviation, 1 where they are all the same.
+    """
+
+    def fit(self, X: Any, y: Any, client: Sequence[Hashable] | Array | None = None) -> Self:
+        """Trains.
+
+        Args:
+            X: (N, ...) rows, floats.
+            y: (N,) numbers.
+            client: (N,) whose each row is; one client's where None.
+
+        Raises:
+            UserError: settings or data are wrong. It is a ``ValueError``.
+        """
+        anyhow = self.model is not None
+        X, y = validate_data(self, X, y, dtype=np.float32, allow_nd=anyhow, y_numeric=True)
+        self.mean_ = float(np.mean(y, dtype=np.float64))
+        self.scale_ = float(np.std(y, dtype=np.float64)) or 1.0
+        return self._train(X, self._standard(y), client, outputs=1, classes=None)
+
+    def predict(self, X: Any, client: Any = None) -> Array:
+        """Returns (N,) numbers, float64.
+
+        Args:
+            X: (N, ...) rows.
+            client: whose model is used: one id for all rows, or (N,) ids. It may be left out
+                where there is one client only.
+
+        Raises:
+            UserError: a client that took no part.
+        """
+        found: Array = self._outputs(X, client).double().flatten().numpy()
+        return found * self.scale_ + self.mean_
+
+    def score(self, X: Any, y: Any, sample_weight: Any = None, client: Any = None) -> float:
+        """Returns R2 of :meth:`predict`, each row weighed by ``sample_weight``."""
+        return float(r2_score(y, self.predict(X, client=client), sample_weight=sample_weight))
+
+    def personalize(self, X: Any, y: Any = None) -> Self:
+        """Returns a regressor with one client, who took no part in training.
+
+        Args:
+            X: (m, ...) rows of the newcomer.
+            y: (m,) numbers; None where the method can do without.
+
+        Raises:
+            UserError: a method that needs them.
+        """
+        check_is_fitted(self)
+        return self._with_newcomer(X, None if y is None else self._standard(np.asarray(y)))
+
+    def _standard(self, y: Array) -> Array:
+        """Returns targets as networks learn them, float32."""
+        found: Array = ((y.astype(np.float64) - self.mean_) / self.scale_).astype(np.float32)
+        return found
 
 
 def _uses(owners: list[Hashable], val: float, seed: int) -> Array:
