@@ -171,6 +171,13 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(tmp_path
     assert [e.round for e in resumed.evaluations if e.split == "val"] == [1, 2, 3, 4, 5, 6]
 
 
+def test_a_round_that_ends_long_after_the_last_checkpoint_has_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hyperfed.runs.run.LONGEST", 0.0)
+    assert stopped(tmp_path, 3, checkpoint_every=4).has_checkpoint
+
+
 def without(name: str) -> Any:
     def edit(tree: Tree, meta: dict[str, Any]) -> None:
         tree.pop(name, None)

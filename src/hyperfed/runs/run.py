@@ -12,6 +12,7 @@ from datetime import datetime
 from functools import cached_property, partial
 from operator import index
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from hyperfed import trees
@@ -52,6 +53,10 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 log = logging.getLogger(__name__)
+
+LONGEST = 600.0
+"""Seconds after which a round is followed by a checkpoint, however few rounds there were since the
+last."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,7 @@ class Run(Served):
         self.summary: dict[str, Any] = {}
         self._newest_is_whole = True  # of the checkpoints on disk
         self._stop = False
+        self._saved = monotonic()  # the latest checkpoint
         self._lock: Lock | None = None
         self._rounds = Rounds(self, self._charged)
         self._reporter = Reporter(self)
@@ -266,6 +272,7 @@ class Run(Served):
         if self.folder is not None and self._lock is None:
             self._lock = Lock(self.folder.path)
         self._reporter.begin(self.folder)
+        self._saved = monotonic()
         try:
             yield from self._train()
         except (GeneratorExit, KeyboardInterrupt, SystemExit):
@@ -306,7 +313,8 @@ class Run(Served):
             with self._computing():
                 evaluation = self._evaluate() if now else {}
             self._unproven &= not now  # it has asked all known clients
-            if self.done or self.round % self.config.checkpoint_every == 0:
+            long_ago = monotonic() - self._saved >= LONGEST
+            if self.done or long_ago or self.round % self.config.checkpoint_every == 0:
                 self._checkpoint()
             yield Progress(self.round, self.config.rounds, self._rounds.tally.news(), evaluation)
         if self.done:
@@ -509,7 +517,7 @@ class Run(Served):
             meta |= {"best_round": self._best.round, "best_accuracy": self._best.value}
         self.folder.sync()  # so that no checkpoint is ahead of them
         save_latest(self.folder.state, tree, meta, keep_newest=self._newest_is_whole)
-        self._newest_is_whole = True
+        self._newest_is_whole, self._saved = True, monotonic()
         self._tell_of_checkpoint()
 
     @cached_property
