@@ -91,6 +91,25 @@ def test_quick_rounds_are_not_kept_waiting_by_a_disk(
     assert times == pytest.approx([100.0, 101.2, 102.4, 102.4])
 
 
+def test_news_is_due_within_three_times_the_longest_round_since_the_run_goes_on(
+    tmp_path: Path, written: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, took = 100.0, {1: 2.0, 2: 5000.0, 3: 1.0}
+    monkeypatch.setattr(status, "monotonic", lambda: now)
+    run = run_in(tmp_path, rounds=5, evaluate_every=5, engine={"timeout": 50.0})
+    for progress in run.train():
+        now += took[progress.round]
+        if progress.round == 3:
+            run.stop()
+    told = {it["round"]: it["patience"] for it in written}
+    assert told == {0: 600, 1: 600, 2: 15000, 3: 15000}
+    written.clear()
+    for _ in Run.resume(place(run).path, make_task()).train():
+        now += 8.0
+    assert [it["seconds_per_round"] for it in written[:2]] == [None, 8.0]
+    assert {it["patience"] for it in written} == {600}
+
+
 def test_what_a_private_run_has_spent_is_that_of_the_client_with_most(
     tmp_path: Path, written: list[dict[str, Any]]
 ) -> None:
