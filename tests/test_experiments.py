@@ -134,7 +134,10 @@ few = {"local_steps": 2, "local_epochs": 1, "absorb_steps": 2, "hidden": 4, "enc
 def shortened(job):
     settings = job.config.settings
     less = {name: most for name, most in few.items() if getattr(settings, name, None)}
-    return replace(job, config=replace(job.config, settings=replace(settings, **less)))
+    task = job.config.task
+    if task.name == "shakespeare":
+        task = replace(task, hidden=4)
+    return replace(job, config=replace(job.config, task=task, settings=replace(settings, **less)))
 
 side_by_side.run = lambda jobs, *given, **named: reproduced(
     [shortened(job) for job in jobs], *given, **named
@@ -151,8 +154,8 @@ for cell in cells:
 """All in one process, since importing takes longer than a cell of one round.
 
 Local training is an epoch or two steps, where tables have up to ten and two hundred of them, which
-are as many times the same. Hypernetworks and encoders are narrow: nothing but time and memory
-depends on how wide they are.
+are as many times the same. Hypernetworks, encoders and the network that reads letters are narrow:
+nothing but time and memory depends on how wide they are.
 """
 
 
