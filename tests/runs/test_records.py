@@ -184,6 +184,15 @@ def test_a_damaged_line_is_named(folder):
         folder.evaluations()
 
 
+@pytest.mark.parametrize("name", ["seconds", "loss", "client_loss", "client_zeroed_accuracy"])
+def test_a_number_that_is_not_finite_is_damage(name):
+    found = records.as_written(evaluation())
+    found[name] = ["-", 0.5] if isinstance(found[name], list) else "-"
+    for number in ("NaN", "Infinity", "-1e999"):
+        with pytest.raises(ValueError, match="finite number"):
+            records.from_line(json.dumps(found).replace('"-"', number).encode())
+
+
 def test_a_run_is_read_back(folder):
     folder.config.write_text('seed = 3\n[method]\nname = "pfedhn"\n')
     folder.append(evaluation(1))
