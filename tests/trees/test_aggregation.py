@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hyperfed.trees import Tree, aggregating, weighted_mean
-from hyperfed.trees.aggregation import Aggregation, Rule, is_plain
+from hyperfed.trees.aggregation import Aggregation, MeanNoise, Rule, is_plain
 
 C = 7
 
@@ -59,6 +59,14 @@ def test_krum_takes_the_one_whose_nearest_are_nearest(hostile: float, f: int) ->
 
 def test_a_share_is_rounded_up_as_it_is_written() -> None:
     assert [Rule("krum", 0.07).borne(count) for count in (100, 101)] == [7, 8]  # not 7.000...01
+
+
+def test_of_few_clients_one_is_left_whatever_the_share() -> None:
+    assert [Rule("trimmed_mean", 0.49).borne(count) for count in (1, 2, 3, 4, 6)] == [0, 0, 1, 1, 2]
+    half = torch.tensor([1.0, 2.0, 4.0, 8.0])
+    with aggregating(Rule("trimmed_mean", 0.49)):
+        found = weighted_mean({"w": half}, torch.ones(4))
+    assert found["w"].item() == 3.0
 
 
 def test_krum_of_two_is_their_mean() -> None:
@@ -127,6 +135,23 @@ def test_whole_numbers_stay_whole_and_no_claim_carries_them_off(
         found = weighted_mean({"w": place, "steps": steps}, torch.ones(5))
     assert found["steps"].dtype == torch.int64
     assert found["steps"].item() == expected
+
+
+def test_noise_is_told_the_largest_share_and_added_to_what_is_not_rounded_yet() -> None:
+    told: list[tuple[Tree, float]] = []
+
+    def add(mean: Tree, share: float) -> Tree:
+        told.append((mean, share))
+        return mean
+
+    third = {"w": torch.tensor([0.0, 1.0, 0.0]), "steps": torch.tensor([1, 2, 2])}
+    with aggregating(Rule(), MeanNoise(1.0, add)):
+        found = weighted_mean(third, torch.tensor([2.0, 1.0, 0.0]))
+    ((mean, share),) = told
+    assert share == pytest.approx(2 / 3, rel=1e-15)
+    assert (mean["w"].dtype, mean["w"].item()) == (torch.float64, pytest.approx(1 / 3, rel=1e-15))
+    assert found["w"].dtype == torch.float32
+    assert weighted_mean(third, torch.ones(3))["steps"].item() == 2  # of 1.67
 
 
 def test_a_counter_makes_no_update_longer() -> None:

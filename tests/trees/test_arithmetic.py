@@ -24,8 +24,8 @@ def test_stack_take_and_repeat_undo_each_other() -> None:
 
 def test_interpolation_is_exact_and_rounds_whole_numbers_back() -> None:
     start = {"w": torch.tensor([1.0, 2.0]).double(), "steps": torch.tensor([3, 10])}
-    end = {"w": torch.tensor([2.0, 0.0]).double(), "steps": torch.tensor([4, 0])}
-    expected = {"w": torch.tensor([1.1, 1.8], dtype=torch.float64), "steps": torch.tensor([3, 9])}
+    end = {"w": torch.tensor([2.0, 0.0]).double(), "steps": torch.tensor([12, 0])}
+    expected = {"w": torch.tensor([1.1, 1.8], dtype=torch.float64), "steps": torch.tensor([4, 9])}
     for share in (0.1, torch.tensor(0.1, dtype=torch.float64)):
         found = trees.interpolate(start, end, share)
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-15)

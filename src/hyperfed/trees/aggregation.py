@@ -127,7 +127,8 @@ def weighted_mean(tree: Tree, weight: Tensor) -> Tree:
     rule, noise = _RULE.get(), _NOISE.get()
     there = weight > 0
     if noise is not None and tree and there.any():
-        return as_told(_mean(exact(tree), weight), float(weight.max() / weight.sum()), tree)
+        exactly = weight.double()
+        return as_told(_mean(exact(tree), weight), float(exactly.max() / exactly.sum()), tree)
     if rule.name == "mean" or not tree or not there.any():
         return _mean(tree, weight)
     return _ROBUST[rule.name](take(tree, there), weight[there], rule.borne(int(there.sum())))
