@@ -245,16 +245,7 @@ class PersonalizedRegressor(RegressorMixin, Personalized):  # type: ignore[misc]
     """
 
     def fit(self, X: Any, y: Any, client: Sequence[Hashable] | Array | None = None) -> Self:
-        """Trains.
-
-        Args:
-            X: (N, ...) rows, floats.
-            y: (N,) numbers.
-            client: (N,) whose each row is; one client's where None.
-
-        Raises:
-            UserError: settings or data are wrong. It is a ``ValueError``.
-        """
+        """Trains on (N,) numbers, as :meth:`PersonalizedClassifier.fit` does on labels."""
         anyhow = self.model is not None
         X, y = validate_data(self, X, y, dtype=np.float32, allow_nd=anyhow, y_numeric=True)
         self.mean_ = float(np.mean(y, dtype=np.float64))
@@ -262,16 +253,7 @@ class PersonalizedRegressor(RegressorMixin, Personalized):  # type: ignore[misc]
         return self._train(X, self._standard(y), client, outputs=1, classes=None)
 
     def predict(self, X: Any, client: Any = None) -> Array:
-        """Returns (N,) numbers, float64.
-
-        Args:
-            X: (N, ...) rows.
-            client: whose model is used: one id for all rows, or (N,) ids. It may be left out
-                where there is one client only.
-
-        Raises:
-            UserError: a client that took no part.
-        """
+        """Returns (N,) numbers; arguments as of :meth:`PersonalizedClassifier.predict_proba`."""
         found: Array = self._outputs(X, client).double().flatten().numpy()
         return found * self.scale_ + self.mean_
 
