@@ -18,6 +18,7 @@ from hyperfed.errors import UserError
 from hyperfed.federation import step
 from hyperfed.functional import outputs_and_features
 from hyperfed.methods import knn_per
+from hyperfed.runs.config import from_keys
 from hyperfed.runs.evaluation import evaluate
 from hyperfed.task import Task
 from hyperfed.training import UnlabelledError
@@ -405,3 +406,11 @@ def test_features_are_the_input_of_the_last_layer_and_carry_gradients() -> None:
     (gradient,) = torch.autograd.grad(expected, weight)
     torch.testing.assert_close(torch.func.grad(of_weight)(model["body.weight"]), gradient)
     assert not net.head._forward_pre_hooks  # nothing is left behind
+
+
+def test_settings_are_those_that_are_published() -> None:
+    """K and lambda of Marfoq et al., the scale of PeFLL's grid (appendix C.2)."""
+    settings = from_keys("knn_per", knn_per.PRESETS["pefll"]).settings
+    assert (settings.scale, settings.neighbours) == (100, (5, 10))
+    assert settings.mixing == tuple(share / 10 for share in range(11))
+    assert from_keys("knn_per", {}).settings.scale == 1
