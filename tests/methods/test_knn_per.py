@@ -409,7 +409,7 @@ def test_features_are_the_input_of_the_last_layer_and_carry_gradients() -> None:
 
 
 def test_settings_are_those_that_are_published() -> None:
-    """K and lambda of Marfoq et al., the scale of PeFLL's grid (appendix C.2)."""
+    """PeFLL, appendix C.2: what k and lambda are chosen from, and the best of its scales."""
     settings = from_keys("knn_per", knn_per.PRESETS["pefll"]).settings
     assert (settings.scale, settings.neighbours) == (100, (5, 10))
     assert settings.mixing == tuple(share / 10 for share in range(11))

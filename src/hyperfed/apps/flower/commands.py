@@ -188,7 +188,7 @@ def serve(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Serve clients that come when a run is over, at new sites or at the run's.
+    """Serve clients that come when a run at sites is over.
 
     Their sites keep the models. Clients of the run are left alone, and nothing of it changes. Exit
     code 0 only where all newcomers were served.
