@@ -201,6 +201,30 @@ def test_scores_of_a_regression_are_not_above_zero(
     assert list(found.missed) == ([] if fits else [1])
 
 
+@pytest.mark.parametrize("name", SUMS)
+def test_who_has_nothing_to_be_tested_on_counts_nothing(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = Client.evaluate
+
+    def evaluated(self: Client, received: Tree) -> Tree:
+        found = count(self, received)
+        if self.id == 1:
+            found["test"][name] = found["test"][name] + 1
+        return found
+
+    whole = make_task()
+    task = replace(whole, test=[rows[: len(rows) * (c != 1)] for c, rows in enumerate(whole.test)])
+    ours = Federation("fedavg", task)
+    found = evaluate(ours.server, ours.engine, range(4), 1)["test"]
+    assert (found.missed, found.count.tolist()) == ({}, [6, 0, 6, 6])
+    evaluated.__dict__.update(count.__dict__)
+    monkeypatch.setattr(Client, "evaluate", evaluated)
+    found = evaluate(ours.server, ours.engine, range(4), 1)["test"]
+    assert list(found.missed) == [1]
+    assert {float(sums[1]) for sums in found.by_name.values()} == {0.0}
+
+
 def test_a_step_of_our_own_that_fails_is_told_and_loses_nobody() -> None:
     """At a site it would lose its client; in this process it is our fault."""
     engine = LoopEngine(make_task(), Failing, None, seed=0)

@@ -159,6 +159,10 @@ def test_fewer_samples_are_nested_and_leave_all_other_data() -> None:
     assert few.val == task.val
     assert few.test == task.test
     assert with_samples(task, 3, seed=1).train[3].tolist() != few.train[3].tolist()
+    assert len({each.fingerprint for each in (task, few, more)}) == 3
+    same = dataclasses.replace(task, train=[*task.train[:2], *[torch.arange(9)] * 2])
+    one, other = with_samples(same, 3, seed=0).train[2:]
+    assert one.tolist() != other.tolist()  # each has a draw of its own
     for wrong in (0, 10):
         with pytest.raises(UserError, match=r"samples must be 1 to 9.*novel client 3"):
             with_samples(make_task(novel=1), wrong, seed=0)
