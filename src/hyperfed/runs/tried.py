@@ -48,7 +48,8 @@ def points(tried: Sequence[str], each: Sequence[Sequence[str]]) -> list[Point]:
 def best(rows: Sequence[Row], of: Sequence[Point], tried: Sequence[Point]) -> Iterator[str]:
     """Says of each method which point is the best, by the mean of validation data over seeds.
 
-    And where one of its numbers is the least or the greatest that was tried.
+    And where one of its numbers is the least or the greatest that was tried. A point of which some
+    seed has come to nothing is not the best.
 
     Args:
         rows: of runs that are done.
@@ -65,7 +66,8 @@ def best(rows: Sequence[Row], of: Sequence[Point], tried: Sequence[Point]) -> It
         if not values:
             yield f"{method}: no validation data say which is the best"
             continue
-        means = {point: fmean(found) for point, found in values.items()}
+        seeds = max(map(len, values.values()))
+        means = {point: fmean(found) for point, found in values.items() if len(found) == seeds}
         first = max(means, key=lambda point: metric.order(means[point]))
         told = f"{method}: best by validation data with {' '.join(first)}"
         ends = [end for place in range(len(first)) if (end := _end(first, place, tried))]
