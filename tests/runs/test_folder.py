@@ -174,7 +174,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(tmp_path
 def test_a_round_that_ends_long_after_the_last_checkpoint_has_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hyperfed.runs.run.LONGEST", 0.0)
+    monkeypatch.setattr("hyperfed.runs.run.CHECKPOINT_SECONDS", 0.0)
     assert stopped(tmp_path, 3, checkpoint_every=4).has_checkpoint
 
 

@@ -32,8 +32,7 @@ from hyperfed.data import partition_files, tables, tasks
 from hyperfed.data.own import rows_like
 from hyperfed.errors import LostEverybodyError, UserError, one_line
 from hyperfed.metrics import named
-from hyperfed.runs import clients, config, experiments, records, seeds
-from hyperfed.runs import tried as try_out
+from hyperfed.runs import clients, config, experiments, records, seeds, tried
 from hyperfed.runs.export import export_model
 from hyperfed.runs.run import Run
 from hyperfed.runs.serving import Served
@@ -108,7 +107,7 @@ def run(
         ),
     ] = None,
     *,
-    tried: Annotated[
+    grid: Annotated[
         list[str] | None,
         Option(
             "--try",
@@ -124,7 +123,7 @@ def run(
 ) -> None:
     """Train a method on a task, or every method. With seed=0..2 once for each seed."""
     each = seeds.asked_for(settings or ())
-    points = try_out.points(tried or (), each)
+    points = tried.points(grid or (), each)
     if source == ALL or len(each) * len(points) > 1:
         train_all(source, each, points, out, as_json=as_json, quiet=quiet)
         return

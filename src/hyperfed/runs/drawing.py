@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
-from hyperfed.system import files
-from hyperfed.system.files import atomic_write
+from hyperfed.system.files import atomic_write, check_suffix
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,10 +44,10 @@ def finish(axes: "Axes", across: str, up: str, grid: Literal["x", "y", "both"] =
     axes.set_axisbelow(True)
 
 
-def check_ending(figure: "Figure", path: Path) -> None:
+def check_format(figure: "Figure", path: Path) -> None:
     """Raises ``UserError`` where a file's name ends in no format of figures."""
     formats = sorted(figure.canvas.get_supported_filetypes())
-    files.check_suffix(path, [f".{ending}" for ending in formats], "figure")
+    check_suffix(path, [f".{name}" for name in formats], "figure")
 
 
 def write(figure: "Figure", file: IO[Any], ending: str) -> None:

@@ -10,7 +10,7 @@ from hyperfed.errors import UserError
 from hyperfed.metrics import Metric
 from hyperfed.runs.budgets import AXES, axis_of
 from hyperfed.runs.comparison import Row, compare, metric_of
-from hyperfed.runs.drawing import COLOURS, check_ending, look, new_figure, save
+from hyperfed.runs.drawing import COLOURS, check_format, look, new_figure, save
 from hyperfed.runs.records import FinishedRun
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def draw_accuracy(runs: Sequence[FinishedRun], path: Path, axis: str = "rounds")
         for run, row in zip(runs, rows, strict=True)
     ]
     draw = _together if len(runs) <= TOGETHER else _apart
-    check_ending(new_figure(1, 1), path)
+    check_format(new_figure(1, 1), path)
     figure = draw(drawn, metric_of(rows), axis)
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)

@@ -21,7 +21,7 @@ from hyperfed.runs.comparison import (
     new_table,
     percent,
 )
-from hyperfed.runs.drawing import COLOURS, MARKERS, check_ending, finish, new_figure, save
+from hyperfed.runs.drawing import COLOURS, MARKERS, check_format, finish, new_figure, save
 from hyperfed.runs.measures import Number
 from hyperfed.runs.records import FinishedRun
 from hyperfed.runs.statistics import Difference, Scores
@@ -220,7 +220,7 @@ def draw(usual: FinishedRun, better: FinishedRun, path: Path) -> None:
             "have not; train both on one task with one seed"
         )
     figure = new_figure(5.4, 5)
-    check_ending(figure, path)
+    check_format(figure, path)
     axes = figure.subplots()
     metric = metric_of([across, up])
     groups = ("test", "trained together"), ("novel", "joined afterwards")

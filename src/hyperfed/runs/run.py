@@ -24,7 +24,7 @@ from hyperfed.errors import LostEverybodyError, UserError
 from hyperfed.runs import clients, examined, learned, private, records, trackers
 from hyperfed.runs import config as configuration
 from hyperfed.runs.accounts import Accounts, keyed, numbered
-from hyperfed.runs.drawing import check_ending, save
+from hyperfed.runs.drawing import check_format, save
 from hyperfed.runs.evaluation import (
     Counts,
     chosen_by,
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LONGEST = 600.0
+CHECKPOINT_SECONDS = 600.0
 """Seconds after which a round is followed by a checkpoint, however few rounds there were since the
 last."""
 
@@ -248,7 +248,7 @@ class Run(Served):
         else:
             figure = learned.draw(of, self, self.config.method)
         if path is not None:
-            check_ending(figure, Path(path))
+            check_format(figure, Path(path))
             save(figure, Path(path))
         return figure
 
@@ -313,7 +313,7 @@ class Run(Served):
             with self._computing():
                 evaluation = self._evaluate() if now else {}
             self._unproven &= not now  # it has asked all known clients
-            long_ago = monotonic() - self._saved >= LONGEST
+            long_ago = monotonic() - self._saved >= CHECKPOINT_SECONDS
             if self.done or long_ago or self.round % self.config.checkpoint_every == 0:
                 self._checkpoint()
             yield Progress(self.round, self.config.rounds, self._rounds.tally.news(), evaluation)

@@ -144,8 +144,8 @@ class RunConfig:
             ``descriptors``: at each evaluation, how the distances between clients' descriptors rank
             beside those between their labels, and at the end the descriptors; ``crossed``: at the
             end, each known client's metric with what the server makes for every other one.
-        checkpoint_every: rounds between checkpoints; where these take longer than ten minutes,
-            there is one after ten minutes.
+        checkpoint_every: rounds between checkpoints; a round that ends ten minutes after the last
+            one is followed by one, too.
         seed: of every draw.
         device: where clients compute, and the server beside them: ``cpu``, ``cuda`` or ``cuda:N``.
             With ``flower`` that of the server; each site says its own.
