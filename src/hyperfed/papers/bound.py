@@ -26,8 +26,8 @@ from hyperfed import trees
 from hyperfed.errors import UserError, check_positive, told
 from hyperfed.functional import apply
 from hyperfed.runs import experiments, statistics
-from hyperfed.runs.serving import Served
 from hyperfed.runs.settings import RunConfig
+from hyperfed.runs.trained import Trained
 from hyperfed.system.files import atomic_write
 from hyperfed.system.provenance import commit
 from hyperfed.system.randomness import generator
@@ -120,7 +120,7 @@ class Sides:
         return sum(terms.values())
 
 
-def sides(run: Served, wanted: experiments.Bound) -> Iterator[Measured]:
+def sides(run: Trained, wanted: experiments.Bound) -> Iterator[Measured]:
     """Measures both sides at all points of a table, one after the other.
 
     Raises:
@@ -209,7 +209,9 @@ def _shown(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def measure(run: Served, variances: Variances, *, delta: float = 0.05, draws: int = 20) -> Measured:
+def measure(
+    run: Trained, variances: Variances, *, delta: float = 0.05, draws: int = 20
+) -> Measured:
     """Measures both sides of theorem 4.2 with the networks of a run's best round.
 
     Args:

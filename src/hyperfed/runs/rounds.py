@@ -14,9 +14,9 @@ from hyperfed.errors import LostEverybodyError, UserError, one_line
 from hyperfed.federation import AllLostError
 from hyperfed.runs import private
 from hyperfed.runs.rollback import Snapshot, is_finite
-from hyperfed.runs.serving import Served
 from hyperfed.runs.settings import RunConfig, cohort_size
 from hyperfed.runs.tally import Tally
+from hyperfed.runs.trained import Trained
 from hyperfed.trees.aggregation import Rule
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class Rounds:
     """Trains a server, one round after another.
 
     Args:
-        served: whose server learns, by its engine and settings.
+        run: whose server learns, by its engine and settings.
         charged: is called when clients at sites have paid for what a trusted server is about to
             tell of them.
 
@@ -43,14 +43,14 @@ class Rounds:
         UserError: a round has too few or too many clients for the rule or for masking.
     """
 
-    def __init__(self, served: Served, charged: Callable[[], None]) -> None:
-        config = served.config
+    def __init__(self, run: Trained, charged: Callable[[], None]) -> None:
+        config = run.config
         self.rule = Rule(config.robust.aggregation, config.robust.hostile)
-        _check_size(config, cohort_size(config.cohort, len(served.task.known)))
+        _check_size(config, cohort_size(config.cohort, len(run.task.known)))
         self.tally = Tally()
         self.answered = False
         self.nobody = ""
-        self._served = served
+        self._run = run
         self._charged = charged
         self._before = Snapshot()
         self._failures = 0
@@ -70,10 +70,10 @@ class Rounds:
 
     def _cohort(self, clients: Sequence[int], lost: dict[int, str]) -> EngineCohort:
         """Returns the cohort of this round with these clients; whom it loses is noted."""
-        served = self._served
-        cohort = served.engine.cohort(clients, served.round, training=True)
+        run = self._run
+        cohort = run.engine.cohort(clients, run.round, training=True)
         self.tally.follow(cohort.state)
-        cohort.state.lost, cohort.state.reply_bound = lost, served.config.robust.reply_bound
+        cohort.state.lost, cohort.state.reply_bound = lost, run.config.robust.reply_bound
         return cohort
 
     def _learns(self, cohort: EngineCohort) -> bool:
@@ -82,7 +82,7 @@ class Rounds:
         It is not where all clients of one target size were lost, of which a method can make
         nothing: then those of other sizes are asked once more, unless an answer costs.
         """
-        server, engine = self._served.server, self._served.engine
+        server, engine = self._run.server, self._run.engine
         self._before.take(server)
         try:
             with self._aggregating(cohort):
@@ -93,7 +93,7 @@ class Rounds:
             else:
                 self._take_back(cohort, "a number of the server was not finite after it")
         except AllLostError as error:
-            costs = self._served.private is not None or engine.masking is not None
+            costs = self._run.private is not None or engine.masking is not None
             if 0 < len(cohort.there) < len(cohort.ids) and not costs:
                 self._before.restore(server, engine, cohort)
                 return False
@@ -116,34 +116,34 @@ class Rounds:
     @contextmanager
     def _aggregating(self, cohort: EngineCohort) -> Iterator[None]:
         """Has the run's rule stand for means; where those are private, the clients pay for them."""
-        served = self._served
-        here = served.private if served.private and served.private.where == "central" else None
+        run = self._run
+        here = run.private if run.private and run.private.where == "central" else None
         if here is None:
             with trees.aggregating(self.rule):
                 yield
             return
-        clients, seed, secret = cohort.ids.tolist(), served.config.seed, cohort.state.remote
+        clients, seed, secret = cohort.ids.tolist(), run.config.seed, cohort.state.remote
 
         def pay() -> None:  # at once: a round that comes to nothing may still be told of
-            private.charge(served.engine, clients, here)
+            private.charge(run.engine, clients, here)
             if secret:
                 self._charged()
 
-        noise = private.AggregateNoise(here, seed, served.round, secret=secret, pay=pay)
+        noise = private.AggregateNoise(here, seed, run.round, secret=secret, pay=pay)
         with trees.aggregating(self.rule, noise.of_means):
             yield
 
     def _take_back(self, cohort: EngineCohort, why: str) -> None:
         """Goes back to before a round, and says whose replies were in it."""
-        served = self._served
-        self._before.restore(served.server, served.engine, cohort)
-        void = self.tally.take_back(served.round, cohort.there)
+        run = self._run
+        self._before.restore(run.server, run.engine, cohort)
+        void = self.tally.take_back(run.round, cohort.there)
         log.warning(
             "round %d is void: %s, so that it goes on from its state before; replies of clients %s "
             "were in it",
             void.round,
             why,
-            ", ".join(map(served.task.name_of, void.clients)),
+            ", ".join(map(run.task.name_of, void.clients)),
         )
 
     def _why(self, lost: Mapping[int, str]) -> str:
@@ -151,12 +151,12 @@ class Rounds:
         if not lost:
             return "the method says so, of a round in which none was"
         client, reason = next(iter(lost.items()))
-        step, called = self.tally.step_of(client), self._served.task.name_of(client)
+        step, called = self.tally.step_of(client), self._run.task.name_of(client)
         return f"client {called} in step {step}: {reason}; {self.advice(reason)}"
 
     def advice(self, reason: str) -> str:
         """Returns what can be done where clients are lost for a reason."""
-        config = self._served.config
+        config = self._run.config
         if config.faults.drop or config.faults.nan:
             return "lower faults.drop and faults.nan"
         if "not finite" not in reason:

@@ -38,10 +38,11 @@ from hyperfed.runs.identity import check_evaluations, check_identity, identity
 from hyperfed.runs.numbers import numbers, numbers_of_sizes
 from hyperfed.runs.records import REHEARSAL, Evaluation, Lost
 from hyperfed.runs.rounds import Rounds
-from hyperfed.runs.serving import Best, Served, here, unfit
+from hyperfed.runs.serving import Served
 from hyperfed.runs.settings import RunConfig, check_cohort, cohort_size
 from hyperfed.runs.status import Reporter
 from hyperfed.runs.tally import always_lost
+from hyperfed.runs.trained import Best, Trained, here, unfit
 from hyperfed.system.devices import CPU
 from hyperfed.system.locks import Lock
 from hyperfed.system.provenance import commit, versions
@@ -468,7 +469,7 @@ class Run(Served):
     # State.
 
     @contextmanager
-    def _on_the_disk(self, served: Served) -> Iterator[None]:
+    def _on_the_disk(self, served: Trained) -> Iterator[None]:
         """Has on the disk what clients who do not train let out meanwhile, before it is told.
 
         Args:
