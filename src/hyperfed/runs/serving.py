@@ -235,7 +235,7 @@ class Served(Trained):
                         ours = self._newcomers.setdefault(hash_of(task.name_of(client)), {})
                         grow(ours, keyed({0: released[client]}))
         values = measure(task.metric, counts.by_name).client
-        why = {c: kept.get(c, counts.missed.get(c, "it was not served")) for c in ids}
+        why = {**counts.missed, **kept}  # who was served and is lost afterwards has its model
         return [
             Newcomer(
                 task.name_of(client),

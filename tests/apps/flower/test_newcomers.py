@@ -205,6 +205,33 @@ def test_another_key_cannot_say_the_names_of_the_run(place: Place) -> None:
         place.welcome()
 
 
+def test_who_comes_beside_a_name_of_another_key_is_served(place: Place) -> None:
+    data = place.path / "more.npz"
+    write_data(data, 8, names=("000000", "eve"))
+    place.node(11, data=str(data))
+    place.link.keys[11] = "another"
+    del place.link.sites[5], place.link.sites[3]
+    assert [(it.client, it.model) for it in place.welcome()] == [("eve", "kept")]
+
+
+def test_sites_have_as_long_as_this_command_says(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.newcomer(8)
+    exchange, waited = place.link.exchange, set()
+
+    def timed(kind: str, contents: Any, timeout: float, most: Any) -> Any:
+        waited.add(timeout)
+        return exchange(kind, contents, timeout, most)
+
+    monkeypatch.setattr(place.link, "exchange", timed)
+    asked = config.override(
+        place.config, ["engine.sites=1", "engine.timeout=7"], allowed=["engine."]
+    )
+    app.welcome(asked, place.link, str(place.folder))
+    assert waited == {7.0}
+
+
 def test_nobody_new_is_an_error(place: Place) -> None:
     with pytest.raises(UserError, match=r"engine.sites=1 sites with clients that the run .* 0 did"):
         place.welcome()

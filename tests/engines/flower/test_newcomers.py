@@ -205,6 +205,33 @@ def test_what_newcomers_let_out_is_on_their_account_and_no_one_elses(tmp_path: P
     assert all("epsilon" in it.why for it in stingy)
 
 
+def test_what_was_let_out_before_a_failure_is_on_the_account(tmp_path: Path) -> None:
+    private = configured("pfedhn", privacy={"epsilon": 1.0}, own={"novel_rounds": 3})
+    there = Federation(private, tmp_path)
+    late, asked = Late(there, LENIENT), []
+
+    def once(site: Site, content: bytes) -> bytes:
+        asked.append(content)
+        if len(asked) > 1:
+            raise KeyboardInterrupt
+        return site.handle(content)
+
+    there.link.broken[NODE] = once
+    with pytest.raises(KeyboardInterrupt):
+        late.serve()
+    accounts = there.run._newcomers
+    assert accounts.keys() == {hash_of(f"late/{name}") for name in NAMES}
+    assert {len(held[0]["multipliers"]) for held in accounts.values()} == {1}
+
+
+def test_a_rate_at_which_everybody_diverges_is_told_of_those_who_came(tmp_path: Path) -> None:
+    """Not of the made-up client with which it is found out whether known ones are asked."""
+    there = Federation(configured("pfedhn", own={"novel_rounds": 3, "novel_lr": 1e308}), tmp_path)
+    found = Late(there).serve()
+    assert {it.model for it in found} == {"not kept"}
+    assert all("finite" in it.why for it in found)
+
+
 def introduced(**changes: Any) -> Introduction:
     member = Member("late", 10, 5, 5, size="M", novel=True)
     usual: dict[str, Any] = {"shape": (3, 8, 8), "dtype": "torch.uint8", "classes": 4}
