@@ -51,14 +51,14 @@ def federation(
     return Federation(method, make_task(**task), engine, **own)
 
 
-def used(ours: Federation, client: int, **options: Any) -> trees.Tree:
+def used(ours: Federation, client: int) -> trees.Tree:
     """The model that a client uses; where a method says that it is not one, what it counts."""
     try:
-        return ours.personal(client, **options)
+        return ours.personal(client)
     except UserError as error:
         refused = str(error)
     assert "a model to hand over must be one" in refused
-    cohort = ours.engine.cohort([client], 99, training=False, **options)
+    cohort = ours.engine.cohort([client], 99, training=False)
     return cohort.ask(ours.method.Client.evaluate, ours.server.personalize(cohort))
 
 
@@ -96,7 +96,7 @@ def test_batches_have_the_length_that_is_set(method: str, monkeypatch: pytest.Mo
     ours = federation(method, novel=1)
     ours.round([0, 1, 2], 0)
     used(ours, 1)
-    used(ours, 3, fresh=True)
+    used(ours, 3)
     assert lengths_asked.difference({EVALUATION_BATCH}) == {SETTINGS["batch_size"]}
 
 
@@ -172,7 +172,7 @@ def test_batch_norm_loses_nobody_who_has_one_example(method: str, kind: type[Loo
     for number in range(2):
         assert ours.round([0, 1, 2], number).state.lost == {}
     for clients in ([0, 1, 2], [3]):
-        found = evaluate(ours.server, ours.engine, clients, 2, novel=clients == [3])
+        found = evaluate(ours.server, ours.engine, clients, 2)
         assert found["test"].missed == {}
     assert trees.finite([snapshot(ours)]) == [True]
 
@@ -197,7 +197,7 @@ def test_who_has_one_example_counts_as_who_has_it_twice(method: str) -> None:
             ours.task.train[client] = rows.repeat(times)
         for number in range(2):
             assert ours.round([0, 1, 2], number).state.lost == {}
-        found.append([snapshot(ours), used(ours, 1), used(ours, 3, fresh=True)])
+        found.append([snapshot(ours), used(ours, 1), used(ours, 3)])
     close(*found)
 
 
@@ -263,14 +263,14 @@ def test_personalize_serves_known_and_novel_clients_and_changes_nothing(
     ours = federation(method, net=net, novel=1)
     ours.round([0, 1, 2])
     before = snapshot(ours)
-    for client, novel in ((1, False), (3, True)):
-        model = used(ours, client, fresh=novel)
+    for client in (1, 3):
+        model = used(ours, client)
         assert same(snapshot(ours), before)
         if set(model) != COUNTS:
             expected = trees.model_of(ours.task.models["base"])
             assert trees.structure(model) == trees.structure(expected)
         assert trees.finite([model]) == [True]
-        assert same(model, used(ours, client, fresh=novel))  # and it is a function
+        assert same(model, used(ours, client))  # and it is a function
 
 
 def variants(method: str) -> Iterator[dict[str, Any]]:
@@ -296,7 +296,7 @@ def test_serving_and_evaluating_leave_the_server_as_it_is(method: str) -> None:
         server, engine = ours.server, ours.engine
         for serve in filter(None, (server.personalize, server.rehearse)):
             evaluate(server, engine, [0, 1, 2], 2, serve=serve)
-        evaluate(server, engine, [3], 2, novel=True)
+        evaluate(server, engine, [3], 2)
         assert same(snapshot(ours), before), settings
 
 
@@ -314,7 +314,7 @@ def test_labels_of_tokens_are_learned_or_refused_before_training(method: str) ->
             for number in range(2):
                 assert ours.round([0, 1, 2], number).state.lost == {}, settings
             evaluate(ours.server, ours.engine, [0, 1, 2], 2)
-            evaluate(ours.server, ours.engine, [3], 2, novel=True)
+            evaluate(ours.server, ours.engine, [3], 2)
             continue
         assert "this one has a label for every token; choose another method" in refused
 
@@ -367,8 +367,8 @@ def test_on_a_frozen_part_equals_the_rest_on_what_it_makes_of_the_data(method: s
     counts, exchanges = [], []
     for ours in (whole, rest):
         met = [ours.round([0, 1, 2], number) for number in range(2)]
-        for clients, novel in (([0, 1, 2], False), ([3], True)):
-            cohort = ours.engine.cohort(clients, 9, training=False, fresh=novel)
+        for clients in ([0, 1, 2], [3]):
+            cohort = ours.engine.cohort(clients, 9, training=False)
             served = ours.server.personalize(cohort)
             counts.append(cohort.ask(ours.method.Client.evaluate, served))
             met.append(cohort)

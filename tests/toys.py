@@ -222,9 +222,9 @@ class Federation:
         self.engine.commit(cohort)
         return cohort
 
-    def personal(self, client: int, **options: Any) -> dict[str, Tensor]:
+    def personal(self, client: int) -> dict[str, Tensor]:
         """The model that a client uses."""
-        cohort = self.engine.cohort([client], 99, training=False, **options)
+        cohort = self.engine.cohort([client], 99, training=False)
         reply = cohort.ask(self.method.Client.export, self.server.personalize(cohort))
         return {name: value[0] for name, value in reply.items()}
 
@@ -234,7 +234,7 @@ def check_that_novel_clients_measure(ours: Federation, kind: type[LoopEngine]) -
     task, client_class = ours.task, ours.method.Client
     ours.engine = kind(task, client_class, ours.config, seed=0)
     ours.round([0, 1])
-    cohort = ours.engine.cohort([3, 4], 99, training=False, fresh=True)
+    cohort = ours.engine.cohort([3, 4], 99, training=False)
     found = cohort.ask(client_class.export, ours.server.personalize(cohort))
     for place, client in enumerate((3, 4)):
         model, x = trees.take(found, place), task.x[task.train[client]]

@@ -89,7 +89,7 @@ def test_only_an_evaluation_reads_test_data() -> None:
 
 def test_an_unlabelled_client_has_no_labels_but_can_be_evaluated() -> None:
     task = make_task(novel=1, unlabelled=True)
-    cohort = engine_of(task).cohort([3], 0, training=False, fresh=True)
+    cohort = engine_of(task).cohort([3], 0, training=False)
     with pytest.raises(Exception, match="has no labels"):
         cohort.ask(Client.labels)
     counts = cohort.ask(Client.evaluate, task.outline().initial())["test"]

@@ -105,7 +105,7 @@ def test_who_diverges_while_served_is_lost_and_the_others_are_served() -> None:
     """A newcomer of Local, whose model diverges as it trains."""
     ours = Federation("local", make_task(novel=2), local_steps=3, novel_steps=3)
     ours.task.x[ours.task.train[3]] = torch.nan
-    cohort = ours.engine.cohort([2, 3], 0, training=False, fresh=True)
+    cohort = ours.engine.cohort([2, 3], 0, training=False)
     ours.server.personalize(cohort)
     assert cohort.state.lost == {3: "what it would remember is not finite"}
     assert cohort.weight.tolist() == [EXAMPLES[2], 0]
@@ -145,7 +145,7 @@ def test_injected_faults_shrink_a_cohort_reproducibly() -> None:
 def test_known_clients_of_every_size_can_be_asked_while_a_novel_one_is_served() -> None:
     models = {"S": TwoLayers().double(), "L": TwoLayers().double()}
     task = make_task(models=models, sizes=("S", "L", "S", "L"), novel=1)
-    cohort = engine_of(task).cohort([3], 5, training=False, fresh=True)
+    cohort = engine_of(task).cohort([3], 5, training=False)
     known = cohort.sizes["L"].known
     assert known.ids.tolist() == [0, 1, 2]
     assert known.weight.tolist() == list(EXAMPLES[:3])
@@ -161,7 +161,7 @@ def test_known_clients_remember_but_what_they_write_meanwhile_is_not_kept() -> N
     training = engine.cohort([0, 2], 0, training=True)
     training.ask(Client.remember)
     engine.commit(training)
-    cohort = engine.cohort([3], 1, training=False, fresh=True)
+    cohort = engine.cohort([3], 1, training=False)
     for turn in (1, 2):  # one cohort however often it is asked for
         reply = cohort.known.ask(Client.remember)
         assert reply["memory"].tolist() == [1 + turn, turn, 1 + turn]
@@ -171,7 +171,7 @@ def test_known_clients_remember_but_what_they_write_meanwhile_is_not_kept() -> N
 
 
 def test_messages_to_known_clients_are_counted_with_the_others() -> None:
-    cohort = engine_of(make_task(novel=1)).cohort([3], 0, training=False, fresh=True)
+    cohort = engine_of(make_task(novel=1)).cohort([3], 0, training=False)
     cohort.ask(Client.echo, MODEL)
     cohort.known.ask(Client.remember)
     counted = [(e.step, e.client, e.down, e.up) for e in cohort.state.exchanges]
@@ -184,7 +184,7 @@ def test_a_newcomers_known_clients_are_those_of_its_engines_home() -> None:
     training.ask(Client.remember)
     home.commit(training)
     engine = engine_of(make_task(novel=1, examples=(5,)), home=home)
-    known = engine.cohort([0], 4, training=False, fresh=True).known
+    known = engine.cohort([0], 4, training=False).known
     assert known.ids.tolist() == [0, 1, 2, 3]
     assert known.ask(Client.remember)["memory"].tolist() == [1, 2, 1, 1]
 
@@ -292,7 +292,7 @@ def with_an_evaluation(engine: Counting) -> None:
 
 def with_known_clients(engine: Counting) -> None:
     newcomer = engine_of(make_task(novel=1, examples=(5,)), home=engine)
-    newcomer.cohort([0], 1, training=False, fresh=True).known.ask(Poster.remember)
+    newcomer.cohort([0], 1, training=False).known.ask(Poster.remember)
 
 
 def with_other_memories(engine: Counting) -> None:
@@ -470,10 +470,8 @@ class Sites:
         for parity, site in enumerate(self.sites):
             site.memory = {i: tree for i, tree in memory.items() if i % 2 == parity}
 
-    def cohort(
-        self, ids: Sequence[int], round: int, *, training: bool, fresh: bool = False
-    ) -> EngineCohort:
-        return EngineCohort(self, ids, CohortState(next(self.numbers), round, training, fresh))
+    def cohort(self, ids: Sequence[int], round: int, *, training: bool) -> EngineCohort:
+        return EngineCohort(self, ids, CohortState(next(self.numbers), round, training))
 
     def commit(self, cohort: EngineCohort) -> None:
         for site in self.sites:

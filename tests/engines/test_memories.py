@@ -37,7 +37,6 @@ def test_cohorts_that_are_open_at_once_see_their_own_drafts_and_what_is_kept() -
     memories.note(first, written(2))
     assert [memories.of(call)[0]["count"].item() for call in (first, second)] == [2, 1]
     assert [len(memories.of(call)[1]) for call in (first, second)] == [1, 0]
-    assert memories.of(Call(2, 0, 7, "any", fresh=True)) == ({}, {})
 
 
 def test_only_the_clients_that_are_named_are_kept() -> None:

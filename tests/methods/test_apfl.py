@@ -143,9 +143,9 @@ def test_a_novel_client_does_what_a_known_one_does_with_the_global_model_frozen(
     for _ in range(rounds):
         _, v, alpha = a_round(ours, 3, w, v, alpha)
     assert (alpha != 0.3) == bool(rounds)
-    close(ours.personal(3, fresh=True), mixture(w, v, alpha))
+    close(ours.personal(3), mixture(w, v, alpha))
     torch.testing.assert_close(ours.server.model["base"], w, rtol=0, atol=0)
-    cohort = ours.engine.cohort([3], 9, training=False, fresh=True)
+    cohort = ours.engine.cohort([3], 9, training=False)
     ours.server.personalize(cohort)
     assert [(e.down, e.up) for e in cohort.state.exchanges] == [(count_bytes(w), 0)] * rounds
 

@@ -94,12 +94,12 @@ def test_fedavg_gives_every_client_the_global_model_and_fine_tunes_only_if_asked
     federation = Federation("fedavg", task, **ONE_STEP)
     federation.round([0, 1])
     federation_model = federation.server.model["base"]
-    for client, options in ((0, {}), (3, {"fresh": True})):
-        torch.testing.assert_close(federation.personal(client, **options), federation_model)
+    for client in (0, 3):
+        torch.testing.assert_close(federation.personal(client), federation_model)
     tuned = Federation("fedavg", task, **ONE_STEP, novel_steps=1)
     tuned.round([0, 1])
     expected = stepped(task, 3, federation_model, 0.1)
-    close(tuned.personal(3, fresh=True), expected)
+    close(tuned.personal(3), expected)
     torch.testing.assert_close(tuned.server.model["base"], federation_model)  # untouched
 
 
@@ -149,7 +149,7 @@ def test_a_novel_client_of_fedper_fits_a_head_on_the_frozen_body() -> None:
     federation = Federation("fedper", task, **ONE_STEP, novel_steps=3)
     federation.round([0, 1, 2])
     body = federation.server.body["base"]
-    start, ours = task.outline().initial(), federation.personal(3, fresh=True)
+    start, ours = task.outline().initial(), federation.personal(3)
     for name in body:
         torch.testing.assert_close(ours[name], body[name], rtol=0, atol=0)
     head = {name: start[name] for name in ("head.weight", "head.bias")}
@@ -178,7 +178,7 @@ def test_a_novel_client_of_local_trains_its_own_model() -> None:
     federation = Federation("local", task, **settings, novel_steps=2)
     start = task.outline().initial()
     expected = stepped(task, 3, stepped(task, 3, start, 0.1), 0.1)
-    close(federation.personal(3, fresh=True), expected)
+    close(federation.personal(3), expected)
 
 
 # What is evaluated

@@ -76,7 +76,7 @@ def test_the_global_model_is_that_of_fedavg(net: Any) -> None:
 def test_a_novel_client_trains_its_v_from_the_frozen_global_model(steps: int) -> None:
     ours = after_two_rounds(Normed, novel_steps=steps)
     w = ours.server.model["base"]
-    close(ours.personal(3, fresh=True), trained(ours, 3, w, w, steps))
+    close(ours.personal(3), trained(ours, 3, w, w, steps))
     torch.testing.assert_close(ours.server.model["base"], w, rtol=0, atol=0)
     assert 3 not in ours.engine.memory
 
@@ -85,7 +85,7 @@ def test_a_model_goes_down_and_a_model_comes_up_and_of_a_novel_client_nothing() 
     ours = after_two_rounds(novel_steps=1)
     size = count_bytes(ours.server.model["base"])
     assert [(e.down, e.up) for e in ours.round([0, 1], 2).state.exchanges] == [(size, size)] * 2
-    cohort = ours.engine.cohort([3], 9, training=False, fresh=True)
+    cohort = ours.engine.cohort([3], 9, training=False)
     ours.server.personalize(cohort)
     assert [(e.down, e.up) for e in cohort.state.exchanges] == [(size, 0)]
 

@@ -306,7 +306,7 @@ def test_a_novel_client_trains_a_personal_head_with_all_else_frozen() -> None:
         client_loss(task, 3, generic | {n: generic[n] + leaves[n] for n in HEAD}).backward()
         head = {name: leaf.detach() - 0.1 * leaf.grad for name, leaf in leaves.items()}
     expected = generic | {name: generic[name] + head[name] for name in HEAD}
-    close(federation.personal(3, fresh=True), expected)
+    close(federation.personal(3), expected)
     assert 3 not in federation.engine.memory
 
 
@@ -317,9 +317,9 @@ def test_a_novel_client_gets_its_head_from_the_hypernetwork_without_being_asked(
     sent = federation.server.model["base"]
     own = {name: value for name, value in sent.items() if name.startswith(PERSONAL)}
     head = head_by_hand(federation, 3, own)
-    ours = federation.personal(3, fresh=True)
+    ours = federation.personal(3)
     torch.testing.assert_close({n: ours[n] for n in HEAD}, {n: sent[n] + head[n] for n in HEAD})
-    cohort = federation.engine.cohort([3], 99, training=False, fresh=True)
+    cohort = federation.engine.cohort([3], 99, training=False)
     federation.server.personalize(cohort)
     assert cohort.state.exchanges == []
 
@@ -328,9 +328,9 @@ def test_only_the_hypernetwork_needs_the_labels_of_a_novel_client() -> None:
     task = skewed_task(novel=1, unlabelled=True)
     linear = Federation("fed_rod", task, **ONE_STEP, novel_steps=0)
     generic = linear.server.model["base"]
-    torch.testing.assert_close(linear.personal(3, fresh=True), generic, rtol=0, atol=0)
+    torch.testing.assert_close(linear.personal(3), generic, rtol=0, atol=0)
     with pytest.raises(training.UnlabelledError):
-        Federation("fed_rod", task, **ONE_STEP, **HYPER).personal(3, fresh=True)
+        Federation("fed_rod", task, **ONE_STEP, **HYPER).personal(3)
 
 
 # Targets and tasks it cannot serve; settings

@@ -159,7 +159,7 @@ def test_without_higher_layers_it_is_fedavg(options: Any) -> None:
             federation.round([0, 1, 2], number)
     torch.testing.assert_close(ours.server.model, fedavg.server.model, rtol=0, atol=0)
     torch.testing.assert_close(ours.personal(1), fedavg.personal(1), rtol=0, atol=0)
-    novel = [federation.personal(3, fresh=True) for federation in (ours, fedavg)]
+    novel = [federation.personal(3) for federation in (ours, fedavg)]
     torch.testing.assert_close(novel[0], novel[1], rtol=0, atol=0)
 
 
@@ -202,7 +202,7 @@ def test_a_novel_client_fine_tunes_the_global_model(steps: int) -> None:
     leaves = {name: value.clone().requires_grad_() for name, value in model.items()}
     client_loss(ours.task, 3, leaves).backward()
     tuned = {name: model[name] - LR * leaf.grad for name, leaf in leaves.items()}
-    close(ours.personal(3, fresh=True), tuned if steps else model)
+    close(ours.personal(3), tuned if steps else model)
 
 
 def test_a_network_must_have_the_layers() -> None:

@@ -150,14 +150,14 @@ def test_a_novel_client_trains_from_the_global_body(steps: int) -> None:
     expected = with_body(ours.task.models["base"], ours.server.body["base"])
     if steps:
         train(ours.task, 3, expected)
-    close(ours.personal(3, fresh=True), expected.state_dict())
+    close(ours.personal(3), expected.state_dict())
 
 
 def test_a_novel_client_needs_labels() -> None:
     ours = Federation("fedas", make_task(novel=1, unlabelled=True), **THREE_STEPS)
     ours.round([0, 1, 2])
     with pytest.raises(UnlabelledError, match="no labels"):
-        ours.personal(3, fresh=True)
+        ours.personal(3)
 
 
 def test_defaults_are_those_of_the_authors_code() -> None:

@@ -64,7 +64,7 @@ def test_each_client_fine_tunes_the_whole_for_itself(net: Any, client: int, nove
     expected = torch_sgd(ours.task, client, whole, 4, **TORCH | {"lr": RATE})
     assert all((expected[name] - whole[name]).abs().max() > 1e-4 for name in HEAD)
     for _ in range(2):  # nothing of the first is kept
-        close(ours.personal(client, fresh=novel), expected)
+        close(ours.personal(client), expected)
     close(with_initial_head(ours), whole)
 
 

@@ -142,9 +142,9 @@ def test_without_batch_norm_it_is_fedavg() -> None:
         for federation in (ours, fedavg):
             cohort = federation.round([0, 1, 2], number)
             assert {(e.down, e.up) for e in cohort.state.exchanges} == {(39 * 8, 39 * 8)}
-    for client, options in ((1, {}), (3, {"fresh": True})):
-        expected = fedavg.personal(client, **options)
-        torch.testing.assert_close(ours.personal(client, **options), expected, rtol=0, atol=0)
+    for client in (1, 3):
+        expected = fedavg.personal(client)
+        torch.testing.assert_close(ours.personal(client), expected, rtol=0, atol=0)
 
 
 def test_with_one_client_it_is_centralised_sgd() -> None:
@@ -168,7 +168,7 @@ def test_a_novel_client_trains_initial_batch_norm_in_the_frozen_rest() -> None:
     expected = federation.server.shared["base"] | {name: start[name] for name in OWN}
     for _ in range(3):
         expected = descended(task, 3, expected, OWN)
-    ours = federation.personal(3, fresh=True)
+    ours = federation.personal(3)
     close(ours, expected)
     assert ours["a1.num_batches_tracked"] == 3
     assert 3 not in federation.engine.memory
@@ -191,7 +191,7 @@ def test_a_novel_client_measures_its_statistics_where_there_is_nothing_to_train(
     task = make_task(Plain, novel=1)
     settings = {"batch_size": 10_000, "local_clip": 1.0, "novel_steps": 2}
     federation = Federation("fedbn", task, **settings)
-    ours = federation.personal(3, fresh=True)
+    ours = federation.personal(3)
     x = task.x[task.train[3]]
     close(ours["first.running_mean"], (1 - 0.9**2) * x.mean(0))
     variance = 0.9**2 + (1 - 0.9**2) * x.var(0)
@@ -211,7 +211,7 @@ def test_without_batch_norm_the_run_starts_with_a_warning_that_it_is_fedavg(
     for number in (1, 2):
         ours.round(CLIENTS[:2], number)
     ours.personal(0)
-    ours.personal(3, fresh=True)
+    ours.personal(3)
     assert caplog.messages == [message]
     assert "this is FedAvg, not FedBN" in message
     assert "task.model=" in message

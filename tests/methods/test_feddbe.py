@@ -134,14 +134,14 @@ def test_a_novel_client_trains_a_bias_on_the_frozen_model(steps: int) -> None:
         assert bias.abs().max() > 1e-3
         close(dict(net.named_parameters()), {n: model[n] for n, _ in net.named_parameters()})
     expected = model | {"head.bias": model["head.bias"] + model["head.weight"] @ bias}
-    close(ours.personal(3, fresh=True), expected)
+    close(ours.personal(3), expected)
 
 
 def test_a_novel_client_needs_labels() -> None:
     ours = Federation("feddbe", make_task(novel=1, unlabelled=True), **THREE_STEPS)
     ours.round([0, 1, 2], 0)
     with pytest.raises(UnlabelledError, match="no labels"):
-        ours.personal(3, fresh=True)
+        ours.personal(3)
 
 
 def test_it_serves_regression_too() -> None:

@@ -472,7 +472,7 @@ def test_a_client_lost_after_it_weighed_changes_no_affinity(
 def test_a_novel_client_starts_from_the_initial_model_with_candidates_at_random() -> None:
     ours = federation(candidates=2, novel=1)
     ours.server.affinity[:] = torch.arange(5.0).double()
-    cohort = ours.engine.cohort([5], 99, training=False, fresh=True)
+    cohort = ours.engine.cohort([5], 99, training=False)
     (ids,) = ours.server.candidates(cohort)
     assert len({*ids, *range(5)}) == 5
     initial = ours.task.outline().initial()
@@ -480,8 +480,8 @@ def test_a_novel_client_starts_from_the_initial_model_with_candidates_at_random(
     weights = weights_by_hand(ours.task, 5, initial, others)
     start = update_by_hand(initial, others, weights) if (weights > 0).any() else initial
     expected = stepped(ours.task, 5, start)
-    close(ours.personal(5, fresh=True), expected)
-    asked = ours.engine.cohort([5], 99, training=False, fresh=True)
+    close(ours.personal(5), expected)
+    asked = ours.engine.cohort([5], 99, training=False)
     ours.server.personalize(asked)
     assert [(e.step, e.down, e.up) for e in asked.state.exchanges] == [
         ("weigh", 2 * MODEL, 2 * 8),

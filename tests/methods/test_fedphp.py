@@ -346,9 +346,9 @@ def test_a_novel_client_inherits_the_global_model_fine_tuned(steps: int) -> None
         leaves = {name: value.clone().requires_grad_() for name, value in expected.items()}
         client_loss(ours.task, 3, leaves).backward()
         expected = {name: leaf.detach() - LR * leaf.grad for name, leaf in leaves.items()}
-    close(ours.personal(3, fresh=True), expected)
+    close(ours.personal(3), expected)
     torch.testing.assert_close(ours.server.model["base"], received, rtol=0, atol=0)
-    cohort = ours.engine.cohort([3], 99, training=False, fresh=True)
+    cohort = ours.engine.cohort([3], 99, training=False)
     ours.server.personalize(cohort)
     assert [e.up for e in cohort.state.exchanges] == ([0] if steps else [])
 

@@ -143,7 +143,7 @@ def test_a_novel_client_trains_near_the_global_prototypes() -> None:
     ours.round([0, 1, 2])
     before = held(ours)
     own, _ = train(task, 3, task.models["base"], before)
-    close(ours.personal(3, fresh=True), {**own.state_dict()})
+    close(ours.personal(3), {**own.state_dict()})
     close(held(ours), before)
 
 
@@ -151,7 +151,7 @@ def test_a_novel_client_needs_labels() -> None:
     ours = Federation("fedproto", make_task(novel=1, unlabelled=True), **THREE_STEPS)
     ours.round([0, 1, 2])
     with pytest.raises(UnlabelledError, match="no labels"):
-        ours.personal(3, fresh=True)
+        ours.personal(3)
 
 
 def test_clients_of_several_targets_share_prototypes() -> None:

@@ -54,9 +54,9 @@ def test_every_client_uses_the_global_model_and_a_novel_one_may_fine_tune_it() -
         federation.round([0, 1])
     w = ours.server.model["base"]
     torch.testing.assert_close(tuned.personal(0), w, rtol=0, atol=0)
-    torch.testing.assert_close(ours.personal(3, fresh=True), w, rtol=0, atol=0)
+    torch.testing.assert_close(ours.personal(3), w, rtol=0, atol=0)
     expected = trained(tuned, 3, w, steps=4)
-    close(tuned.personal(3, fresh=True), expected)
+    close(tuned.personal(3), expected)
     assert ours.engine.memory.get(0, {}) == {}
 
 

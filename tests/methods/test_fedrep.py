@@ -106,7 +106,7 @@ def test_the_frozen_bodys_parameters_do_not_move_while_the_head_trains() -> None
     federation = Federation("fedrep", make_task(novel=1), **SETTINGS, novel_steps=20)
     federation.round([0])
     body = trees.clone(federation.server.body["base"])
-    ours = federation.personal(3, fresh=True)
+    ours = federation.personal(3)
     torch.testing.assert_close({n: ours[n] for n in body}, body, rtol=0, atol=0)
 
 
@@ -212,7 +212,7 @@ def test_a_novel_client_trains_the_initial_head_on_the_frozen_body(time: dict[st
     expected = body | {name: start[name] for name in HEAD}
     for _ in range(2):
         expected = descended(task, 3, expected, set(HEAD))
-    close(federation.personal(3, fresh=True), expected)
+    close(federation.personal(3), expected)
     assert 3 not in federation.engine.memory
 
 

@@ -303,9 +303,9 @@ def test_a_novel_client_trains_beside_a_copy_of_the_meme_and_sends_nothing(steps
     private, meme = ours.task.outline().initial(), sent
     for _ in range(steps):
         private, meme = both_by_hand(ours, 3, private, meme)
-    close(ours.personal(3, fresh=True), private)
+    close(ours.personal(3), private)
     torch.testing.assert_close(ours.server.meme, sent, rtol=0, atol=0)
-    cohort = ours.engine.cohort([3], 99, training=False, fresh=True)
+    cohort = ours.engine.cohort([3], 99, training=False)
     assert ours.server.personalize(cohort) == {}
     assert [e.up for e in cohort.state.exchanges] == ([0] if steps else [])
 

@@ -91,14 +91,14 @@ def train(task: Task, client: int, received: Tree, head: Tree, *, only_head: boo
     return {name: value.detach() for name, value in model.items()}
 
 
-def check_evaluation(ours: Federation, client: int, head: Tree, **options: Any) -> None:
+def check_evaluation(ours: Federation, client: int, head: Tree) -> None:
     """The counted loss on test data is that of the personal way."""
     task, model = ours.task, {**ours.server.model["base"], **head}
     x, y = task.x[task.test[client]], task.y[task.test[client]]
     own = condition(task, client, model[TABLE])
     z = valve(model, features(model, x, train=False), own)
     logits = F.linear(z, model["head.weight"], model["head.bias"])
-    counted = evaluate(ours.server, ours.engine, [client], 9, **options)["test"]
+    counted = evaluate(ours.server, ours.engine, [client], 9)["test"]
     assert counted.loss.item() == pytest.approx(F.cross_entropy(logits, y).item() * len(y))
     assert counted.correct.item() == (logits.argmax(1) == y).sum()
 
@@ -142,13 +142,13 @@ def test_a_novel_client_trains_a_head_on_what_is_frozen(steps: int) -> None:
     if steps:
         trained = train(ours.task, 3, ours.server.model["base"], head, only_head=True)
         head = {name: trained[name] for name in HEAD}
-    check_evaluation(ours, 3, head, novel=True)
+    check_evaluation(ours, 3, head)
 
 
 def test_a_novel_client_needs_labels() -> None:
     ours = Federation("gpfl", make_task(novel=1, unlabelled=True), **THREE_STEPS)
     ours.round([0, 1, 2])
-    cohort = ours.engine.cohort([3], 9, training=False, fresh=True)
+    cohort = ours.engine.cohort([3], 9, training=False)
     with pytest.raises(UnlabelledError, match="no labels"):
         ours.server.personalize(cohort)
 

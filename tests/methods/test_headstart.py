@@ -186,8 +186,8 @@ def test_layers_of_its_own_begin_as_the_targets_and_are_kept_as_the_client_train
             close(ours, value.detach() - 0.1 * value.grad)
     served = federation.personal(1)
     close({n: served[n] for n in head}, kept(federation, 1))
-    for client, options in ((2, {}), (3, {"fresh": True})):
-        served = federation.personal(client, **options)
+    for client in (2, 3):
+        served = federation.personal(client)
         close({n: served[n] for n in head}, kept(federation, 2))
 
 
@@ -205,13 +205,13 @@ def test_a_newcomer_trains_its_own_layers_while_it_is_fitted_and_needs_labels_fo
     settings = SETTINGS | {"head_layers": 1, "novel_rounds": 2}
     federation = Federation("headstart", make_task(novel=1), **settings)
     federation.round([0, 1])
-    served = federation.personal(3, fresh=True)
+    served = federation.personal(3)
     assert not torch.allclose(served["head.weight"], federation.task.initial("base")["head.weight"])
     assert 3 not in federation.engine.memory
     settings |= {"label_dropout": 0.5}
     federation = Federation("headstart", make_task(novel=1, unlabelled=True), **settings)
     with pytest.raises(UnlabelledError):
-        federation.personal(3, fresh=True)
+        federation.personal(3)
 
 
 @pytest.mark.parametrize("hyper_net", ["heads", "single"])
@@ -291,7 +291,7 @@ def test_a_newcomer_is_fitted_with_the_statistics_of_batch_norm_that_all_have_le
     federation.round([0, 1])
     learned = federation.server.buffers["base"]
     assert not torch.allclose(learned["norm.running_var"], initial)
-    served = federation.personal(3, fresh=True)
+    served = federation.personal(3)
     torch.testing.assert_close({name: served[name] for name in learned}, learned, rtol=0, atol=0)
 
 
@@ -322,7 +322,7 @@ def test_a_model_stays_as_it_is_made_where_frequencies_have_no_place(without: st
         task, own = replace(task, unlabelled=True), {"label_dropout": 0.5}
     federation = Federation("headstart", task, **SETTINGS, **own)
     made = federation.server.hyper_net.common()
-    close(federation.personal(3, fresh=True), made)
+    close(federation.personal(3), made)
 
 
 def test_what_differs_is_learned_at_the_pace_of_averaging_and_no_class_is_impossible() -> None:
@@ -377,7 +377,7 @@ def test_a_newcomer_is_fitted_also_where_nothing_was_ever_centred() -> None:
     with torch.no_grad():  # or the start would be all that is made
         for layer in federation.server.hyper_net.last_layers():
             layer.weight.fill_(0.1)
-    assert all(trees.finite([federation.personal(3, fresh=True)]))
+    assert all(trees.finite([federation.personal(3)]))
 
 
 @pytest.mark.parametrize("step", ["describe_half", "train_model"])
@@ -443,7 +443,7 @@ def test_newcomers_are_fitted_from_where_they_were_seen_each_as_if_alone(
         federation.round([0, 1], number)
     server.config = replace(server.config, clip=clip)
     before = trees.clone(federation.server.state())
-    cohort = federation.engine.cohort([2, 3], 9, training=False, fresh=True)
+    cohort = federation.engine.cohort([2, 3], 9, training=False)
     ours = server.descriptors_of(cohort)
     assert len(task.train[2]) != len(task.train[3])
     for place, client in enumerate((2, 3)):
@@ -513,7 +513,7 @@ def test_who_has_no_labels_is_described_by_inputs_alone() -> None:
     federation = Federation("headstart", task, **settings)
     federation.round([0, 1, 2])
     server, x = federation.server, task.x[task.train[3]]
-    cohort = federation.engine.cohort([3], 9, training=False, fresh=True)
+    cohort = federation.engine.cohort([3], 9, training=False)
     found = server.personalize(cohort)
     with torch.no_grad():
         net = server.descriptor_net.net
@@ -529,7 +529,7 @@ def test_who_has_no_labels_is_described_by_inputs_alone() -> None:
 def test_who_has_no_labels_needs_a_network_that_learned_without() -> None:
     task, settings = make_task(novel=1, unlabelled=True), SETTINGS | {"novel_rounds": 2}
     federation = Federation("headstart", task, **settings)
-    cohort = federation.engine.cohort([3], 9, training=False, fresh=True)
+    cohort = federation.engine.cohort([3], 9, training=False)
     with pytest.raises(UnlabelledError):
         federation.server.personalize(cohort)
 

@@ -101,7 +101,7 @@ def check_the_evaluated_model() -> None:
     best = [best_by_hand(ours.task, client, models) for client in range(4)]
     assert len(set(best)) > 1
     for client in range(4):
-        model = ours.personal(client, fresh=client == 3)
+        model = ours.personal(client)
         torch.testing.assert_close(model, trees.take(models, best[client]), rtol=0, atol=0)
 
 
@@ -190,7 +190,7 @@ def test_one_cluster_is_fedavg(net: Any) -> None:
             each.round([0, 2], number)
     models = trees.take(ours.server.models["base"], 0)
     torch.testing.assert_close(models, fedavg.server.model["base"], rtol=0, atol=0)
-    torch.testing.assert_close(ours.personal(3, fresh=True), fedavg.personal(3, fresh=True))
+    torch.testing.assert_close(ours.personal(3), fedavg.personal(3))
 
 
 def check_the_models_differ() -> None:
@@ -292,7 +292,7 @@ def test_nothing_is_kept() -> None:
 def test_an_unlabelled_newcomer_cannot_choose() -> None:
     ours = federation(novel=1, unlabelled=True)
     with pytest.raises(UnlabelledError):
-        ours.server.personalize(ours.engine.cohort([3], 9, training=False, fresh=True))
+        ours.server.personalize(ours.engine.cohort([3], 9, training=False))
 
 
 def test_a_lost_client_has_no_part_in_a_cluster() -> None:

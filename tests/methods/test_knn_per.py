@@ -85,9 +85,9 @@ def choose_by_hand(task: Task, client: int, net: Model, pairs: Any) -> tuple[int
 GRID = [(k, i / 10) for k in (5, 10) for i in range(11)]
 
 
-def served(ours: Federation, client: int, **options: Any) -> Any:
+def served(ours: Federation, client: int) -> Any:
     """Counts on validation and test data."""
-    found = evaluate(ours.server, ours.engine, [client], 9, **options)
+    found = evaluate(ours.server, ours.engine, [client], 9)
     return found["val"], found["test"]
 
 
@@ -363,7 +363,7 @@ def test_a_novel_client_is_served_like_a_known_one() -> None:
     """What it finds does not depend on whether it is novel: nothing is trained."""
     ours = federation(task={"novel": 1})
     before = trees.clone(ours.server.state())
-    novel = served(ours, 3, novel=True)
+    novel = served(ours, 3)
     torch.testing.assert_close(ours.server.state(), before, rtol=0, atol=0)
     known = federation()
     known.server.model = ours.server.model
@@ -374,7 +374,7 @@ def test_a_novel_client_is_served_like_a_known_one() -> None:
 def test_an_unlabelled_newcomer_cannot_be_served() -> None:
     ours = federation(task={"novel": 1, "unlabelled": True})
     with pytest.raises(UnlabelledError):
-        ours.server.personalize(ours.engine.cohort([3], 9, training=False, fresh=True))
+        ours.server.personalize(ours.engine.cohort([3], 9, training=False))
 
 
 def test_errors() -> None:

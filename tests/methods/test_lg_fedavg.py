@@ -190,7 +190,7 @@ def test_a_novel_client_trains_a_body_under_the_frozen_head(pretrain_rounds: int
     expected = beginning | head
     for _ in range(2):
         expected = descended(ours.task, 3, expected, BODY)
-    close(ours.personal(3, fresh=True), expected)
+    close(ours.personal(3), expected)
     assert 3 not in ours.engine.memory
 
 
@@ -200,7 +200,7 @@ def test_a_novel_client_without_steps_has_the_body_to_begin_with() -> None:
     expected = {name: start[name] for name in BODY} | {
         name: ours.server.model["base"][name] for name in HEAD
     }
-    torch.testing.assert_close(ours.personal(3, fresh=True), expected, rtol=0, atol=0)
+    torch.testing.assert_close(ours.personal(3), expected, rtol=0, atol=0)
 
 
 def test_the_published_settings() -> None:

@@ -183,9 +183,9 @@ def test_with_lambda_one_it_is_local() -> None:
 # What is evaluated, what travels, what stays
 
 
-def losses(federation: Federation, clients: list[int], *, fresh: bool = False) -> Tensor:
+def losses(federation: Federation, clients: list[int]) -> Tensor:
     """(C,) summed test losses of what clients use."""
-    cohort = federation.engine.cohort(clients, 99, training=False, fresh=fresh)
+    cohort = federation.engine.cohort(clients, 99, training=False)
     served = federation.server.personalize(cohort)
     counts = cohort.ask(federation.method.Client.evaluate, served)
     found: Tensor = counts["test"]["loss"]
@@ -224,10 +224,10 @@ def test_a_novel_client_trains_its_own_model_and_chooses_lambda_against_the_glob
         share = best_share(task, task.val[3], common, own)
     output = mixture(task, common, own, share, task.test[3]).detach()
     expected = F.cross_entropy(output, task.y[task.test[3]], reduction="sum")
-    close(losses(federation, [3], fresh=True)[0], expected)
+    close(losses(federation, [3])[0], expected)
     torch.testing.assert_close(federation.server.model["base"], common, rtol=0, atol=0)
     assert 3 not in federation.engine.memory
-    cohort = federation.engine.cohort([3], 9, training=False, fresh=True)
+    cohort = federation.engine.cohort([3], 9, training=False)
     federation.server.personalize(cohort)
     assert [e.up for e in cohort.state.exchanges] == [0, 0, 0]
 

@@ -209,7 +209,7 @@ def test_who_is_lost_in_either_exchange_equals_who_was_never_asked(rule: Rule, l
 
 
 def drawn(ours: Federation, clients: list[int], length: int) -> Tensor:
-    cohort = ours.engine.cohort(clients, 99, training=False, fresh=True)
+    cohort = ours.engine.cohort(clients, 99, training=False)
     like = {"embedding": torch.zeros(length, dtype=torch.float64)}
     embedding: Tensor = cohort.ask(Client.draw_embedding, like)["embedding"]
     return embedding
@@ -235,7 +235,7 @@ def test_a_novel_clients_embeddings_are_fitted_and_nothing_else(
                 nn.utils.clip_grad_norm_([embedding], clip)
             optimizer.step()
         expected = trees.detach(reference.generate(embedding, SIZES[client]))
-        close(ours.personal(client, fresh=True), expected)
+        close(ours.personal(client), expected)
     torch.testing.assert_close(snapshot(ours), before, rtol=0, atol=0)
     reference = Reference(ours)  # nor does it leave anything to the next round
     reference.optimizer.load_state_dict(deepcopy(ours.server.optimizer.state_dict()))
@@ -248,10 +248,10 @@ def test_novel_clients_of_a_cohort_do_not_see_one_another() -> None:
     task = make_task(examples=(12, 7, 20, 9), novel=2)
     settings = {**SERVER, "novel_rounds": 3, "clip": 1e-4}
     ours = Federation("mh_pfedhn", task, **ONE_STEP, **settings)
-    both = ours.engine.cohort([2, 3], 99, training=False, fresh=True)
+    both = ours.engine.cohort([2, 3], 99, training=False)
     served = both.ask(Client.export, ours.server.personalize(both))
     for place, client in enumerate((2, 3)):
-        alone = ours.personal(client, fresh=True)
+        alone = ours.personal(client)
         close(trees.take(served, place), alone)
 
 
@@ -302,12 +302,12 @@ def test_novel_clients_to_whom_nothing_is_fitted_measure_batch_norms_statistics(
 def test_a_fit_begins_with_the_statistics_that_all_begin_with_and_keeps_what_it_leaves() -> None:
     task = far_task()
     ours = Federation("mh_pfedhn", task, **ONE_STEP, **SERVER, novel_rounds=1)
-    cohort = ours.engine.cohort([3], 99, training=False, fresh=True)
+    cohort = ours.engine.cohort([3], 99, training=False)
     like = {"embedding": ours.server.embeddings[0].detach().flatten()}
     drawn = cohort.ask(Client.draw_embedding, like)["embedding"].view(1, -1, LENGTH)
     sent = trees.take(trees.detach(ours.server.hyper_net(drawn, "base")), 0)
     body = task.x[task.train[3]] @ sent["body.weight"].T + sent["body.bias"]
-    fitted = ours.personal(3, fresh=True)
+    fitted = ours.personal(3)
     close(fitted["norm.running_mean"], 0.1 * body.mean(dim=0))
     close(fitted["norm.running_var"], 0.9 + 0.1 * body.var(dim=0))
 

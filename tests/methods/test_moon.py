@@ -184,15 +184,15 @@ def test_a_known_client_that_was_never_asked_uses_the_global_model() -> None:
 
 def test_a_novel_client_uses_the_global_model_or_trains_its_own() -> None:
     ours = after_two_rounds()
-    torch.testing.assert_close(ours.personal(3, fresh=True), ours.server.model["base"])
+    torch.testing.assert_close(ours.personal(3), ours.server.model["base"])
     local = after_two_rounds(evaluated="local", novel_rounds=2)
     received = local.server.model["base"]
     previous = local.task.outline().initial()
     for _ in range(2):
         previous = trained_by_hand(local, 3, received, previous, steps=1)
-    close(local.personal(3, fresh=True), previous)
+    close(local.personal(3), previous)
     torch.testing.assert_close(local.server.model["base"], received, rtol=0, atol=0)
-    cohort = local.engine.cohort([3], 9, training=False, fresh=True)
+    cohort = local.engine.cohort([3], 9, training=False)
     local.server.personalize(cohort)
     assert [e.up for e in cohort.state.exchanges] == [0, 0]
 

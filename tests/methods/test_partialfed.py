@@ -366,9 +366,9 @@ def test_a_novel_client_loads_and_trains_the_global_model_and_sends_nothing(step
     expected = received
     for _ in range(steps):
         expected = stepped(ours, 3, expected)
-    close(ours.personal(3, fresh=True), expected)
+    close(ours.personal(3), expected)
     torch.testing.assert_close(ours.server.model["base"], received, rtol=0, atol=0)
-    cohort = ours.engine.cohort([3], 99, training=False, fresh=True)
+    cohort = ours.engine.cohort([3], 99, training=False)
     ours.server.personalize(cohort)
     assert [e.up for e in cohort.state.exchanges] == ([0] if steps else [])
 

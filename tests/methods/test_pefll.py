@@ -598,7 +598,7 @@ def test_known_and_novel_clients_get_a_model_from_all_their_data(client: int) ->
     descriptor = (descriptor - standard["mean"]) / standard["deviation"]
     model = server.hyper_net(descriptor[None])
     expected = {name: value[0].detach() for name, value in model.items()}
-    ours = federation.personal(client, fresh=client == 3)
+    ours = federation.personal(client)
     close(ours, expected)
 
 
@@ -608,7 +608,7 @@ def test_one_batch_can_describe_a_client_to_be_served() -> None:
     x, y = drawn(task, 3, 99, "describe")
     model = federation.server.hyper_net(federation.server.descriptor_net(x, y).mean(0)[None])
     expected = {name: value[0].detach() for name, value in model.items()}
-    close(federation.personal(3, fresh=True), expected)
+    close(federation.personal(3), expected)
 
 
 def test_a_label_only_descriptor_is_linear_in_the_class_proportions() -> None:
@@ -629,7 +629,7 @@ def test_a_label_only_descriptor_is_linear_in_the_class_proportions() -> None:
 def test_an_unlabelled_client_is_told_why_it_gets_no_model() -> None:
     federation = Federation("pefll", make_task(novel=1, unlabelled=True), **SETTINGS)
     with pytest.raises(UnlabelledError, match="has no labels"):
-        federation.personal(3, fresh=True)
+        federation.personal(3)
 
 
 def test_batch_norm_buffers_are_averaged_over_the_cohort_and_reach_novel_clients() -> None:
@@ -642,7 +642,7 @@ def test_batch_norm_buffers_are_averaged_over_the_cohort_and_reach_novel_clients
         before_norm = x @ model["body.weight"][0].T + model["body.bias"][0]
         means.append(0.1 * before_norm.mean(0).detach())  # from 0, with batch-norm's momentum
     cohort = federation.round([0, 1])
-    novel = federation.personal(3, fresh=True)
+    novel = federation.personal(3)
     torch.testing.assert_close(novel["norm.running_mean"], (means[0] + means[1]) / 2)
     assert novel["norm.num_batches_tracked"] == 1
     whole = trees.count_bytes(trees.model_of(task.models["base"]))

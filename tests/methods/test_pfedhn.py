@@ -341,7 +341,7 @@ def test_a_fit_begins_with_the_buffers_that_all_begin_with() -> None:
     embedding = ours.server.embeddings.weight.mean(dim=0, keepdim=True)
     sent = trees.take(trees.detach(ours.server.hyper_net(embedding)), 0)
     body = task.x[task.train[3]] @ sent["body.weight"].T + sent["body.bias"]
-    fitted = ours.personal(3, fresh=True)
+    fitted = ours.personal(3)
     close(fitted["norm.running_mean"], 0.1 * body.mean(dim=0))
     close(fitted["norm.running_var"], 0.9 + 0.1 * body.var(dim=0))
 
@@ -351,7 +351,7 @@ def test_a_novel_client_measures_the_buffers_of_each_model_of_a_pool(kind: str) 
     task = far_task()
     ours = Federation("pfedhn", task, **ONE_STEP, **SERVER, novel_models=kind)
     ours.round([0, 1])
-    found = evaluate(ours.server, ours.engine, [3], 9, novel=True)["test"]
+    found = evaluate(ours.server, ours.engine, [3], 9)["test"]
     by, y = task.x[task.train[3]], task.y[task.test[3]]
     x = task.x[task.test[3]]
     outputs = torch.stack([normalised(ours.personal(client), x, by) for client in range(3)])
@@ -433,7 +433,7 @@ def test_a_novel_client_fits_an_embedding_with_the_hypernetwork_frozen(
     federation = Federation("pfedhn", task, **ONE_STEP, **settings)
     federation.round([0, 1])
     server, before = federation.server, trees.clone(federation.server.state())
-    ours = federation.personal(3, fresh=True)
+    ours = federation.personal(3)
     torch.testing.assert_close(server.state(), before, rtol=0, atol=0)
     # Nor is there a gradient that the next round of training would add.
     assert all(parameter.grad is None for parameter in server.hyper_net.parameters())
@@ -459,7 +459,7 @@ def test_a_fit_s_exchanges_are_those_of_training() -> None:
     (by,) = torch.autograd.grad(inner, embedding)
     expected = server.hyper_net(embedding.detach() - federation.config.lr * by)
     expected = trees.take(trees.detach(expected), 0)
-    close(federation.personal(3, fresh=True), expected)
+    close(federation.personal(3), expected)
 
 
 def fitted(server: Any, task: Task, client: int, start: Tensor, config: Any) -> Tensor:
@@ -486,7 +486,7 @@ def test_novel_clients_are_fitted_each_as_if_alone(start: str, clip: float | Non
     settings = SERVER | {"momentum": 0.9, "weight_decay": 0.3, "novel_rounds": 4, "clip": clip}
     federation = Federation("pfedhn", task, **ONE_STEP, **settings, novel_start=start)
     federation.round([0, 1])
-    cohort = federation.engine.cohort([2, 3], 99, training=False, fresh=True)
+    cohort = federation.engine.cohort([2, 3], 99, training=False)
     ours = federation.server.fit_embeddings(cohort)
     assert len(task.train[2]) != len(task.train[3])
     for place, client in enumerate((2, 3)):
@@ -508,7 +508,7 @@ def test_where_a_fit_starts_can_change_after_training() -> None:
 def test_a_novel_client_of_pc_fits_its_classifier_too_and_leaves_no_memory() -> None:
     federation = Federation("pfedhn_pc", make_task(novel=1), **ONE_STEP, **SERVER)
     federation.round([0])
-    ours, initial = federation.personal(3, fresh=True), federation.task.outline().initial()
+    ours, initial = federation.personal(3), federation.task.outline().initial()
     assert not torch.allclose(ours["head.weight"], initial["head.weight"])
     assert 3 not in federation.engine.memory
 
@@ -518,14 +518,12 @@ def test_fixed_descriptors_are_class_proportions() -> None:
     settings = SERVER | {"descriptor": "class_proportions"}
     federation = Federation("pfedhn", task, **ONE_STEP, **settings)
     federation.round([0, 1])
-    for client, options in ((1, {}), (3, {"fresh": True})):
+    for client in (1, 3):
         y = task.y[task.train[client]]
         share = torch.tensor([[(y == c).double().mean() for c in range(CLASSES)]]).double()
         generated = federation.server.hyper_net(share)
         expected = {name: value[0].detach() for name, value in generated.items()}
-        torch.testing.assert_close(
-            federation.personal(client, **options), expected, rtol=1e-6, atol=1e-7
-        )
+        torch.testing.assert_close(federation.personal(client), expected, rtol=1e-6, atol=1e-7)
 
 
 def test_class_proportions_of_tokens_are_of_those_that_count() -> None:
@@ -556,11 +554,11 @@ def check_class_shares(engine: Any = None) -> None:
     count = torch.stack([torch.bincount(y, minlength=CLASSES) for y in labels]).double()
     total = count[:3].sum(dim=0)
     assert total[2] == 0
-    for client, options in ((1, {}), (3, {"fresh": True})):
+    for client in (1, 3):
         share = torch.where(total > 0, count[client] / total, (count[client] > 0).double())
         generated = federation.server.hyper_net(share[None])
         expected = {name: value[0].detach() for name, value in generated.items()}
-        close(federation.personal(client, **options), expected)
+        close(federation.personal(client), expected)
 
 
 @pytest.mark.parametrize(
@@ -601,8 +599,8 @@ def test_who_is_away_when_classes_are_counted_counts_from_its_first_round_on() -
     labels = [task.y[task.train[client]] for client in range(4)]
     count = torch.stack([torch.bincount(y, minlength=CLASSES) for y in labels]).double()
 
-    def shares(*clients: int, fresh: bool = False) -> Tensor:
-        cohort = ours.engine.cohort(clients, 99, training=False, fresh=fresh)
+    def shares(*clients: int) -> Tensor:
+        cohort = ours.engine.cohort(clients, 99, training=False)
         found: Tensor = ours.server.descriptors_of(cohort)
         return found
 
@@ -611,7 +609,7 @@ def test_who_is_away_when_classes_are_counted_counts_from_its_first_round_on() -
     ours.round([2], 1)
     for which in ([0, 1, 2], [3]):
         expected = count[which] / count[:3].sum(dim=0)
-        close(shares(*which, fresh=which == [3]), expected)
+        close(shares(*which), expected)
 
 
 def test_who_is_lost_has_the_classes_that_it_had(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -333,9 +333,9 @@ def test_the_global_model_can_be_evaluated_instead(case: str) -> None:
     torch.testing.assert_close(ours.server.model, trained.server.model, rtol=0, atol=0)
     torch.testing.assert_close(ours.engine.memory, trained.engine.memory, rtol=0, atol=0)
     for client in range(4):  # never asked, or novel, all alike
-        found = ours.personal(client, fresh=client == 3)
+        found = ours.personal(client)
         torch.testing.assert_close(found, ours.server.model["base"], rtol=0, atol=0)
-    cohort = ours.engine.cohort([3], 99, training=False, fresh=True)
+    cohort = ours.engine.cohort([3], 99, training=False)
     ours.server.personalize(cohort)
     assert not cohort.state.exchanges  # a novel client trains nothing for it
     gap = ours.personal(0)["head.weight"] - trained.personal(0)["head.weight"]
@@ -495,17 +495,17 @@ def test_a_novel_client_does_what_a_known_one_does_with_the_global_model_frozen(
     phi = draw_weights(hyper_net(federation), generator(0, "client", 3, 99, "join", 0))
     for _ in range(3):  # what the second one absorbs shows in the third
         previous, phi = round_by_hand(federation, 3, received, previous, phi)
-    close(federation.personal(3, fresh=True), previous)
+    close(federation.personal(3), previous)
     torch.testing.assert_close(federation.server.model["base"], received, rtol=0, atol=0)
     assert 3 not in federation.engine.memory
 
 
 def test_a_novel_client_without_rounds_uses_the_global_model_and_uploads_nothing() -> None:
     federation = after_two_rounds(novel_rounds=0)
-    ours = federation.personal(3, fresh=True)
+    ours = federation.personal(3)
     torch.testing.assert_close(ours, federation.server.model["base"], rtol=0, atol=0)
     federation = after_two_rounds(novel_rounds=1)
-    cohort = federation.engine.cohort([3], 99, training=False, fresh=True)
+    cohort = federation.engine.cohort([3], 99, training=False)
     federation.server.personalize(cohort)
     assert [(e.step, e.up) for e in cohort.state.exchanges] == [("join", 0)]
 

@@ -519,7 +519,7 @@ def test_a_novel_client_starts_from_the_mean_of_all_models(steps: int, retain: i
         leaves = {name: value.clone().requires_grad_() for name, value in expected.items()}
         client_loss(task, 3, leaves).backward()
         expected = {name: (leaf - 0.1 * leaf.grad).detach() for name, leaf in leaves.items()}
-    torch.testing.assert_close(federation.personal(3, fresh=True), expected, **CLOSE)
+    torch.testing.assert_close(federation.personal(3), expected, **CLOSE)
     assert 3 not in federation.engine.memory
 
 
@@ -533,7 +533,7 @@ def test_a_novel_client_is_fine_tuned_for_its_own_number_of_steps() -> None:
         leaves = {name: value.clone().requires_grad_() for name, value in leaves.items()}
         client_loss(task, 3, leaves).backward()
         leaves = {name: (leaf - 0.1 * leaf.grad).detach() for name, leaf in leaves.items()}
-    torch.testing.assert_close(federation.personal(3, fresh=True), leaves, **CLOSE)
+    torch.testing.assert_close(federation.personal(3), leaves, **CLOSE)
 
 
 def two_sizes(**options: Any) -> Task:
@@ -547,7 +547,7 @@ def test_a_novel_client_starts_from_the_mean_of_the_models_of_its_size() -> None
     federation = Federation("pfedla", task, **ONE_STEP, **SERVER, evaluated="trained")
     for number in range(2):
         federation.round([0, 1, 2], number)
-    ours, stored = federation.personal(3, fresh=True), federation.server.trained
+    ours, stored = federation.personal(3), federation.server.trained
     for name, value in stored["L"].items():
         torch.testing.assert_close(ours[name], value[1], **CLOSE)  # client 1 alone is as large
     initial = task.outline().initial("L")

@@ -235,14 +235,14 @@ def test_the_neighbours_of_knn_per_are_those_of_the_fine_tuned_features(client: 
     run = trained("knn_per", mixing=(0.5,), neighbours=(3,))
     model = copy.deepcopy(run.task.models["base"])
     trees.fill(model, run.best.server["model"]["base"])
-    number, novel = (ROUNDS, True) if client == NOVEL else (run.best.round, False)
+    number = ROUNDS if client == NOVEL else run.best.round
     expected = trees.model_of(tuned_by_hand(run, client, model, number))
     tuned = run.served_otherwise(TUNED)
     with run._at_best() as server:
         serve = tuned._finetuning(server.personalize)
-        ours = evaluate(server, run.engine, [client], number, novel=novel, serve=serve)["test"]
+        ours = evaluate(server, run.engine, [client], number, serve=serve)["test"]
         server.model["base"] = expected
-        theirs = evaluate(server, run.engine, [client], number, novel=novel)["test"]
+        theirs = evaluate(server, run.engine, [client], number)["test"]
     close(vars(ours), vars(theirs))
 
 
@@ -262,11 +262,11 @@ def test_clients_are_fine_tuned_together_where_they_are_computed_together(method
     loop, ours = both(method, task={"net": Normed, "examples": (12,) * 4, "novel": 2})
     for each in (loop, ours):
         each.round([0, 1])
-    for ids, novel in (([0, 1], False), ([2, 3], True)):
+    for ids in ([0, 1], [2, 3]):
         counts = []
         for each in (loop, ours):
             serve = finetuned(each.server.personalize, each.method.Client, Steps(STEPS, BATCH))
-            found = evaluate(each.server, each.engine, ids, 4, novel=novel, serve=serve)
+            found = evaluate(each.server, each.engine, ids, 4, serve=serve)
             counts.append({split: vars(found[split]) for split in found})
         close(*counts)
         assert ("finetune", ids) in ours.engine.together

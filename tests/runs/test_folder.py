@@ -298,7 +298,14 @@ def test_what_cannot_be_gone_on_from_is_refused_where_it_is_used(edit: str, tmp_
     Lock(folder.path).release()
 
 
-@pytest.mark.parametrize("use", [Run.evaluate_best, lambda run: run.model(0)])
+@pytest.mark.parametrize(
+    "use",
+    [
+        Run.evaluate_best,
+        lambda run: run.model(0),
+        lambda run: run.served_otherwise(["serve.finetune_steps=1"]).evaluate_best(),
+    ],
+)
 @pytest.mark.parametrize("opened", [False, True])
 def test_a_memory_that_does_not_fit_is_told_where_it_is_served(
     use: Any, opened: bool, tmp_path: Path

@@ -59,6 +59,15 @@ def test_a_server_that_changes_while_it_serves_does_not_change_the_best_round() 
     torch.testing.assert_close(run.best.server, before, rtol=0, atol=0)
 
 
+def test_who_serves_otherwise_has_what_training_sent() -> None:
+    run = overfitted("fedavg", seed=1)
+    tuned = run.served_otherwise(["serve.finetune_steps=2"])
+    assert (tuned.round, tuned.bytes) == (5, run.bytes)
+    recorded = tuned.evaluate_novel()
+    assert (recorded.bytes_down, recorded.bytes_up) == (run.bytes["down"], run.bytes["up"])
+    assert recorded.bytes_up > 0
+
+
 def test_of_equally_good_rounds_the_first_is_the_best() -> None:
     run = hyperfed.train(
         "fedavg", make_task(), rounds=3, evaluate_every=1, method=short("fedavg", local_lr=1e-9)
@@ -155,8 +164,13 @@ def test_who_is_alone_has_no_other_clients_model(
 
 @pytest.mark.parametrize(
     ("method", "keys"),
-    [("fedavg", {}), ("fedper", {}), ("pfedhn", {"serve": {"finetune_steps": 1}})],
-    ids=["one for all", "a head of its own", "fine-tuned"],
+    [
+        ("fedavg", {}),
+        ("fedper", {}),
+        ("pfedhn_pc", {}),
+        ("pfedhn", {"serve": {"finetune_steps": 1}}),
+    ],
+    ids=["one for all", "a head of its own", "a head beside a made body", "fine-tuned"],
 )
 def test_where_others_models_say_nothing_there_is_no_number(
     method: str, keys: dict[str, Any]

@@ -38,7 +38,6 @@ class Call:
         payload: the step's arguments.
         batches: what to train on.
         turn: how often this client was asked this step before, in this cohort.
-        fresh: the client starts the cohort with an empty memory.
         released: what the client has let out with noise (:class:`hyperfed.privacy.Releases`). It is
             its holder's to say, and travels with no message to a site.
         masked: the reply is a part of a masked sum; of a client at a site the payload's last tree
@@ -52,7 +51,6 @@ class Call:
     payload: tuple[Tree, ...] = ()
     batches: Batches | None = None
     turn: int = 0
-    fresh: bool = False
     released: Tree = field(default_factory=dict)
     masked: bool = False
 

@@ -104,16 +104,13 @@ class Engine(Protocol):
     def waiting(self) -> "list[Question]":
         """What was posted and travels with the next message; its cohorts fill and empty it."""
 
-    def cohort(
-        self, ids: Sequence[int], round: int, *, training: bool, fresh: bool = False
-    ) -> "EngineCohort":
+    def cohort(self, ids: Sequence[int], round: int, *, training: bool) -> "EngineCohort":
         """Returns the cohort of a round.
 
         Args:
             ids: the clients.
             round: the round's number; draws depend on it.
             training: whether clients may be lost; if not, what a client raises is raised.
-            fresh: clients start with an empty memory (a novel client that has never been asked).
         """
 
     def commit(self, cohort: "EngineCohort") -> None:
@@ -162,7 +159,6 @@ class CohortState:
         number: of the cohort, unique in its engine.
         round: the round's number.
         training: whether clients may be lost.
-        fresh: clients start with an empty memory.
         remote: clients are at sites, so that whatever goes wrong at one loses it, at any time.
         reply_bound: what a reply may be times as large as the others'; None for any size.
         turns: how often each (client, step) was asked.
@@ -177,7 +173,6 @@ class CohortState:
     number: int
     round: int
     training: bool
-    fresh: bool
     remote: bool = False
     reply_bound: float | None = None
     turns: Counter[tuple[int, str]] = field(default_factory=Counter)
@@ -526,10 +521,7 @@ class EngineCohort:
         turn = state.turns[client, info.name]
         state.turns[client, info.name] += 1
         own = tuple(item.slice(position) if isinstance(item, Each) else item for item in payload)
-        number, fresh = state.number, state.fresh
-        return Call(
-            number, state.round, client, info.name, own, batches, turn, fresh, masked=masked
-        )
+        return Call(state.number, state.round, client, info.name, own, batches, turn, masked=masked)
 
     def _replies(
         self, question: Question, answers: Mapping[int, Tree | Exception]

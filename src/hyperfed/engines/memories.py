@@ -30,7 +30,7 @@ class Memories:
         draft = self._drafts.get(call.cohort, {}).get(call.client)
         if draft is not None:
             return draft.memory, draft.scratch
-        kept = {} if call.fresh else self.kept.get(call.client, {})
+        kept = self.kept.get(call.client, {})
         if not kept or self._device == CPU:
             return kept, {}
         self.note(call, Answer({}, kept, {}))  # moved once, however often it is read

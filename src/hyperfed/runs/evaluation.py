@@ -82,7 +82,6 @@ def evaluate(
     ids: Sequence[int],
     round: int,
     *,
-    novel: bool = False,
     serve: Serve | None = None,
 ) -> dict[str, Counts]:
     """Evaluates clients on their validation and test examples.
@@ -92,7 +91,6 @@ def evaluate(
         engine: runs the clients; what they remember does not change.
         ids: the clients, all known or all novel.
         round: on which the draws of a personalisation depend.
-        novel: the clients have never been asked before: they start without memory.
         serve: what makes the models; the server's ``personalize`` where not given.
 
     Returns:
@@ -104,7 +102,7 @@ def evaluate(
     missed: dict[int, str] = {}
     for start in range(0, len(ids), CHUNK):
         chunk = ids[start : start + CHUNK]
-        cohort = engine.cohort(chunk, round, training=False, fresh=novel)
+        cohort = engine.cohort(chunk, round, training=False)
         for group in cohort.sizes.values():
             replies = _asked(group, engine.client, serve, engine.task)
             missed |= _impossible(replies, group, engine.task)

@@ -56,9 +56,7 @@ def check(config: RunConfig, task: Task, server: Server) -> None:
         )
 
 
-def descriptors(
-    server: Server, engine: Engine, ids: Sequence[int], round: int, *, novel: bool = False
-) -> Tensor:
+def descriptors(server: Server, engine: Engine, ids: Sequence[int], round: int) -> Tensor:
     """Returns (C, l) descriptors in the order of ``ids``, as an evaluation of that round has them.
 
     Args:
@@ -66,11 +64,10 @@ def descriptors(
         engine: runs the clients; what they remember does not change.
         ids: of clients that are all known or all novel.
         round: on which the draws of a description depend.
-        novel: the clients have never been asked before.
     """
     found: dict[int, Tensor] = {}
     for start in range(0, len(ids), CHUNK):
-        cohort = engine.cohort(ids[start : start + CHUNK], round, training=False, fresh=novel)
+        cohort = engine.cohort(ids[start : start + CHUNK], round, training=False)
         for group in cohort.sizes.values():
             rows = server.descriptors_of(group)
             assert rows is not None  # as was checked
@@ -84,7 +81,7 @@ def descriptors_of_all(server: Server, engine: Engine, round: int) -> Tensor:
     found = descriptors(server, engine, known, round)
     if not novel:
         return found
-    return torch.cat([found, descriptors(server, engine, novel, round, novel=True)])
+    return torch.cat([found, descriptors(server, engine, novel, round)])
 
 
 def crossed(server: Server, engine: Engine, round: int, moved: Callable[[int], Serve]) -> Tensor:

@@ -111,16 +111,16 @@ def answers_of(config: RunConfig, task: Task, method: ModuleType) -> Answers:
             server.state()
         engine.commit(cohort)
 
-    def serve(clients: Sequence[int], *, novel: bool) -> None:
-        cohort = engine.cohort(clients, 1, training=False, fresh=novel)
+    def serve(clients: Sequence[int]) -> None:
+        cohort = engine.cohort(clients, 1, training=False)
         for group in cohort.sizes.values():
             server.personalize(group)
 
     rounds = after(train)
     return Answers(
         mean.told if wanted.where == "central" else rounds,
-        after(lambda: serve([*first.values()], novel=False)),
-        after(lambda: serve(list(task.novel_ids[:1]), novel=True)) if task.novel else 0,
+        after(lambda: serve([*first.values()])),
+        after(lambda: serve(task.novel_ids[:1])) if task.novel else 0,
     )
 
 

@@ -269,10 +269,9 @@ class Served(Trained):
             serve = self._finetuning(self._once(server, self.engine))
             if isinstance(self.task, RemoteTask):
                 serve = keeping(serve, self.method.Client, kept)
-            options: dict[str, Any] = {"novel": True, "serve": serve}
+            numbers = range(self.config.rounds, self.config.rounds + draws)
             drawn = [
-                evaluate(server, self.engine, ids, self.config.rounds + draw, **options)["test"]
-                for draw in range(draws)
+                evaluate(server, self.engine, ids, each, serve=serve)["test"] for each in numbers
             ]
         return all_together(drawn, ids), kept
 

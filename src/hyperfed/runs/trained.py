@@ -150,7 +150,7 @@ class Trained:
         novel = client in self.task.novel_ids
         number = self.config.rounds if novel else self.best.round  # the draws of the evaluation
         with self._at_best() as server:
-            cohort = self.engine.cohort([client], number, training=False, fresh=novel)
+            cohort = self.engine.cohort([client], number, training=False)
             serve = self._once(server, self.engine) if novel else server.personalize
             return self._export(serve, cohort, self.task.size_of(client))
 
@@ -211,7 +211,7 @@ class Trained:
             self._check_unlabelled()
         with closing(engine), self._at_best() as server:
             engine.released = self._newcomers.setdefault(task.fingerprint, {})
-            cohort = engine.cohort([0], self.config.rounds, training=False, fresh=True)
+            cohort = engine.cohort([0], self.config.rounds, training=False)
             return self._export(self._once(server, engine), cohort, task.size_of(0))
 
     def privacy(self) -> dict[str, Any] | None:
@@ -263,7 +263,7 @@ class Trained:
         task = replace(made_up(self.task, novel=max(1, self.task.novel)), unlabelled=unlabelled)
         seed, settings, device = self.config.seed, self.config.settings, self.engine.device
         engine = LoopEngine(task, self.method.Client, settings, seed=seed, device=device)
-        return engine.cohort([task.novel_ids[0]], 0, training=False, fresh=True)
+        return engine.cohort([task.novel_ids[0]], 0, training=False)
 
     @contextmanager
     def _computing(self) -> Iterator[None]:

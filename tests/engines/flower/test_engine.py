@@ -188,9 +188,9 @@ def test_ten_rounds_give_the_evaluations_of_the_reference_engine(
         clients = [number % 3, (number + 1) % 3]
         ours.round(clients, number)
         loop.round(clients, number)
-    for ids, novel in (([0, 1, 2], False), ([3], True)):
-        here = evaluate(ours.server, ours.engine, ids, 10, novel=novel)
-        there = evaluate(loop.server, loop.engine, ids, 10, novel=novel)
+    for ids in ([0, 1, 2], [3]):
+        here = evaluate(ours.server, ours.engine, ids, 10)
+        there = evaluate(loop.server, loop.engine, ids, 10)
         torch.testing.assert_close(values(here), values(there), rtol=1e-9, atol=1e-9)
 
 
@@ -257,20 +257,19 @@ def test_sites_fine_tune_the_models_of_their_clients(method: str, tmp_path: Path
     ours, loop = both(method, tmp_path, net=Normed, novel=1)
     for each in (ours, loop):
         each.round([0, 1, 2])
-    for ids, novel in (([0, 1, 2], False), ([3], True)):
+    for ids in ([0, 1, 2], [3]):
         here, there = (
             evaluate(
                 each.server,
                 each.engine,
                 ids,
                 10,
-                novel=novel,
                 serve=finetuned(each.server.personalize, each.engine.client, Steps(3, 4)),
             )
             for each in (ours, loop)
         )
         torch.testing.assert_close(values(here), values(there), rtol=1e-9, atol=1e-9)
-        plain = evaluate(ours.server, ours.engine, ids, 10, novel=novel)
+        plain = evaluate(ours.server, ours.engine, ids, 10)
         assert not torch.equal(here["test"].loss, plain["test"].loss)
 
 

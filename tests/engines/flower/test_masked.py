@@ -150,8 +150,8 @@ def test_sums_are_those_of_the_reference_engine_and_nobody_is_missed(
     equal(ours.server.state(), loop.server.state())
     assert ours.engine.memory.keys() == {c for c, kept in loop.engine.memory.items() if kept}
     for ids, novel in (([0, 1, 2], False), ([3], True)):
-        here = evaluate(ours.server, ours.engine, ids, 2, novel=novel)["test"]
-        there = evaluate(loop.server, loop.engine, ids, 2, novel=novel)["test"]
+        here = evaluate(ours.server, ours.engine, ids, 2)["test"]
+        there = evaluate(loop.server, loop.engine, ids, 2)["test"]
         if novel and method in REPLYING:
             assert "must be masked in this run" in here.missed[3]
             continue

@@ -64,7 +64,7 @@ def clean(sent: Tree) -> Tensor:
 
 
 def request(serial: int = 1, sent: Tree | None = None, **changes: Any) -> Request:
-    call = Call(serial, 5, NOVEL, "describe", (encoder() if sent is None else sent,), fresh=True)
+    call = Call(serial, 5, NOVEL, "describe", (encoder() if sent is None else sent,))
     made = Request(1, 10, serial, FRAME, {NOVEL: "ann"}, [call], {}, {}, [serial])
     return replace(made, **changes)
 
@@ -173,7 +173,7 @@ def test_nobody_is_asked_twice_in_one_message(tmp_path: Path) -> None:
     "step", ["train_model", "train_encoder", "describe_batch", "encoder_gradient", "export"]
 )
 def test_a_private_client_is_asked_for_nothing_without_noise(step: str, tmp_path: Path) -> None:
-    call = Call(1, 5, NOVEL, step, (encoder(),), Steps(1, 1), fresh=True)
+    call = Call(1, 5, NOVEL, step, (encoder(),), Steps(1, 1))
     answer = asked(site_in(tmp_path), request(calls=[call]))
     assert isinstance(answer, UserError)
     assert f"asked for no other, but was asked to {step}" in str(answer)
@@ -247,7 +247,7 @@ def test_the_engine_collects_it(tmp_path: Path) -> None:
     sites = sites_of(TASK, itpfl, config(), tmp_path, {7: [0, 1], 8: [2, 3]})
     link = DirectLink(sites)
     engine = FlowerEngine(remote(TASK, link, sites), itpfl.Client, config(), seed=0)
-    cohort = engine.cohort([NOVEL], 5, training=False, fresh=True)
+    cohort = engine.cohort([NOVEL], 5, training=False)
     cohort.ask(itpfl.Client.describe, encoder())
     assert engine.released.keys() == {NOVEL}
     assert engine.released[NOVEL]["multipliers"].tolist() == [analytic_multiplier(0.3, 0.01)]

@@ -187,13 +187,6 @@ def test_a_client_goes_on_with_the_examples_that_it_began_a_run_with(
     assert counts(site_in(tmp_path).answer(request(3)).answers) == {0: 2, 1: 3}
 
 
-def test_a_fresh_client_begins_with_nothing(tmp_path: Path) -> None:
-    site_in(tmp_path).answer(request(1))
-    calls = [replace(call, cohort=1, fresh=True) for call in request().calls]
-    fresh = site_in(tmp_path).answer(request(2, begin={0: (10, 0)}, calls=calls))
-    assert counts(fresh.answers) == {0: 1, 1: 1}
-
-
 def test_versions_that_are_not_kept_are_dropped_and_missed(tmp_path: Path) -> None:
     for cohort in range(3):
         begin = {0: (10, cohort - 1)} if cohort else {}

@@ -27,8 +27,8 @@ def request() -> Request:
         "none": torch.zeros(0, 3, dtype=torch.float64),
     }
     calls = [
-        Call(4, 2, 0, "train_model", (model, {"own": torch.zeros(1)}), Steps(3, 4), 1, False),
-        Call(4, 2, 2, "train_model", (model, {"own": torch.ones(1)}), Epochs(2, 8), 0, True),
+        Call(4, 2, 0, "train_model", (model, {"own": torch.zeros(1)}), Steps(3, 4), 1),
+        Call(4, 2, 2, "train_model", (model, {"own": torch.ones(1)}), Epochs(2, 8), 0, masked=True),
     ]
     return Request(
         run=2**62,

@@ -90,10 +90,10 @@ def test_two_rounds_equal_the_loop_engine(
         asked |= {exchange.step for exchange in exchanges[0]}
         close(snapshot(ours), snapshot(loop))
     evaluate = loop.method.Client.evaluate
-    for clients, novel in (([0, 1, 2, 3], False), ([4, 5], True)):
+    for clients in ([0, 1, 2, 3], [4, 5]):
         counts = []
         for each in (loop, ours):
-            cohort = each.engine.cohort(clients, 9, training=False, fresh=novel)
+            cohort = each.engine.cohort(clients, 9, training=False)
             counts.append(cohort.ask(evaluate, each.server.personalize(cohort)))
         close(*counts)
         asked |= {exchange.step for exchange in cohort.state.exchanges}

@@ -143,10 +143,10 @@ def test_two_rounds_equal_the_loop_engine(method: str, reused: type[Reused]) -> 
     assert set(ray.engine.memory) == set(loop.engine.memory)
     torch.testing.assert_close(snapshot(ray), snapshot(loop), rtol=0, atol=1e-12)
     evaluate = loop.method.Client.evaluate
-    for client, novel in ((1, False), (3, True)):
+    for client in (1, 3):
         counts = []
         for each in (loop, ray):
-            cohort = each.engine.cohort([client], 9, training=False, fresh=novel)
+            cohort = each.engine.cohort([client], 9, training=False)
             counts.append(cohort.ask(evaluate, each.server.personalize(cohort)))
         torch.testing.assert_close(*counts, rtol=0, atol=1e-12)
 
@@ -156,9 +156,9 @@ def test_what_was_let_out_with_noise_is_the_engines_to_remember(reused: type[Reu
     loop, ray = both("itpfl", reused, {"epsilon": 0.3, "embedding_size": 3}, novel=1)
     for each in (loop, ray):
         for _ in range(2):
-            each.server.personalize(each.engine.cohort([3], 9, training=False, fresh=True))
+            each.server.personalize(each.engine.cohort([3], 9, training=False))
         with pytest.raises(UserError, match="after 1 of them"):
-            each.server.personalize(each.engine.cohort([3], 8, training=False, fresh=True))
+            each.server.personalize(each.engine.cohort([3], 8, training=False))
     torch.testing.assert_close(ray.engine.released[3], loop.engine.released[3], rtol=0, atol=1e-12)
 
 
@@ -272,8 +272,6 @@ def test_memories_stay_in_the_store_until_a_client_writes(reused: type[Reused]) 
     engine.memory = trees.clone({1: after[1]})  # as from a checkpoint
     cohort = engine.cohort([0, 1], 4, training=False)
     assert cohort.ask(Client.count)["count"].tolist() == [1, 3]
-    fresh = engine.cohort([1], 4, training=False, fresh=True)
-    assert fresh.ask(Client.count)["count"].item() == 1
 
 
 # What goes wrong at a client.
@@ -443,7 +441,7 @@ def test_what_a_client_raises_arrives_as_it_is(
 def test_labels_that_a_client_has_not_are_missed_as_anywhere(reused: type[Reused]) -> None:
     engine = reused(make_task(novel=1, unlabelled=True), Client, Config(), seed=0, workers=2)
     with pytest.raises(UnlabelledError, match="has no labels"):
-        engine.cohort([3], 0, training=False, fresh=True).ask(Client.labels)
+        engine.cohort([3], 0, training=False).ask(Client.labels)
 
 
 def test_an_error_that_can_travel_is_left_as_it_is() -> None:

@@ -46,7 +46,7 @@ def test_what_does_not_vary_is_not_divided_by_zero() -> None:
     ours = federation(settings={"standardize": True})
     with torch.no_grad():
         ours.server.embeddings.weight[:, 1] = 0.7
-    cohort = ours.engine.cohort([3], 0, training=False, fresh=True)
+    cohort = ours.engine.cohort([3], 0, training=False)
     mean, deviation = of_known(ours)
     deviation[1] = 1.0
     expected = encode(encoder_of(ours), inputs(ours, 3)) * deviation + mean
@@ -176,7 +176,7 @@ def test_a_standardised_descriptor_explains_embeddings_in_their_own_units(
 def test_novel_clients_have_no_embedding_to_be_explained(caplog: pytest.LogCaptureFixture) -> None:
     ours = federation(novel=2)
     ours.server.tuning = torch.tensor(True)
-    novel = ours.engine.cohort(list(ours.task.novel_ids), 0, training=False, fresh=True)
+    novel = ours.engine.cohort(list(ours.task.novel_ids), 0, training=False)
     assert len(ours.server.personalize(novel).tree["body.weight"]) == 2
     assert ours.server.diagnostics() == {}
     assert caplog.text == ""

@@ -114,7 +114,7 @@ def test_end_to_end_known_clients_are_served_by_their_inputs_and_phase_one(
     known = generated(server.hyper_net, encode(encoder, inputs(ours, 1)))
     close(ours.personal(1), known)
     novel = generated(server.novel_net, encode(encoder, inputs(ours, 3)))
-    close(ours.personal(3, fresh=True), novel)
+    close(ours.personal(3), novel)
     assert not torch.allclose(server.novel_net.trunk[0].weight, server.hyper_net.trunk[0].weight)
     rehearsed = server.rehearse(ours.engine.cohort([0, 1], 2, training=False)).tree
     novel = generated(server.novel_net, encode(encoder, inputs(ours, 1)))

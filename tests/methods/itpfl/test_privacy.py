@@ -35,8 +35,7 @@ def test_embeddings_that_cannot_be_told_standardised_are_not(other: dict[str, An
 
 def reply_of(ours: Federation, client: int, round: int = 7) -> Tensor:
     """The descriptor that leaves a client."""
-    fresh = client in ours.task.novel_ids
-    cohort = ours.engine.cohort([client], round, training=False, fresh=fresh)
+    cohort = ours.engine.cohort([client], round, training=False)
     reply: Tensor = cohort.ask(itpfl.Client.describe, encoder_of(ours))["descriptor"][0]
     return reply
 
@@ -50,11 +49,11 @@ def check_noise() -> None:
     sigma = 2 / 9 * analytic_multiplier(0.3, 0.01)
     assert noise.std().item() == pytest.approx(sigma, rel=0.06)  # four standard errors
     assert abs(noise.mean().item()) < 4 * sigma / len(noise) ** 0.5
-    cohort = ours.engine.cohort([3], 7, training=False, fresh=True)
+    cohort = ours.engine.cohort([3], 7, training=False)
     received = ours.server.describe(cohort)[0]
     torch.testing.assert_close(received, reply_of(ours, 3), rtol=0, atol=0)
     expected = generated(ours.server.novel_net, received)
-    cohort = ours.engine.cohort([3], 7, training=False, fresh=True)
+    cohort = ours.engine.cohort([3], 7, training=False)
     sent = trees.take(ours.server.personalize(cohort).tree, 0)
     close(sent, expected)
     known = encode(encoder_of(ours), inputs(ours, 1), bounded=True)
@@ -67,12 +66,12 @@ def test_a_novel_client_adds_the_noise_before_it_sends() -> None:
 
 def test_without_sigma_there_is_no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     noiseless = federation(settings={"private": True})
-    expected = noiseless.personal(3, fresh=True)
+    expected = noiseless.personal(3)
     noisy = federation(settings={"epsilon": 0.3})
-    assert not torch.allclose(noisy.personal(3, fresh=True)["head.bias"], expected["head.bias"])
+    assert not torch.allclose(noisy.personal(3)["head.bias"], expected["head.bias"])
     monkeypatch.setattr(GaussianMechanism, "sigma", lambda self, sensitivity: 0.0)
     noisy.engine.released.clear()
-    torch.testing.assert_close(noisy.personal(3, fresh=True), expected, rtol=0, atol=0)
+    torch.testing.assert_close(noisy.personal(3), expected, rtol=0, atol=0)
 
 
 def test_more_data_needs_less_noise() -> None:
@@ -120,20 +119,19 @@ def test_the_sensitivity_holds_in_whatever_precision_clients_compute(
     assert 2 / 400 * (1 - 1e-9) < max(apart) <= 2 / 400 * (1 + 1e-12)
 
 
-@pytest.mark.parametrize("fresh", [False, True])
-def test_no_client_answers_beyond_its_budget_whatever_it_is_said_to_remember(fresh: bool) -> None:
+def test_no_client_answers_beyond_its_budget_whatever_it_is_said_to_remember() -> None:
     ours = federation(settings={"epsilon": 0.3, "budget": 0.5})
     said = []
     for number in (0, 1, 1, 0):  # the same question again is answered alike
         ours.engine.memory = {}
         said.append(reply_of(ours, 3, number))
-        cohort = ours.engine.cohort([3], number, training=False, fresh=fresh)
+        cohort = ours.engine.cohort([3], number, training=False)
         torch.testing.assert_close(ours.server.describe(cohort)[0], said[-1], rtol=0, atol=0)
     assert torch.equal(said[0], said[3])
     assert torch.equal(said[1], said[2])
     assert len(ours.engine.released[3]["multipliers"]) == 2
     with pytest.raises(UserError, match=r"within epsilon 0\.5 .* after 2 of them"):
-        ours.server.personalize(ours.engine.cohort([3], 2, training=False, fresh=fresh))
+        ours.server.personalize(ours.engine.cohort([3], 2, training=False))
     ours.round([0, 1, 2], 1)  # nobody else is concerned
     assert ours.engine.released.keys() == {3}
 
@@ -145,7 +143,7 @@ def test_another_encoder_is_another_question_with_other_noise() -> None:
     other = trees.tree_map(lambda leaf: leaf + 1e-12, encoder)
     said = []
     for sent in (encoder, other):
-        cohort = ours.engine.cohort([3], 0, training=False, fresh=True)
+        cohort = ours.engine.cohort([3], 0, training=False)
         said.append(cohort.ask(itpfl.Client.describe, sent)["descriptor"][0])
     sigma = 2 / 9 * analytic_multiplier(0.3, 0.01)
     assert (said[0] - said[1]).norm() > 0.1 * sigma

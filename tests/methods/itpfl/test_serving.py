@@ -38,7 +38,7 @@ def check_serving() -> None:
     close(known, expected)
     descriptor = encode(encoder_of(ours), inputs(ours, 3))
     expected = generated(server.novel_net, descriptor)
-    close(ours.personal(3, fresh=True), expected)
+    close(ours.personal(3), expected)
 
 
 def test_old_clients_keep_phase_one_and_an_unlabelled_novel_one_uses_phase_two() -> None:
@@ -59,7 +59,7 @@ def test_only_training_a_model_reads_labels() -> None:
 
 def test_a_descriptor_is_the_mean_over_batches_of_all_inputs() -> None:
     ours = federation(settings={"batch_size": 4})
-    cohort = ours.engine.cohort([3], 5, training=False, fresh=True)
+    cohort = ours.engine.cohort([3], 5, training=False)
     x = inputs(ours, 3)  # 9 examples: batches of 4 and 5, in an order of the client's own
     order = torch.randperm(9, generator=generator(0, "client", 3, 5, "describe", 0))
     parts = [(encode(encoder_of(ours), x[b]), len(b)) for b in order.split([4, 5])]
@@ -70,7 +70,7 @@ def test_a_descriptor_is_the_mean_over_batches_of_all_inputs() -> None:
 def test_a_bounded_descriptor_is_the_plain_mean_whatever_the_batches() -> None:
     for size in (4, 100):
         ours = federation(settings={"batch_size": size, "private": True})
-        cohort = ours.engine.cohort([3], 0, training=False, fresh=True)
+        cohort = ours.engine.cohort([3], 0, training=False)
         expected = encode(encoder_of(ours), inputs(ours, 3), bounded=True)
         close(ours.server.describe(cohort)[0], expected)
         assert expected.norm() <= 1
@@ -88,7 +88,7 @@ def test_what_travels() -> None:
     learning = [model, ("train_encoder", encoder + LENGTH * 8, encoder)]
     assert exchanges(ours.round([1], 0)) == learning
     assert exchanges(ours.round([1], 1)) == [descriptor, model]
-    cohort = ours.engine.cohort([3], 2, training=False, fresh=True)
+    cohort = ours.engine.cohort([3], 2, training=False)
     ours.server.personalize(cohort)
     assert exchanges(cohort) == [descriptor]
 
@@ -97,7 +97,7 @@ def test_batch_norm_statistics_are_those_of_the_clients_inputs() -> None:
     for client in (1, 3):  # known and novel
         ours = federation(net=Normed, unlabelled=True)
         ours.round([0, 1], 0)
-        model = ours.personal(client, fresh=client == 3)
+        model = ours.personal(client)
         hidden = inputs(ours, client) @ model["body.weight"].T + model["body.bias"]
         close(model["norm.running_mean"], hidden.mean(0))
         close(model["norm.running_var"], hidden.var(0))
@@ -112,7 +112,7 @@ def test_one_encoder_serves_several_target_sizes() -> None:
         ours.round([0, 1, 2], number)
     server = ours.server
     expected = server.novel_net(encode(encoder_of(ours), inputs(ours, 3))[None], "L")
-    model = ours.personal(3, fresh=True)
+    model = ours.personal(3)
     assert "norm.weight" in expected
     for name, value in expected.items():
         close(model[name], value[0].detach())

@@ -50,7 +50,7 @@ def toy(examples: tuple[int, ...] = EXAMPLES, scale: float = 1.0) -> Task:
 
 def cohorts(task: Task) -> tuple[EngineCohort, EngineCohort]:
     engine = LoopEngine(task, Client, None, seed=0)
-    novel = engine.cohort(list(NOVEL), 0, training=False, fresh=True)
+    novel = engine.cohort(list(NOVEL), 0, training=False)
     return novel, novel.known
 
 
@@ -143,7 +143,7 @@ def test_a_client_alone_sees_the_same_as_one_of_many() -> None:
     task = toy()
     together = a_distance.a_distance(*cohorts(task), STEPS)
     engine = LoopEngine(task, Client, None, seed=0)
-    alone = engine.cohort([4], 0, training=False, fresh=True)
+    alone = engine.cohort([4], 0, training=False)
     torch.testing.assert_close(
         a_distance.a_distance(alone, alone.known, STEPS), together[1:], **EXACT
     )
@@ -256,7 +256,7 @@ def test_in_bfloat16_clients_answer_in_float32() -> None:
     models = {"base": task.models["base"].float()}
     task = dataclasses.replace(task, x=task.x.float(), models=models)
     engine = LoopEngine(task, Client, None, seed=0, precision="bf16")
-    novel = engine.cohort(list(NOVEL), 0, training=False, fresh=True)
+    novel = engine.cohort(list(NOVEL), 0, training=False)
     classifier = a_distance.separate(novel, novel.known, STEPS)
     assert {value.dtype for value in classifier.values()} == {torch.float32}
     assert a_distance.a_distance(novel, novel.known, STEPS).argmin(dim=1)[1] == 1

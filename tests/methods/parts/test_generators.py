@@ -37,7 +37,7 @@ def test_models_start_as_the_target(method: str, net: str) -> None:
     task = make_task(models=models, sizes=("S", "L", "S", "L"), novel=1)
     ours = Federation(method, task, start="target", batch_size=4, **NETS[net])
     for client in range(4):
-        model = ours.personal(client, fresh=client == 3)
+        model = ours.personal(client)
         torch.testing.assert_close(model, trained(models[task.size_of(client)]), **EXACT)
 
 

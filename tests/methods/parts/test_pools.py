@@ -40,7 +40,7 @@ def outputs(ours: Federation) -> tuple[Tensor, Tensor]:
 
 def test_sampled_counts_the_mean_over_all_models() -> None:
     ours = federation("sampled")
-    found = evaluate(ours.server, ours.engine, [NOVEL], 9, novel=True)["test"]
+    found = evaluate(ours.server, ours.engine, [NOVEL], 9)["test"]
     each, y = outputs(ours)
     correct = torch.stack([(output.argmax(1) == y).double().sum() for output in each])
     assert len(correct.unique()) > 1  # so that one model alone would show
@@ -52,7 +52,7 @@ def test_sampled_counts_the_mean_over_all_models() -> None:
 
 def test_sampled_counts_the_mean_of_each_class_too() -> None:
     ours = federation("sampled", metrics=("f1",))
-    cohort = ours.engine.cohort([NOVEL], 9, training=False, fresh=True)
+    cohort = ours.engine.cohort([NOVEL], 9, training=False)
     found = cohort.ask(ours.method.Client.evaluate, ours.server.personalize(cohort))["test"]
     each, y = outputs(ours)
     counts = [
@@ -65,13 +65,13 @@ def test_sampled_counts_the_mean_of_each_class_too() -> None:
 
 def test_ensemble_averages_the_outputs() -> None:
     ours = federation("ensemble")
-    found = evaluate(ours.server, ours.engine, [NOVEL], 9, novel=True)["test"]
+    found = evaluate(ours.server, ours.engine, [NOVEL], 9)["test"]
     each, y = outputs(ours)
     mean = each.mean(0)
     assert found.correct.item() == (mean.argmax(1) == y).sum()
     assert found.loss.item() == pytest.approx(float(F.cross_entropy(mean, y)) * len(y))
     sampled = federation("sampled")
-    other = evaluate(sampled.server, sampled.engine, [NOVEL], 9, novel=True)["test"]
+    other = evaluate(sampled.server, sampled.engine, [NOVEL], 9)["test"]
     assert found.loss.item() < other.loss.item()  # by convexity
 
 
@@ -87,7 +87,7 @@ def test_known_clients_use_their_own_model_all_the_same() -> None:
 
 def test_a_pool_is_all_models_and_no_more() -> None:
     ours = federation("ensemble")
-    cohort = ours.engine.cohort([NOVEL], 9, training=False, fresh=True)
+    cohort = ours.engine.cohort([NOVEL], 9, training=False)
     cohort.ask(ours.method.Client.evaluate, ours.server.personalize(cohort))
     one = sum(parameter.numel() for parameter in ours.task.models["base"].parameters()) * 8
     assert [exchange.down for exchange in cohort.state.exchanges] == [3 * one]
@@ -97,7 +97,7 @@ def test_errors() -> None:
     with pytest.raises(
         UserError, match="must be one, but novel_models='sampled' uses those of all"
     ):
-        federation("sampled").personal(NOVEL, fresh=True)
+        federation("sampled").personal(NOVEL)
     for other in ({"head_layers": 1}, {"descriptor": "class_proportions"}):
         with pytest.raises(UserError, match="'ensemble' needs whole models made from learned"):
             configuration.from_keys("pfedhn", {"method": {"novel_models": "ensemble", **other}})
@@ -120,11 +120,11 @@ def nearest_federation(**options: Any) -> Federation:
 
 def check_nearest() -> None:
     ours = nearest_federation()
-    model = ours.personal(NOVEL, fresh=True)
+    model = ours.personal(NOVEL)
     torch.testing.assert_close(model, ours.personal(1), rtol=0, atol=0)
     for other in (0, 2):
         assert any(not torch.equal(model[name], ours.personal(other)[name]) for name in model)
-    found = evaluate(ours.server, ours.engine, [NOVEL], 9, novel=True)["test"]
+    found = evaluate(ours.server, ours.engine, [NOVEL], 9)["test"]
     index = ours.task.test[NOVEL]
     output = logits(ours.task.models["base"], ours.personal(1), ours.task.x[index])
     assert found.correct.item() == (output.argmax(1) == ours.task.y[index]).sum()
@@ -136,13 +136,13 @@ def test_the_nearest_known_clients_model_is_sent() -> None:
 
 def test_labels_of_the_novel_client_do_not_matter() -> None:
     labelled, unlabelled = nearest_federation(unlabelled=False), nearest_federation()
-    models = [ours.personal(NOVEL, fresh=True) for ours in (labelled, unlabelled)]
+    models = [ours.personal(NOVEL) for ours in (labelled, unlabelled)]
     torch.testing.assert_close(*models, rtol=0, atol=0)
 
 
 def test_one_model_travels_and_known_clients_are_sent_classifiers_alone() -> None:
     ours = nearest_federation()
-    cohort = ours.engine.cohort([NOVEL], 9, training=False, fresh=True)
+    cohort = ours.engine.cohort([NOVEL], 9, training=False)
     cohort.ask(ours.method.Client.export, ours.server.personalize(cohort))
     one = sum(parameter.numel() for parameter in ours.task.models["base"].parameters()) * 8
     *_, last = cohort.state.exchanges
@@ -161,7 +161,7 @@ def sizes(*names: str) -> dict[str, Any]:
 
 def test_only_known_clients_of_the_same_size_have_a_model_for_a_novel_one() -> None:
     ours = nearest_federation(**sizes("S", "L", "S", "S"))  # client 1 is the nearest of all
-    model = ours.personal(NOVEL, fresh=True)
+    model = ours.personal(NOVEL)
     torch.testing.assert_close(model, ours.personal(2), rtol=0, atol=0)
     ours = federation("ensemble", **sizes("S", "L", "S", "S"))
     pool = ours.server.personalize(ours.engine.cohort([NOVEL], 9, training=False))["pool"]
@@ -173,7 +173,7 @@ def test_only_known_clients_of_the_same_size_have_a_model_for_a_novel_one() -> N
 def test_without_a_known_client_of_its_size_a_novel_one_is_told_so(kind: str) -> None:
     ours = federation(kind, **sizes("S", "S", "S", "L"))
     with pytest.raises(UserError, match="but none runs L; set novel_models='fit'"):
-        ours.personal(NOVEL, fresh=True)
+        ours.personal(NOVEL)
 
 
 def test_a_newcomer_is_served_by_the_clients_of_the_run() -> None:

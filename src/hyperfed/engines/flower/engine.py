@@ -113,11 +113,9 @@ class FlowerEngine:
             self._hold(memory)
         self._saved = (*self._saved[-1:], [dict(memory) for memory in memories])
 
-    def cohort(
-        self, ids: Sequence[int], round: int, *, training: bool, fresh: bool = False
-    ) -> EngineCohort:
+    def cohort(self, ids: Sequence[int], round: int, *, training: bool) -> EngineCohort:
         """Returns the cohort of a round."""
-        state = CohortState(next(self._cohorts), round, training, fresh, remote=True)
+        state = CohortState(next(self._cohorts), round, training, remote=True)
         self._open.add(state.number)
         weakref.finalize(state, self._close, state.number)
         return EngineCohort(self, ids, state)

@@ -415,7 +415,7 @@ def _beginning(
     """Returns memory and scratch with which a call begins."""
     if draft is not None:
         return draft.memory, draft.scratch
-    return store.memory(name, None if call.fresh else request.begin.get(call.client)), {}
+    return store.memory(name, request.begin.get(call.client)), {}
 
 
 def _needed(request: Request, client: int, opened: Sequence[Version]) -> set[Version]:

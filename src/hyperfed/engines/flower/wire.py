@@ -131,7 +131,6 @@ class _Call:
     payload: list[NonNegativeInt]
     batches: tuple[Literal["Steps", "Epochs"], NonNegativeInt, PositiveInt] | None
     turn: NonNegativeInt
-    fresh: bool
     masked: bool = False
 
 
@@ -181,7 +180,6 @@ def pack_request(request: Request) -> bytes:
             "payload": [place[id(tree)] for tree in call.payload],
             "batches": _batches(call),
             "turn": call.turn,
-            "fresh": call.fresh,
             "masked": call.masked,
         }
         for call in request.calls
@@ -225,7 +223,6 @@ def unpack_request(content: bytes) -> Request:
             tuple(tree[str(number)] for number in call.payload),
             None if call.batches is None else _BATCHES[call.batches[0]](*call.batches[1:]),
             call.turn,
-            call.fresh,
             masked=call.masked,
         )
         for call in found.calls

@@ -117,11 +117,9 @@ class LoopEngine:
     def memory(self, memory: dict[int, Tree]) -> None:
         self.memories.kept = memory
 
-    def cohort(
-        self, ids: Sequence[int], round: int, *, training: bool, fresh: bool = False
-    ) -> EngineCohort:
+    def cohort(self, ids: Sequence[int], round: int, *, training: bool) -> EngineCohort:
         """Returns the cohort of a round."""
-        state = CohortState(next(self._numbers), round, training, fresh)
+        state = CohortState(next(self._numbers), round, training)
         weakref.finalize(state, self.memories.forget, state.number)
         return EngineCohort(self, ids, state)
 

@@ -165,11 +165,9 @@ class RayEngine:
             for client, tree in memory.items()
         }
 
-    def cohort(
-        self, ids: Sequence[int], round: int, *, training: bool, fresh: bool = False
-    ) -> EngineCohort:
+    def cohort(self, ids: Sequence[int], round: int, *, training: bool) -> EngineCohort:
         """Returns the cohort of a round."""
-        state = CohortState(next(self._numbers), round, training, fresh)
+        state = CohortState(next(self._numbers), round, training)
         self._cohorts[state.number] = _Drafts(training)
         weakref.finalize(state, self._cohorts.pop, state.number)
         return EngineCohort(self, ids, state)
@@ -356,8 +354,7 @@ class RayEngine:
         draft = self._cohorts[call.cohort].of.get(call.client)
         if draft is not None:
             return draft
-        kept = None if call.fresh else self._kept.get(call.client)
-        return _Draft(kept or _Memory(), None)
+        return _Draft(self._kept.get(call.client, _Memory()), None)
 
 
 def _packed(calls: Sequence[Call]) -> list[Call]:
