@@ -20,16 +20,17 @@ def own_tests(method: str) -> list[Path]:
     """Returns the files of tests that hold a method to its paper.
 
     They are ``test_METHOD.py``, those of the folder ``METHOD/``, and those whose first line has the
-    name that its docstring begins with: a family may share a file.
+    name that its docstring begins with: a family may share a file, or a folder.
     """
     name = re.escape(readme.parts(method)["name"])
     says = re.compile(rf'"""(.*[^\w-])?{name}(?![\w-])')
-    named = [
+    return [
         path
-        for path in sorted(TESTS.glob("test_*.py"))
-        if path.name == f"test_{method}.py" or says.match(path.read_text(encoding="utf-8"))
+        for path in sorted(TESTS.rglob("test_*.py"))
+        if path.name == f"test_{method}.py"
+        or path.parent == TESTS / method
+        or says.match(path.read_text(encoding="utf-8"))
     ]
-    return [*named, *sorted((TESTS / method).glob("test_*.py"))]
 
 
 def shared_tests() -> list[Path]:

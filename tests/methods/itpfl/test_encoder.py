@@ -1,4 +1,4 @@
-"""IT-PFL-HN, the encoder: FedAvg of steps towards the embeddings, and what it explains of them."""
+"""IT-PFL-HN, the encoder: averaged steps towards the embeddings, and what it explains of them."""
 
 from pathlib import Path
 from typing import Any
