@@ -184,6 +184,8 @@ def test_a_newcomer_s_model_is_given_again_for_nothing(hidden: int) -> None:
     run = train("pfedhn", epsilon=50.0, task=task, own={"novel_rounds": 9})
     newcomer = run.task.x[:9], run.task.y[:9]
     model = run.personalize(*newcomer).state_dict()
+    (account,) = run._newcomers.values()
+    assert len(account[0]["multipliers"]) == 9  # its answers are blurred as those of training are
     before = run.privacy()
     assert before["epsilon_spent"] == pytest.approx(50, rel=1e-6)
     again = run.personalize(*newcomer).state_dict()

@@ -38,6 +38,13 @@ def test_serving_leaves_what_clients_remember_as_it_was() -> None:
     assert all(run.engine.memory[client] is before[client] for client in before)
 
 
+def test_a_model_is_handed_out_for_use_and_not_for_training() -> None:
+    run = overfitted("fedavg", seed=1)
+    assert run.task.models["base"].train().training
+    newcomer = run.task.x[:6].numpy(), run.task.y[:6].numpy()
+    assert not any(model.training for model in (run.model(0), run.personalize(*newcomer)))
+
+
 def test_novel_clients_are_evaluated_with_the_best_rounds_server() -> None:
     run = overfitted("fedavg", seed=1)
     latest, best = run.server.model["base"], run.best.server["model"]["base"]
