@@ -240,6 +240,32 @@ def test_a_server_that_moves_its_tensors_in_place_can_be_taken_back_twice() -> N
         assert server.rows["of"].tolist() == [start, start + 1, start + 2]
 
 
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (torch.zeros(3), torch.ones(1)),
+        (torch.zeros(3), torch.ones(3, dtype=torch.float64)),
+        (torch.zeros(2, 3), torch.ones(3, 2).t()),
+    ],
+    ids=["another shape", "another precision", "another layout"],
+)
+def test_a_server_whose_tensors_are_others_is_copied_as_it_is_now(
+    first: Tensor, then: Tensor
+) -> None:
+    """Into the copy of the round before they would fit by being repeated, rounded or turned."""
+    engine = Federation("fedavg", make_task()).engine
+    cohort = engine.cohort([0], 0, training=True)
+    server, before = Server(engine.task.outline(), None), Snapshot()
+    for rows in (first, then):
+        server.rows = {"of": rows.clone()}
+        before.take(server)
+    server.rows["of"] *= torch.nan
+    before.restore(server, engine, cohort)
+    found = server.rows["of"]
+    assert found.stride() == then.stride()
+    torch.testing.assert_close(found, then, rtol=0, atol=0)
+
+
 def test_gradients_of_a_round_that_was_taken_back_are_in_no_later_one() -> None:
     """``descend`` adds to the gradients that there are, and a round can break off before it."""
     engine = Federation("fedavg", make_task()).engine
