@@ -328,6 +328,36 @@ def test_methods_are_compared_on_the_same_clients():
     assert rows[3].split() == ["elsewhere", "–", "–", "–"]
 
 
+def of_settings(test_accuracies, vals):
+    """A run for each rate of one method, and one of another method that is between them."""
+    runs = []
+    for rate, (test, val) in enumerate(zip(test_accuracies, vals, strict=True)):
+        run = finished("pefll", test_accuracy=test)
+        run.config["method"] |= {"lr": rate}
+        found = [evaluation(10, "test", [5, 5])]
+        found += [evaluation(10, "val", [val, val])] if val is not None else []
+        runs.append(replace(run, evaluations=tuple(found)))
+    return [*runs, finished("fedavg", test_accuracy=0.75)]
+
+
+@pytest.mark.parametrize(
+    ("vals", "test_accuracies", "best"),
+    [
+        ((3, 6, 5), (0.9, 0.8, 0.7), "pefll lr=1"),
+        ((3, 6, 5), (0.9, 0.7, 0.8), "fedavg"),
+        ((3, None, 5), (0.9, 0.8, 0.7), "pefll lr=0"),  # nothing to choose by
+    ],
+)
+def test_no_setting_of_a_method_is_the_best_by_its_test_data(vals, test_accuracies, best):
+    runs = of_settings(test_accuracies, vals)
+    for pairs in (paired.pair(runs, compare(runs)), paired.pair_groups(runs, compare(runs))):
+        assert {one.best for one in pairs} == {best}
+        assert [one.to_best is None for one in pairs] == [one.label == best for one in pairs]
+    named = {f"row {number}": [run] for number, run in enumerate(runs)}
+    of_rows = paired.pair_labelled(named, ACCURACY)
+    assert {one.best for one in of_rows} == {"row 0"}  # of tables, each a method of its own
+
+
 def test_methods_are_compared_on_the_clients_that_joined_afterwards_too():
     """By the run that is best on known clients, which is not the one that serves newcomers best."""
     of_best = (evaluation(10, "test", [8, 9]), evaluation(20, "novel", [3, 5]))

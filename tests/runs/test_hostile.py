@@ -236,8 +236,10 @@ def test_a_server_that_moves_its_tensors_in_place_can_be_taken_back_twice() -> N
         server.rows["of"] += start
         before.take(server)
         server.rows["of"] *= torch.nan
+        server.seen = 1
         before.restore(server, engine, cohort)
         assert server.rows["of"].tolist() == [start, start + 1, start + 2]
+        assert not hasattr(server, "seen")
 
 
 @pytest.mark.parametrize(

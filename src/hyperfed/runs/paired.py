@@ -67,11 +67,19 @@ class Paired:
 
 @dataclass(frozen=True)
 class _Side:
-    """A run, or those of several seeds, to be set against others."""
+    """A run, or those of several seeds, to be set against others.
+
+    Attributes:
+        method: of whose settings one is chosen by validation data.
+        vals: the metric over all validation examples, by data set.
+        means: the same of test examples.
+    """
 
     label: str
+    method: str
     metric: Metric
     first: FinishedRun
+    vals: Mapping[tuple[int, str, str], float]
     means: Mapping[tuple[int, str, str], float]
     scores: Sequence[Scores]
     novel: Sequence[Scores]
@@ -85,41 +93,60 @@ class _Side:
 def pair(runs: Sequence[FinishedRun], rows: Sequence[Row]) -> list[Paired]:
     """Compares each run, client by client, to the best one on its data and to ``local``.
 
+    The best is that with the best test metric, of one method's settings the best by validation
+    data: which of many has the best test metric is luck, too.
+
     Args:
         runs: finished.
         rows: of :func:`hyperfed.runs.comparison.compare`, one for each.
     """
-    each = zip(runs, rows, strict=True)
-    return _pair([_side(row.label, row.metric, [run], [row.test]) for run, row in each])
+    return _pair([_of_rows(row.label, [run], [row]) for run, row in zip(runs, rows, strict=True)])
 
 
 def pair_groups(runs: Sequence[FinishedRun], rows: Sequence[Row]) -> list[Paired]:
     """Does the same with all seeds of each run together, on the seeds that both have."""
     return _pair(
         [
-            _side(group, rows[own[0]].metric, [runs[n] for n in own], [rows[n].test for n in own])
+            _of_rows(group, [runs[place] for place in own], [rows[place] for place in own])
             for group, own in grouped(rows)
         ]
     )
 
 
 def pair_labelled(labelled: Mapping[str, Sequence[FinishedRun]], metric: Metric) -> list[Paired]:
-    """Does the same with runs by what they are called, several seeds of each."""
-    return _pair(
-        [
-            _side(label, metric, runs, [(r.summary or {}).get(f"test_{metric.name}") for r in runs])
-            for label, runs in labelled.items()
-        ]
-    )
+    """Does the same with runs by what they are called, several seeds of each.
+
+    Each name is a method of its own, so that the best is that by test data alone.
+    """
+    name = f"test_{metric.name}"
+    sides = []
+    for label, runs in labelled.items():
+        tests = [(run.summary or {}).get(name) for run in runs]
+        sides.append(_side(label, label, metric, runs, tests=tests))
+    return _pair(sides)
+
+
+def _of_rows(label: str, runs: Sequence[FinishedRun], rows: Sequence[Row]) -> _Side:
+    vals, tests = [row.val for row in rows], [row.test for row in rows]
+    return _side(label, rows[0].method, rows[0].metric, runs, tests=tests, vals=vals)
 
 
 def _side(
-    label: str, metric: Metric, runs: Sequence[FinishedRun], tests: Sequence[Number]
+    label: str,
+    method: str,
+    metric: Metric,
+    runs: Sequence[FinishedRun],
+    *,
+    tests: Sequence[Number],
+    vals: Sequence[Number] = (),
 ) -> _Side:
     scores = [statistics.scores(run) for run in runs]
-    means = statistics.by_seed(zip((own.of for own in scores), tests, strict=True))
+    of_vals, of_tests = (
+        statistics.by_seed(zip((own.of for own in scores), values, strict=False))
+        for values in (vals, tests)
+    )
     novel = [statistics.scores(run, "novel") for run in runs]
-    return _Side(label, metric, runs[0], means, scores, novel)
+    return _Side(label, method, metric, runs[0], of_vals, of_tests, scores, novel)
 
 
 def _pair(sides: Sequence[_Side]) -> list[Paired]:
@@ -129,8 +156,8 @@ def _pair(sides: Sequence[_Side]) -> list[Paired]:
     for one, own in zip(sides, seeds, strict=True):
         same = tuple(place for place, of in enumerate(seeds) if of & own)
         if same not in bests:
-            bests[same] = statistics.best([sides[place].means for place in same], one.metric)
-        best = None if (at := bests[same]) is None else sides[same[at]]
+            bests[same] = _best(sides, same)
+        best = None if (at := bests[same]) is None else sides[at]
         alone = [] if one.is_local else [sides[at] for at in same if sides[at].is_local]
         alone = [alone[at] for at in most_alike(one.first, [other.first for other in alone])]
         other = None if best is one else best
@@ -147,6 +174,22 @@ def _pair(sides: Sequence[_Side]) -> list[Paired]:
             )
         )
     return found
+
+
+def _best(sides: Sequence[_Side], places: Sequence[int]) -> int | None:
+    """Returns the place of the best of some; None where no two have data in common."""
+    choices: dict[str, list[int]] = {}
+    for place in places:
+        choices.setdefault(sides[place].method, []).append(place)
+    metric, chosen = sides[places[0]].metric, []
+    for own in choices.values():
+        vals = [sides[place].vals for place in own]
+        at = statistics.best(vals, metric) if all(vals) else None
+        chosen += own if at is None else [own[at]]
+    if len(chosen) == 1 < len(places):
+        return chosen[0]
+    at = statistics.best([sides[place].means for place in chosen], metric)
+    return None if at is None else chosen[at]
 
 
 def tables(pairs: Sequence[Paired]) -> list[Table]:
@@ -173,7 +216,9 @@ def told_of(metric: Metric) -> str:
         change = "lower" if metric.less_is_better else "higher"
         what = f"by how much a client's test {metric.label} is {change} (+ is better)"
     told = "95 % intervals over clients, noise where 0 is in, here where it is in that over seeds"
-    return f"{what}; {told}"
+    return (
+        f"{what}; {told}; the best is by test data, among settings of a method by validation data"
+    )
 
 
 def _table(pairs: Sequence[Paired]) -> Table:
