@@ -76,6 +76,15 @@ def test_the_others_are_asked_once_more_and_the_lost_one_is_not(
     assert asked == {0: 4, LOST: 2, 2: 4, 3: 4}
 
 
+def test_one_that_is_left_is_asked_once_more_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = lose(monkeypatch)
+    monkeypatch.setattr(Run, "_cohort", lambda *_: [0, LOST])
+    run = run_of("fedavg")
+    run._one_round()
+    assert asked == {0: 2, LOST: 1}
+    assert run._rounds.answered
+
+
 def test_who_is_lost_then_is_told_of_beside_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = lose(monkeypatch)
     drops = Faults.drops
