@@ -1,6 +1,9 @@
 """What clients have let out is on the disk of their run, and of no other, before it is told."""
 
+import fcntl
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -111,6 +114,30 @@ def test_of_novel_clients_a_checkpoint_tells_that_follows(tmp_path: Path) -> Non
     theirs = accounts(tmp_path, done=False)
     theirs.read()
     assert spent(theirs) == {DATA: [5.0]}
+
+
+def test_who_serves_waits_for_another_and_goes_on_from_what_that_one_spent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = accounts(tmp_path), accounts(tmp_path)
+    asked, flock = Event(), fcntl.flock
+
+    def noted(file: int, how: int) -> None:
+        asked.set()
+        flock(file, how)
+
+    def serve() -> None:
+        with theirs.serving():
+            theirs.newcomers[DATA][0]["multipliers"] *= 2
+
+    with ThreadPoolExecutor(1) as pool:
+        with ours.serving():
+            monkeypatch.setattr(fcntl, "flock", noted)
+            waiting = pool.submit(serve)
+            assert asked.wait(60)
+            ours.newcomers[DATA] = {0: let_out(5.0)}
+        waiting.result(60)
+    assert spent(theirs) == {DATA: [10.0]}
 
 
 def test_what_a_killed_run_told_before_its_first_checkpoint_stays_told(tmp_path: Path) -> None:
