@@ -123,8 +123,8 @@ def test_who_serves_waits_for_another_and_goes_on_from_what_that_one_spent(
     asked, flock = Event(), fcntl.flock
 
     def noted(file: int, how: int) -> None:
-        assert not how & fcntl.LOCK_NB  # which would raise where this waits
         asked.set()
+        assert not how & fcntl.LOCK_NB  # which would raise where this waits
         flock(file, how)
 
     def serve() -> None:
