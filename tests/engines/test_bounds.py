@@ -94,6 +94,14 @@ def test_a_gradient_may_be_as_many_times_longer_as_what_it_was_pulled_back_of() 
     assert judged(replies[:2] + replies[3:], payloads=[*[of(0, 0)] * 2, of(9, 0)]) == {2}
 
 
+@pytest.mark.parametrize(("length", "bound"), [(80, 400), (2.2, 11), (1, 10)])
+def test_how_many_times_longer_is_told_by_the_others_median(length: float, bound: float) -> None:
+    payloads = [of(1, 0), of(2, 0), of(3, 0), of(length, 0)]
+    for reply, refused in ((0.999 * bound, set()), (1.001 * bound, {3})):
+        replies = [of(1, 0), of(0, 1), of(0, 1), of(reply, 0)]
+        assert judged(replies, payloads=payloads) == refused
+
+
 def test_who_says_nothing_is_no_measure_for_the_others() -> None:
     nothing = [of(0, 0)] * 3
     assert judged([*nothing, of(1, 0), of(2, 0)]) == set()
