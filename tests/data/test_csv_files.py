@@ -1,14 +1,17 @@
 """CSV files: ids and labels are as they are written there, alone and in folders."""
 
+import shutil
 import zipfile
 from functools import partial
 from pathlib import Path
 
 import datasets as library
+import numpy as np
 import pytest
 import torch
 
 from hyperfed.data import datasets, hub, site
+from hyperfed.data.settings import TaskConfig
 from hyperfed.data.tables import Columns
 from hyperfed.errors import UserError
 from own_data import N, saved, table
@@ -31,6 +34,26 @@ def test_ids_of_a_csv_file_are_as_they_are_written(tmp_path: Path) -> None:
     path = written(tmp_path, ["01", "1", "001", "7"] * 6, ["0", "1"] * 12)
     assert datasets.load(path).names == ("01", "1", "001", "7")
     assert list(site.read(path).rows) == ["01", "1", "001", "7"]
+
+
+@pytest.mark.parametrize("name", ["mine.csv", "mine.parquet", "mine.npz"])
+def test_a_file_may_be_called_in_capitals(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frame = table()
+    usual, loud = tmp_path / name, tmp_path / name.upper()
+    if usual.suffix == ".npz":
+        x = frame[["age", "height"]].to_numpy()
+        np.savez(usual, x=x, y=frame["label"], client=frame["client"].to_numpy(str))
+    else:
+        saved(frame, usual)
+    shutil.copy(usual, loud)
+    one, other = (datasets.load(str(path)) for path in (usual, loud))
+    assert (one.names, one.labels) == (other.names, other.labels)
+    torch.testing.assert_close(one.x, other.x, rtol=0, atol=0)
+    assert site.read(loud).introduce().members == site.read(usual).introduce().members
+    monkeypatch.chdir(tmp_path)
+    assert TaskConfig(name=loud.name).name == str(loud)  # wherever the run goes on
 
 
 def test_what_pandas_reads_part_by_part_is_one_column(tmp_path: Path) -> None:

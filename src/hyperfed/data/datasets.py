@@ -103,7 +103,7 @@ def load(name: str, data_dir: str | Path | None = None, columns: Columns | None 
         return replace(
             fine, name=name, y=fine.coarse, coarse=None, classes=20, fingerprint=fingerprint
         )
-    if Path(name).suffix in tables.SUFFIXES:
+    if tables.ending(name) in tables.SUFFIXES:
         return own_files.from_file(Path(name), columns)
     return _load_rows(name, _data_dir(data_dir), columns)
 

@@ -38,7 +38,7 @@ def label_names(path: Path, columns: Columns) -> Sequence[str]:
     Raises:
         UserError: what it says of the kinds of its columns cannot be read.
     """
-    if path.suffix != ".parquet":
+    if tables.ending(path) != ".parquet":
         return ()
     from pyarrow import parquet
 

@@ -18,7 +18,7 @@ from pydantic.dataclasses import dataclass
 from hyperfed.data import partition_files, partitions
 from hyperfed.data.corruptions import CorruptionName
 from hyperfed.data.pfllib import Dealing
-from hyperfed.data.tables import SUFFIXES, Columns
+from hyperfed.data.tables import SUFFIXES, Columns, ending
 from hyperfed.system.files import check_suffix
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -62,7 +62,7 @@ def _number_or_fraction(novel: int | float) -> int | float:
 
 
 def _absolute_file(name: str) -> str:
-    return str(Path(name).absolute()) if Path(name).suffix in SUFFIXES else name
+    return str(Path(name).absolute()) if ending(name) in SUFFIXES else name
 
 
 def _absolute_model(model: str) -> str:

@@ -242,9 +242,10 @@ def _targets(
 
 def _columns_of(path: Path, columns: Columns) -> dict[str, Any]:
     """Returns x, y, client and what else there is, of any layout."""
-    if columns != Columns() or path.suffix == ".csv":
+    kind = tables.ending(path)
+    if columns != Columns() or kind == ".csv":
         return _from_table(path, columns)
-    return _from_npz(path) if path.suffix == ".npz" else _from_rows(path)
+    return _from_npz(path) if kind == ".npz" else _from_rows(path)
 
 
 def _from_table(path: Path, columns: Columns) -> dict[str, Any]:

@@ -107,6 +107,11 @@ def frame_of(data: Any) -> Any:
     return data.to_pandas() if table and hasattr(data, "to_pandas") else data
 
 
+def ending(path: str | Path) -> str:
+    """Returns how a file's name ends, in small letters, such as ``.csv`` of DATA.CSV."""
+    return Path(path).suffix.lower()
+
+
 def read(path: Path, columns: Columns | None = None) -> Any:
     """Reads a table: a ``DataFrame``, or {name: array} of an archive.
 
@@ -120,15 +125,15 @@ def read(path: Path, columns: Columns | None = None) -> Any:
     Raises:
         UserError: another ending, no such file, or one that cannot be read.
     """
-    if path.suffix in SUFFIXES and not path.is_file():
+    if (kind := ending(path)) in SUFFIXES and not path.is_file():
         raise UserError(f"a table must be a file, but there is no {path}; name one that is there")
-    if path.suffix == ".npz":
+    if kind == ".npz":
         return arrays.read_npz(path, needed=())
 
-    if path.suffix == ".csv":
+    if kind == ".csv":
         return read_csv([path], columns or Columns())[0]
     try:
-        if path.suffix == ".parquet":
+        if kind == ".parquet":
             return read_parquet(path).to_pandas()
     except UNREADABLE as error:
         raise UserError(
