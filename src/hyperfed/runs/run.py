@@ -92,7 +92,7 @@ class Run(Served):
     ) -> None:
         super().__init__(config, task)
         self.config = replace(config, task=tasks.settings_of(self.task, config.seed))
-        self._trained = self.config.task
+        self._trained_on = self.config.task
         if folder is None:  # an old run stays open to be looked at
             check_cohort(config, len(self.task.known))
         self.folder = folder

@@ -58,7 +58,7 @@ class Served(Trained):
 
         What clients have let out goes with it, so that a copy knows what of the budget is spent.
         """
-        held = ("_best", "round", "_bytes", "_newcomers", "_trained")
+        held = ("_best", "round", "_bytes", "_newcomers", "_trained_on")
         state = {name: getattr(self, name) for name in held}
         return _from_pickle, (self.config, self.task, state, self.engine.released)
 
@@ -160,7 +160,7 @@ class Served(Trained):
         config = configuration.override(self.config, overrides, allowed=SERVING)
         task = self.task
         if any(getattr(config.task, key) != getattr(self.config.task, key) for key in NOVEL):
-            task = tasks.build(self._trained, config.seed, served=config.task)
+            task = tasks.build(self._trained_on, config.seed, served=config.task)
         elif config.task.unlabelled != self.config.task.unlabelled:
             task = replace(task, unlabelled=config.task.unlabelled)
         if samples is not None:
@@ -348,7 +348,7 @@ class Served(Trained):
     def _lend(self, other: "Served") -> None:
         """Has another serve clients with what was trained here."""
         other.round, other._best, other._bytes = self.round, self.best, dict(self._bytes)
-        other._unproven, other._trained = self._unproven, self._trained
+        other._unproven, other._trained_on = self._unproven, self._trained_on
 
 
 def _from_pickle(

@@ -98,7 +98,9 @@ class Trained:
         self._earlier, self._start = 0.0, monotonic()
         self._newcomers: dict[str, dict[int, Tree]] = {}
         self._accounting: Callable[[Trained], AbstractContextManager[object]] = nullcontext
-        self._trained = config.task  # by which known clients have their data, however it is served
+        self._trained_on = (
+            config.task
+        )  # by which known clients have their data, however it is served
         self._unproven = False  # is of a checkpoint of which not all has been used yet
         if self.task.unlabelled and self.task.novel:
             self._check_unlabelled()
