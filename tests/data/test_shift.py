@@ -83,6 +83,7 @@ def test_a_task_without_labels_to_compare_has_no_label_shift():
     assert label_shift(task_of([0], [1], classes=0)) == nothing
     at_sites = task_of([0], [1], y=torch.zeros(0, dtype=torch.int64))
     assert label_shift(at_sites) == nothing
+    assert label_shift(task_of([], [], [0, 1], novel=1)) == nothing  # nobody to compare with
 
 
 @pytest.mark.parametrize(
@@ -91,6 +92,7 @@ def test_a_task_without_labels_to_compare_has_no_label_shift():
         (lambda: total_variation(P, Q[:, :2]), "over the same classes"),
         (lambda: total_variation(P[0], Q), "must be .clients, classes."),
         (lambda: total_variation(P * 4, Q), "sum to one in each row, got sums of 4 to 4"),
+        (lambda: total_variation(P * 1.001, Q), "got sums of 1.001 to 1.001"),
         (lambda: kl_divergence(P, Q - torch.tensor([0.5, -0.5, 0])), "must be 0 or more"),
         (lambda: kl_divergence(P, Q, smoothing=-1), "smoothing must be 0 or more, got -1"),
     ],
