@@ -353,6 +353,9 @@ def test_no_setting_of_a_method_is_the_best_by_its_test_data(vals, test_accuraci
     for pairs in (paired.pair(runs, compare(runs)), paired.pair_groups(runs, compare(runs))):
         assert {one.best for one in pairs} == {best}
         assert [one.to_best is None for one in pairs] == [one.label == best for one in pairs]
+    alone = runs[:-1]  # a method that nothing is compared with has a best setting, too
+    chosen = "pefll lr=0" if None in vals else "pefll lr=1"
+    assert {one.best for one in paired.pair(alone, compare(alone))} == {chosen}
     named = {f"row {number}": [run] for number, run in enumerate(runs)}
     of_rows = paired.pair_labelled(named, ACCURACY)
     assert {one.best for one in of_rows} == {"row 0"}  # of tables, each a method of its own

@@ -27,7 +27,7 @@ from hyperfed.errors import UserError, check_positive, told
 from hyperfed.functional import apply
 from hyperfed.runs import experiments, statistics
 from hyperfed.runs.settings import RunConfig
-from hyperfed.runs.trained import Trained
+from hyperfed.runs.trained import TrainedMethod
 from hyperfed.system.files import atomic_write
 from hyperfed.system.provenance import commit
 from hyperfed.system.randomness import generator
@@ -120,7 +120,7 @@ class Sides:
         return sum(terms.values())
 
 
-def sides(run: Trained, wanted: experiments.Bound) -> Iterator[Measured]:
+def sides(run: TrainedMethod, wanted: experiments.Bound) -> Iterator[Measured]:
     """Measures both sides at all points of a table, one after the other.
 
     Raises:
@@ -210,7 +210,7 @@ def _shown(value: float) -> str:
 
 
 def measure(
-    run: Trained, variances: Variances, *, delta: float = 0.05, draws: int = 20
+    run: TrainedMethod, variances: Variances, *, delta: float = 0.05, draws: int = 20
 ) -> Measured:
     """Measures both sides of theorem 4.2 with the networks of a run's best round.
 

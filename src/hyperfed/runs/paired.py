@@ -35,8 +35,8 @@ class Paired:
         label: the run's, or that of its seeds.
         metric: by which both are judged.
         seeds: of how many seeds there are runs.
-        best: the label of the run that does best on these test data
-            (:func:`hyperfed.runs.statistics.best`); None where no other saw any of them.
+        best: the label of the run that does best on these test data, of one method's settings on
+            validation data (:func:`hyperfed.runs.statistics.best`); None where no other saw any.
         to_best: what clients gain over that one; None for itself.
         novel_to_best: what clients that joined afterwards gain over it; None where there are none.
         over_local: what they gain over training alone; None where no run of ``local`` saw the same.
@@ -122,13 +122,13 @@ def pair_labelled(labelled: Mapping[str, Sequence[FinishedRun]], metric: Metric)
     sides = []
     for label, runs in labelled.items():
         tests = [(run.summary or {}).get(name) for run in runs]
-        sides.append(_side(label, label, metric, runs, tests=tests))
+        sides.append(_side(label, label, metric, runs, vals=[None] * len(runs), tests=tests))
     return _pair(sides)
 
 
 def _of_rows(label: str, runs: Sequence[FinishedRun], rows: Sequence[Row]) -> _Side:
     vals, tests = [row.val for row in rows], [row.test for row in rows]
-    return _side(label, rows[0].method, rows[0].metric, runs, tests=tests, vals=vals)
+    return _side(label, rows[0].method, rows[0].metric, runs, vals=vals, tests=tests)
 
 
 def _side(
@@ -137,12 +137,12 @@ def _side(
     metric: Metric,
     runs: Sequence[FinishedRun],
     *,
+    vals: Sequence[Number],
     tests: Sequence[Number],
-    vals: Sequence[Number] = (),
 ) -> _Side:
     scores = [statistics.scores(run) for run in runs]
     of_vals, of_tests = (
-        statistics.by_seed(zip((own.of for own in scores), values, strict=False))
+        statistics.by_seed(zip((own.of for own in scores), values, strict=True))
         for values in (vals, tests)
     )
     novel = [statistics.scores(run, "novel") for run in runs]
@@ -177,7 +177,11 @@ def _pair(sides: Sequence[_Side]) -> list[Paired]:
 
 
 def _best(sides: Sequence[_Side], places: Sequence[int]) -> int | None:
-    """Returns the place of the best of some; None where no two have data in common."""
+    """Returns the place of the best by test data of those that are the best of their method.
+
+    That is by validation data; where one of them has none, all of its method are compared. None
+    where no two have data in common.
+    """
     choices: dict[str, list[int]] = {}
     for place in places:
         choices.setdefault(sides[place].method, []).append(place)
@@ -215,10 +219,9 @@ def told_of(metric: Metric) -> str:
     if not metric.percents:
         change = "lower" if metric.less_is_better else "higher"
         what = f"by how much a client's test {metric.label} is {change} (+ is better)"
-    told = "95 % intervals over clients, noise where 0 is in, here where it is in that over seeds"
-    return (
-        f"{what}; {told}; the best is by test data, among settings of a method by validation data"
-    )
+    noise = "noise where 0 is in or seeds disagree, here where it is in that over seeds"
+    best = "the best is by test data, among settings of a method by validation data"
+    return f"{what}; 95 % intervals over clients, {noise}; {best}"
 
 
 def _table(pairs: Sequence[Paired]) -> Table:

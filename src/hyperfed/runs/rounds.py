@@ -16,7 +16,7 @@ from hyperfed.runs import private
 from hyperfed.runs.rollback import Snapshot, is_finite
 from hyperfed.runs.settings import RunConfig, cohort_size
 from hyperfed.runs.tally import Tally
-from hyperfed.runs.trained import Trained
+from hyperfed.runs.trained import TrainedMethod
 from hyperfed.trees.aggregation import Rule
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Rounds:
         UserError: a round has too few or too many clients for the rule or for masking.
     """
 
-    def __init__(self, run: Trained, charged: Callable[[], None]) -> None:
+    def __init__(self, run: TrainedMethod, charged: Callable[[], None]) -> None:
         config = run.config
         self.rule = Rule(config.robust.aggregation, config.robust.hostile)
         _check_size(config, cohort_size(config.cohort, len(run.task.known)))

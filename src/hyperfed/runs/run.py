@@ -42,7 +42,7 @@ from hyperfed.runs.serving import Served
 from hyperfed.runs.settings import RunConfig, check_cohort, cohort_size
 from hyperfed.runs.status import Reporter
 from hyperfed.runs.tally import always_lost
-from hyperfed.runs.trained import Best, Trained, here, unfit
+from hyperfed.runs.trained import Best, TrainedMethod, here, unfit
 from hyperfed.system.devices import CPU
 from hyperfed.system.locks import Lock
 from hyperfed.system.provenance import commit, versions
@@ -469,7 +469,7 @@ class Run(Served):
     # State.
 
     @contextmanager
-    def _on_the_disk(self, served: Trained) -> Iterator[None]:
+    def _on_the_disk(self, served: TrainedMethod) -> Iterator[None]:
         """Has on the disk what clients who do not train let out meanwhile, before it is told.
 
         Args:

@@ -35,7 +35,7 @@ from hyperfed.runs.measures import beside, measure
 from hyperfed.runs.newcomers import Newcomer
 from hyperfed.runs.records import Evaluation, Lost, Void
 from hyperfed.runs.settings import RunConfig, one_step
-from hyperfed.runs.trained import Trained, here
+from hyperfed.runs.trained import TrainedMethod, here
 from hyperfed.trees import Tree
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ SERVING = (
 """How the keys begin that may change after training; ``method.*`` only where the state fits."""
 
 
-class Served(Trained):
+class Served(TrainedMethod):
     """What was trained, serving the clients of its task: how well, by which settings, and where."""
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -29,7 +29,7 @@ from hyperfed.engines.flower.engine import FlowerEngine
 from hyperfed.errors import LONGEST, UserError, one_line
 from hyperfed.runs.folder import RunFolder
 from hyperfed.runs.records import Lost
-from hyperfed.runs.trained import Trained
+from hyperfed.runs.trained import TrainedMethod
 from hyperfed.system.files import atomic_write
 from hyperfed.system.locks import is_held
 
@@ -125,7 +125,7 @@ class Reporter:
         run: that run.
     """
 
-    def __init__(self, run: Trained) -> None:
+    def __init__(self, run: TrainedMethod) -> None:
         self._run = run
         self._lost: tuple[Lost, ...] = ()
         self.begin(None)
@@ -185,7 +185,7 @@ class Reporter:
         )
 
 
-def _spent(run: Trained) -> float | None:
+def _spent(run: TrainedMethod) -> float | None:
     """Returns the epsilon of the client that has spent most; None where nothing is private."""
     promised = run.server.privacy() or {}
     delta = run.private.delta if run.private is not None else promised.get("delta")

@@ -56,7 +56,7 @@ class Best:
     val: Tree
 
 
-class Trained:
+class TrainedMethod:
     """What was trained, and the models that it makes: those of the best validation round.
 
     Args:
@@ -97,7 +97,7 @@ class Trained:
         self._bytes = {"down": 0, "up": 0}
         self._earlier, self._start = 0.0, monotonic()
         self._newcomers: dict[str, dict[int, Tree]] = {}
-        self._accounting: Callable[[Trained], AbstractContextManager[object]] = nullcontext
+        self._accounting: Callable[[TrainedMethod], AbstractContextManager[object]] = nullcontext
         self._trained_on = (
             config.task
         )  # by which known clients have their data, however it is served
