@@ -1,6 +1,8 @@
 """The errors a user can cause, kept apart from ours: the command line exits with 2 for these."""
 
 import math
+from collections.abc import Iterable
+from difflib import get_close_matches
 
 from pydantic import ValidationError
 
@@ -28,6 +30,12 @@ def check_positive(**numbers: float) -> None:
     for name, number in numbers.items():
         if not 0 < number < math.inf:
             raise UserError(f"{name} must be positive and finite, came {number}; choose another")
+
+
+def nearest(word: object, options: Iterable[str]) -> str:
+    """Returns "; did you mean ...?", or nothing where nothing is near."""
+    near = get_close_matches(str(word), options, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 LONGEST = 500

@@ -7,7 +7,6 @@ import copy
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hyperfed import metrics, training, trees
-from hyperfed.errors import UserError
+from hyperfed.errors import UserError, nearest
 from hyperfed.metrics import Metric
 from hyperfed.training import Batch
 from hyperfed.trees import Model
@@ -148,10 +147,9 @@ class Task:
             numbers = {self.name_of(number): number for number in range(self.clients)}
             if client in numbers:
                 return numbers[client]
-            near = get_close_matches(client, numbers, n=1)
             raise UserError(
                 f"a client's name must be that of one of {self.clients} clients, came {client!r}"
-                + (f"; did you mean {near[0]!r}?" if near else "; see run.task.names")
+                f"{nearest(client, numbers) or '; see run.task.names'}"
             )
         try:
             number = operator.index(client)

@@ -176,7 +176,7 @@ def test_all_errors_come_at_once():
         "local_stpes: must be a key of this run, came 5; did you mean method.local_steps?",
         'method.hidden: must be a valid integer; came "x"',
         "method.lr: must be greater than 0; came -1",
-        'preset: must be one of default, paper for hyper; came "papr"; did you mean paper?',
+        "preset: must be one of default, paper for hyper; came \"papr\"; did you mean 'paper'?",
         "rounds: must be greater than 0; came 0",
         "rounds: must be key=value, such as rounds=100",
         "seed: must be a valid integer; came 1.5",
@@ -187,7 +187,7 @@ def test_all_errors_come_at_once():
 def test_an_unknown_method_names_the_nearest_and_hides_no_other_error():
     bullets = errors("hypr", "method.lr=1", "rounds=-2")
     assert bullets == [
-        'method: must be one of hyper, plain; came "hypr"; did you mean hyper?',
+        "method: must be one of hyper, plain; came \"hypr\"; did you mean 'hyper'?",
         "rounds: must be greater than 0; came -2",
     ]
 

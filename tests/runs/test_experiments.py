@@ -106,7 +106,7 @@ def test_sources_are_told_from_methods() -> None:
 
 
 def test_a_cell_that_is_not_there_or_not_named_is_refused(table: Path) -> None:
-    with pytest.raises(UserError, match="came 'one-fedavgg'; did you mean one-fedavg"):
+    with pytest.raises(UserError, match="came 'one-fedavgg'; did you mean 'one-fedavg'"):
         config.load(f"{table}:one-fedavgg")
     with pytest.raises(UserError, match=r"a table of 3 cells.*1.toml:one-fedavg.*paper/table1"):
         config.load(str(table))
@@ -116,8 +116,11 @@ def test_a_cell_that_is_not_there_or_not_named_is_refused(table: Path) -> None:
         config.load(f"{plain}:one-fedavg")
     with pytest.raises(UserError, match="must be a table with rows and columns"):
         experiments.read(plain)
-    with pytest.raises(UserError, match=r"must be one of paper/table1 \(in .*came paper/table2"):
+    known = r"must be one of paper/table1 \(in .*\), came "
+    with pytest.raises(UserError, match=rf"{known}paper/table2; did you mean 'paper/table1'\?"):
         experiments.find("paper/table2", table.parents[1])
+    with pytest.raises(UserError, match=rf"{known}other; .* another folder with --experiments"):
+        experiments.find("other", table.parents[1])
 
 
 def test_all_that_is_wrong_with_a_table_is_told_at_once(table: Path) -> None:

@@ -11,7 +11,6 @@ import re
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 from hyperfed.data import cache, hub, own_files, readers, tables
 from hyperfed.data.examples import Examples, Normalize, fingerprint_of, hash_of
 from hyperfed.data.tables import Columns
-from hyperfed.errors import UserError
+from hyperfed.errors import UserError, nearest
 
 __all__ = ["KNOWN", "NAMES", "Examples", "Known", "Normalize", "load"]
 
@@ -164,11 +163,9 @@ def _folder(name: str, data_dir: Path | None) -> Path | None:
         return Path(name).resolve() if from_here else Path(name)
     if HUB_ID.fullmatch(name) and not from_here:
         return None
-    nearest = get_close_matches(name, NAMES, n=1, cutoff=0.0)[0]
     raise UserError(
         f"a data set must be one of {', '.join(NAMES)}, a folder, a file that ends in "
-        f"{', '.join(tables.SUFFIXES)} or a hub id (owner/name), got {name!r}; did you mean "
-        f"{nearest!r}?"
+        f"{', '.join(tables.SUFFIXES)} or a hub id (owner/name), got {name!r}{nearest(name, NAMES)}"
     )
 
 

@@ -22,7 +22,6 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hyperfed.data import arrays, pictures
-from hyperfed.errors import UserError, one_line
+from hyperfed.errors import UserError, nearest, one_line
 from hyperfed.system.allocation import total_memory
 
 Array = npt.NDArray[Any]
@@ -330,9 +329,7 @@ def _picked(
         if given in names:
             return given
         if needed:
-            near = get_close_matches(given, names, n=1)
-            asked = f"; did you mean {near[0]!r}?" if near else ""
-            problems.append(f"{key} must be one of them, got {given!r}{asked}")
+            problems.append(f"{key} must be one of them, got {given!r}{nearest(given, names)}")
         return None
 
     client = one("client", columns.client, ("client",), needed=label)

@@ -11,7 +11,6 @@ layout, so callers may pass ``channels_last`` images, which train faster on a CP
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from difflib import get_close_matches
 from inspect import signature
 from itertools import pairwise
 from types import MappingProxyType
@@ -21,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.backends import cudnn
 
-from hyperfed.errors import UserError
+from hyperfed.errors import UserError, nearest
 from hyperfed.system.devices import CPU
 from hyperfed.trees import mapped
 
@@ -377,10 +376,8 @@ def build_target(
         UserError: unknown name or option, or a size out of range.
     """
     if name not in TARGETS:
-        nearest = get_close_matches(name, TARGETS, n=1, cutoff=0.0)[0]
         raise UserError(
-            f"the target must be one of {', '.join(TARGETS)}, got {name!r}; "
-            f"did you mean {nearest!r}?"
+            f"the target must be one of {', '.join(TARGETS)}, got {name!r}{nearest(name, TARGETS)}"
         )
     target = TARGETS[name]
     known = [key for key in signature(target).parameters if key not in ("input_shape", "classes")]

@@ -13,10 +13,10 @@ where it leads nowhere from the file's folder, begins at one above that, or at t
 """
 
 import dataclasses
-import difflib
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from types import NoneType
@@ -27,7 +27,7 @@ from pydantic_core import ErrorDetails
 
 from hyperfed.data.tasks import TaskConfig
 from hyperfed.engines import EngineConfig, Faults
-from hyperfed.errors import UserError
+from hyperfed.errors import UserError, nearest
 from hyperfed.methods import METHODS
 from hyperfed.runs import experiments
 from hyperfed.runs.capability import refusals
@@ -406,19 +406,13 @@ def _requirement(detail: ErrorDetails) -> str:
     return detail["msg"].removeprefix("Value error, ").replace("Input should be", "must be", 1)
 
 
-def nearest(word: object, options: Iterable[str]) -> str:
-    """Returns "; did you mean ...?", or nothing where nothing is near."""
-    near = difflib.get_close_matches(str(word), options, n=1)
-    return f"; did you mean {near[0]}?" if near else ""
-
-
 def _nearest_key(key: str, known: Iterable[str]) -> str:
     """Returns a question, by the last word of the key, or the keys there are if none is near."""
     section, _, last = key.rpartition(".")
     # Where two keys end in one word, the later here is asked for: that of the same section.
     by_section = sorted(known, key=lambda name: name.rpartition(".")[0] == section)
     ends = {shown(name).rpartition(".")[2]: shown(name) for name in by_section}
-    if near := difflib.get_close_matches(last, ends, n=1):
+    if near := get_close_matches(last, ends, n=1):
         return f"did you mean {ends[near[0]]}?"
     inside = [name for name in known if name.startswith(f"{key}.")]
     beside = [name for name in known if name.rpartition(".")[0] == section]

@@ -24,7 +24,6 @@ beside them. In TOML::
     published.seen = { cifar10-100 = [88.9, 0.7] } # mean and spread, or a number without any
 """
 
-import difflib
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +36,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from hyperfed.errors import UserError, fields_wrong
+from hyperfed.errors import UserError, fields_wrong, nearest
 from hyperfed.system import toml
 from hyperfed.system.files import check_file
 
@@ -348,9 +347,10 @@ class Experiment:
             UserError: the table has no such cell.
         """
         if cell not in self.cells:
-            near = difflib.get_close_matches(cell, self.cells, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"they are {self._some_cells()}"
-            raise UserError(f"{self.path} must have the cell that is run, came {cell!r}; {hint}")
+            raise UserError(
+                f"{self.path} must have the cell that is run, came {cell!r}"
+                f"{nearest(cell, self.cells) or f'; they are {self._some_cells()}'}"
+            )
         column, row = self.cells[cell]
         yield self.table.set
         yield self.columns[column].set
@@ -461,8 +461,8 @@ def unknown(what: str, known: Sequence[str], folder: Path, came: str | None) -> 
             "none; name another folder with --experiments"
         )
     return UserError(
-        f"{what} must be one of {', '.join(known)} (in {folder.resolve()}), came {came}; "
-        "name one of them, or another folder with --experiments"
+        f"{what} must be one of {', '.join(known)} (in {folder.resolve()}), came {came}"
+        f"{nearest(came, known) or '; name one of them, or another folder with --experiments'}"
     )
 
 

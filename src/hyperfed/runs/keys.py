@@ -8,9 +8,9 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from hyperfed.errors import UserError
+from hyperfed.errors import UserError, nearest
 from hyperfed.methods import METHODS
-from hyperfed.runs.config import flat, from_keys, nearest, shown, to_dict
+from hyperfed.runs.config import flat, from_keys, shown, to_dict
 from hyperfed.runs.settings import RunConfig
 from hyperfed.system import toml
 

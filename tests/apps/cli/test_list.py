@@ -38,7 +38,7 @@ class TestList:
         assert found["task.novel"]["type"] == "int | float"
         everyones = [e["key"] for e in json.loads(cli("list", "keys", "--json").out)]
         assert everyones == [key for key in found if not key.startswith("method.")]
-        assert "did you mean pefll" in failure(cli("list", "keys", "peffl"))
+        assert "did you mean 'pefll'" in failure(cli("list", "keys", "peffl"))
 
     def test_models_with_what_a_task_can_set_of_them(self, cli):
         found = {e["model"]: e for e in json.loads(cli("list", "models", "--json").out)}

@@ -75,7 +75,7 @@ class TestRun:
     @pytest.mark.parametrize(
         ("arguments", "told"),
         [
-            (["pfehdn"], "did you mean pfedhn?"),
+            (["pfehdn"], "did you mean 'pfedhn'?"),
             (["pfedhn", "task.klients=4"], "did you mean task.clients?"),
             (["pfedhn", "rounds=0", "seed=-1"], "2 errors"),
             (["pfedhn", "task=digitz"], "did you mean 'digits'?"),

@@ -73,7 +73,7 @@ def test_keys_and_settings_mean_what_they_mean_on_the_command_line() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"method": "pefl"}, "did you mean pefll"),
+        ({"method": "pefl"}, "did you mean 'pefll'"),
         ({"method": "pefll", "rounds": "three"}, "rounds"),
         ({"method": "/home/credentials.toml"}, "must be the name of a method"),
         ({"method": "table.toml:cell", "keys": "method=fedavg"}, "must be the name of a method"),
