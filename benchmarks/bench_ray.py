@@ -46,7 +46,7 @@ class Trainer(Client):
 
     @step(like="model")
     def train_model(self, model: Model) -> Tree:
-        trained = training.sgd(
+        trained = training.fit(
             self.objective, model, self.batches, Sgd(lr=0.01), trainable=self.parameters
         )
         return dict(trained.model)

@@ -16,7 +16,7 @@ from hyperfed.methods import METHODS
 from hyperfed.nets import LeNet
 from hyperfed.runs.config import from_keys
 from hyperfed.system.randomness import generator, seeded
-from hyperfed.training import Batch, Sgd, arithmetic, sgd, supervised
+from hyperfed.training import Batch, Sgd, arithmetic, fit, supervised
 from toys import short
 
 SETTINGS = Sgd(0.05, momentum=0.9, weight_decay=1e-3)
@@ -39,7 +39,7 @@ def test_local_steps_are_those_of_pytorchs_autocast() -> None:
     model = trees.model_of(net)
     with arithmetic("bf16"):
         objective = supervised(net, F.cross_entropy)
-        ours = sgd(objective, model, batches, SETTINGS, trainable=list(model)).model
+        ours = fit(objective, model, batches, SETTINGS, trainable=list(model)).model
     optimizer = torch.optim.SGD(
         net.parameters(),
         lr=SETTINGS.lr,
@@ -55,7 +55,7 @@ def test_local_steps_are_those_of_pytorchs_autocast() -> None:
         optimizer.step()
     assert all(value.dtype == torch.float32 for value in ours.values())
     torch.testing.assert_close(ours, trees.model_of(net), rtol=1e-3, atol=1e-4)
-    in_float32 = sgd(objective, model, batches, SETTINGS, trainable=list(model)).model
+    in_float32 = fit(objective, model, batches, SETTINGS, trainable=list(model)).model
     moved = trees.subtract(in_float32, ours)
     assert max(value.abs().max() for value in moved.values()) > 1e-4
 

@@ -315,11 +315,11 @@ class Client:
     ) -> Model:
         """Returns a model trained by local SGD, of which the client goes on with a part.
 
-        Where the settings say ``keep_momentum``, the momentum of that part is kept in memory, so
-        that the client's rounds make up one run of its optimiser.
+        Where the settings say ``keep_momentum``, what its optimiser remembers of that part, the
+        momentum, is kept in memory: the client's rounds make up one run of its optimiser.
 
         Args:
-            objective: as of :func:`hyperfed.training.sgd`, like the others that are not told here.
+            objective: as of :func:`hyperfed.training.fit`, like the others that are not told here.
             model: to start from.
             batches: one step each.
             trainable: names of the parameters that move.
@@ -328,18 +328,18 @@ class Client:
             unclipped: parameters that are not clipped.
         """
         keeps = bool(self.config.keep_momentum and own)
-        momentum: Model = self.memory.get("momentum", {}) if keeps else {}
-        trained, velocity = training.sgd(
+        kept = self.memory.get("momentum", {}) if keeps else {}
+        trained, moments = training.fit(
             objective,
             model,
             batches,
             self.config.local,
             trainable=trainable,
-            velocity=trees.partition(momentum, anew)[1],
+            moments=trees.partition(kept, anew)[1],
             unclipped=unclipped,
         )
         if keeps:
-            self.memory["momentum"], _ = trees.partition(velocity, own)
+            self.memory["momentum"], _ = trees.partition(moments, own)
         return trained
 
     @property
@@ -366,7 +366,7 @@ class Client:
                 "not; set serve.finetune_steps=0, or choose another method"
             )
         settings = self.config.local
-        return training.sgd(
+        return training.fit(
             self.objective, model, self.batches, settings, trainable=self.parameters
         ).model
 

@@ -1,17 +1,17 @@
 """Functional local training: a model goes in as a tree and comes out as a tree.
 
-Nothing here holds state. A step of a client calls :func:`sgd` with the objective it wants; the
+Nothing here holds state. A step of a client calls :func:`fit` with the objective it wants; the
 network is only a description of the computation, run with the weights of a tree
 (:mod:`hyperfed.functional`).
 """
 
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
-from pydantic import ConfigDict, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.func import grad_and_value
@@ -19,7 +19,7 @@ from torch.linalg import vector_norm
 
 from hyperfed.functional import apply, forward
 from hyperfed.system.devices import CPU
-from hyperfed.trees import Model, mapped
+from hyperfed.trees import Model, Tree, clone, mapped
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,62 @@ class Sgd:
     momentum: float = 0.0
     weight_decay: float = 0.0
     clip: float | None = None
+
+    def start(self, weight: Tensor) -> Tensor:
+        """Returns the momentum buffer of a parameter before its first step."""
+        return torch.zeros_like(weight)
+
+    def step(
+        self, weights: list[Tensor], gradients: list[Tensor], moments: list[Any]
+    ) -> tuple[list[Tensor], list[Any]]:
+        """Returns parameters and buffers after a step; whatever comes may be overwritten."""
+        if self.weight_decay:
+            gradients = _added(gradients, weights, self.weight_decay)
+        if self.momentum:
+            gradients = moments = _added(_scaled(moments, self.momentum), gradients)
+        return _added(weights, gradients, -self.lr), moments
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """AdamW with the arithmetic of ``torch.optim.AdamW`` (Loshchilov & Hutter, ICLR 2019).
+
+    ``momentum`` is beta_1; beta_2 is 0.999 and epsilon 1e-8. Weights decay by themselves, in
+    proportion to ``lr``, and not through the gradient.
+    """
+
+    lr: float
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    clip: float | None = None
+
+    def start(self, weight: Tensor) -> Tree:
+        """Returns both moments of a parameter, and its number of steps, before the first."""
+        zero = torch.zeros_like(weight)
+        exact = torch.promote_types(weight.dtype, torch.float32)  # bfloat16 counts to 256
+        return {"first": zero, "second": zero, "steps": weight.new_zeros((), dtype=exact)}
+
+    def step(
+        self, weights: list[Tensor], gradients: list[Tensor], moments: list[Any]
+    ) -> tuple[list[Tensor], list[Any]]:
+        """Returns parameters and moments after a step."""
+        if self.weight_decay:
+            weights = [weight * (1 - self.lr * self.weight_decay) for weight in weights]
+        after = [self._moved(*of) for of in zip(weights, gradients, moments, strict=True)]
+        return [weight for weight, _ in after], [own for _, own in after]
+
+    def _moved(self, weight: Tensor, gradient: Tensor, own: Tree) -> tuple[Tensor, Tree]:
+        steps, beta = own["steps"] + 1, self.momentum
+        first = beta * own["first"] + (1 - beta) * gradient
+        second = 0.999 * own["second"] + 0.001 * gradient**2
+        rate, scale = self.lr / (1 - beta**steps), 1 - 0.999**steps
+        weight = weight - rate * first / ((second / scale).sqrt() + 1e-8)
+        return weight, {"first": first, "second": second, "steps": steps}
+
+
+Optimizer: TypeAlias = Sgd | AdamW
+
+Momentum: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 
 
 def pass_lengths(examples: int, size: int) -> list[int]:
@@ -91,21 +147,24 @@ class LocalConfig:
     """The settings of local training that every method has, under the same keys.
 
     Attributes:
-        local_steps: SGD steps a client makes in a round, each on a fresh i.i.d. batch.
+        local_steps: steps a client makes in a round, each on a fresh i.i.d. batch.
         local_epochs: passes over the client's data instead of ``local_steps``.
         batch_size: examples of a batch.
-        local_lr: learning rate of local SGD.
-        local_momentum: its momentum; the optimiser is new in each round (but see
+        local_optimizer: what makes the steps: SGD, as in the papers, or AdamW, which adapters and
+            transformers are mostly trained by. It is new in each round (but see
             :class:`PersonalConfig`).
-        local_weight_decay: its weight decay.
+        local_lr: its learning rate; that of AdamW is a tenth of SGD's, or less.
+        local_momentum: its momentum; AdamW's beta_1.
+        local_weight_decay: its weight decay; AdamW's is not part of the gradient.
         local_clip: bound of the gradient's norm in a local step; none by default.
     """
 
     local_steps: PositiveInt = 50
     local_epochs: PositiveInt | None = None
     batch_size: PositiveInt = 64
+    local_optimizer: Literal["sgd", "adamw"] = "sgd"
     local_lr: PositiveFloat = 5e-3
-    local_momentum: NonNegativeFloat = 0.9
+    local_momentum: Momentum = 0.9
     local_weight_decay: NonNegativeFloat = 5e-5
     local_clip: PositiveFloat | None = None
 
@@ -117,9 +176,10 @@ class LocalConfig:
         return Steps(self.local_steps, self.batch_size)
 
     @property
-    def local(self) -> Sgd:
+    def local(self) -> Optimizer:
         """The optimiser of a client."""
-        return Sgd(self.local_lr, self.local_momentum, self.local_weight_decay, self.local_clip)
+        made = Sgd if self.local_optimizer == "sgd" else AdamW
+        return made(self.local_lr, self.local_momentum, self.local_weight_decay, self.local_clip)
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -131,8 +191,8 @@ class PersonalConfig(LocalConfig):
     client's. What methods are compared by must not depend on it, so the default is one for all.
 
     Attributes:
-        keep_momentum: whether the momentum of a client's own parameters outlives the round
-            (:meth:`hyperfed.federation.Client.train_own`).
+        keep_momentum: whether what the optimiser remembers of a client's own parameters, their
+            momentum, outlives the round (:meth:`hyperfed.federation.Client.train_own`).
     """
 
     keep_momentum: bool = False
@@ -179,10 +239,10 @@ Objective: TypeAlias = Callable[[Model, Batch], tuple[Tensor, Model]]
 
 
 class Trained(NamedTuple):
-    """What :func:`sgd` returns: the model and the momentum buffer of each trained parameter."""
+    """What :func:`fit` returns: the model, and what its optimiser remembers of each parameter."""
 
     model: Model
-    velocity: Model
+    moments: Tree
 
 
 def mean_loss(
@@ -268,39 +328,39 @@ def clip_norm(gradients: list[Tensor], bound: float) -> list[Tensor]:
     return _scaled(gradients, (bound / (norm + 1e-6)).clamp(max=1.0))
 
 
-def sgd(
+def fit(
     objective: Objective,
     model: Model,
     batches: Iterable[Batch],
-    settings: Sgd,
+    optimizer: Optimizer,
     *,
     trainable: Collection[str],
-    velocity: Model | None = None,
+    moments: Tree | None = None,
     unclipped: Collection[str] = (),
 ) -> Trained:
-    """Trains a model by SGD, one step a batch.
+    """Trains a model, one step a batch.
 
     Args:
         objective: the loss; extra terms are added by wrapping it.
         model: parameters and buffers; it is not changed.
-        batches: one SGD step each.
-        settings: learning rate, momentum, weight decay, clipping.
+        batches: one step each.
+        optimizer: makes the steps.
         trainable: names of the parameters that move. No gradient flows into any other entry;
             buffers follow the forward passes.
-        velocity: momentum of an earlier call to go on with, for some or all parameters; zero for
-            the others, as in a new optimiser.
+        moments: of an earlier call, to go on with, for some or all parameters; the others begin as
+            with a new optimiser.
         unclipped: parameters whose gradients neither count for the clipping norm nor are scaled.
 
     Returns:
-        the trained model and the momentum buffers of its trained parameters.
+        the trained model and the moments of its trained parameters.
     """
     names = [name for name in model if name in trainable]
     clipped = [index for index, name in enumerate(names) if name not in unclipped]
     weights = [model[name].detach().clone() for name in names]
     rest = {name: value.detach() for name, value in model.items() if name not in trainable}
-    kept = velocity or {}
-    speed = [
-        kept[name].clone() if name in kept else torch.zeros_like(weight)
+    kept = clone(moments or {})
+    own = [
+        kept[name] if name in kept else optimizer.start(weight)
         for name, weight in zip(names, weights, strict=True)
     ]
 
@@ -312,23 +372,19 @@ def sgd(
         rest |= buffers
         if not names:  # the forward pass was all there is to do
             continue
-        if settings.clip is not None and clipped:
-            scaled = clip_norm([gradients[index] for index in clipped], settings.clip)
+        if optimizer.clip is not None and clipped:
+            scaled = clip_norm([gradients[index] for index in clipped], optimizer.clip)
             for index, gradient in zip(clipped, scaled, strict=True):
                 gradients[index] = gradient
-        if settings.weight_decay:
-            gradients = _added(gradients, weights, settings.weight_decay)
-        if settings.momentum:
-            gradients = speed = _added(_scaled(speed, settings.momentum), gradients)
-        weights = _added(weights, gradients, -settings.lr)
+        weights, own = optimizer.step(weights, gradients, own)
     trained = rest | dict(zip(names, weights, strict=True))
-    return Trained({name: trained[name] for name in model}, dict(zip(names, speed, strict=True)))
+    return Trained({name: trained[name] for name in model}, dict(zip(names, own, strict=True)))
 
 
 def adam(gradient: Callable[[Model], Model], weights: Model, steps: int, lr: float) -> Model:
     """Descends by Adam (Kingma & Ba, ICLR 2015, algorithm 1) with its published constants.
 
-    Like :func:`sgd` it is a function of tensors and keeps no state.
+    Like :func:`fit` it is a function of tensors and keeps no state.
 
     Args:
         gradient: of the weights, the same names and shapes.
@@ -339,17 +395,12 @@ def adam(gradient: Callable[[Model], Model], weights: Model, steps: int, lr: flo
     Returns:
         the weights after them.
     """
-    first = second = {name: torch.zeros_like(value) for name, value in weights.items()}
-    for step in range(1, steps + 1):
-        by = gradient(weights)
-        first = {name: 0.9 * mean + 0.1 * by[name] for name, mean in first.items()}
-        second = {name: 0.999 * mean + 0.001 * by[name] ** 2 for name, mean in second.items()}
-        rate, scale = lr / (1 - 0.9**step), 1 - 0.999**step
-        weights = {
-            name: value - rate * first[name] / ((second[name] / scale).sqrt() + 1e-8)
-            for name, value in weights.items()
-        }
-    return weights
+    optimizer, names, moved = AdamW(lr), [*weights], [*weights.values()]
+    moments = [optimizer.start(weight) | {"steps": 0} for weight in moved]
+    for _ in range(steps):
+        by = gradient(dict(zip(names, moved, strict=True)))
+        moved, moments = optimizer.step(moved, [by[name] for name in names], moments)
+    return dict(zip(names, moved, strict=True))
 
 
 def _gradients(

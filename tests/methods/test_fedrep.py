@@ -13,7 +13,7 @@ from hyperfed.federation import step
 from hyperfed.methods import fedrep
 from hyperfed.runs.config import from_keys
 from hyperfed.system.randomness import generator
-from hyperfed.training import Epochs, Steps, sgd
+from hyperfed.training import Epochs, Steps, fit
 from hyperfed.trees import Model, Tree
 from toys import EXAMPLES, ONE_STEP, PLAIN, Federation, Normed, client_loss, close, make_task
 
@@ -231,7 +231,7 @@ class TestMutants:
     def test_mutant_that_trains_jointly(self, monkeypatch: pytest.MonkeyPatch) -> None:
         @step(like="body")
         def train_model(self: fedrep.Client, body: Model) -> Model:
-            trained = fit(self, self.personal_model(body), self.batches, self.parameters)
+            trained = fitted(self, self.personal_model(body), self.batches, self.parameters)
             self.memory["head"], body = trees.partition(trained, self.head)
             return body
 
@@ -242,8 +242,8 @@ class TestMutants:
         def train_model(self: fedrep.Client, body: Model) -> Model:
             first, *batches = self.batches
             own = self.personal_model(body)
-            model = fit(self, own, [first], self.parameters.difference(self.head))
-            model = fit(self, model, batches, frozenset(self.head))
+            model = fitted(self, own, [first], self.parameters.difference(self.head))
+            model = fitted(self, model, batches, frozenset(self.head))
             self.memory["head"], body = trees.partition(model, self.head)
             return body
 
@@ -257,7 +257,7 @@ class TestMutants:
             *batches, last = self.batches
             own = self.personal_model(body)
             self.train_head(body, batches)
-            model = fit(self, own, [last], self.parameters.difference(self.head))
+            model = fitted(self, own, [last], self.parameters.difference(self.head))
             return trees.partition(model, self.head)[1]
 
         rejected(monkeypatch, train_model)
@@ -302,7 +302,7 @@ class TestMutants:
         @step(like="body")
         def train_model(self: fedrep.Client, body: Model) -> Model:
             *batches, last = self.batches
-            model = fit(self, self.personal_model(body), batches, frozenset(self.head))
+            model = fitted(self, self.personal_model(body), batches, frozenset(self.head))
             self.memory["head"], body = trees.partition(model, self.head)
             self.batches = [*batches, last]
             return right(self, body)
@@ -312,9 +312,9 @@ class TestMutants:
             check_the_buffers()
 
 
-def fit(client: fedrep.Client, model: Model, batches: Any, part: frozenset[str]) -> Model:
+def fitted(client: fedrep.Client, model: Model, batches: Any, part: frozenset[str]) -> Model:
     settings = client.config.local
-    return sgd(client.objective, model, batches, settings, trainable=part).model
+    return fit(client.objective, model, batches, settings, trainable=part).model
 
 
 def rejected(monkeypatch: pytest.MonkeyPatch, train_model: Any) -> None:

@@ -95,16 +95,16 @@ def test_rounds_are_those_of_two_modules_with_two_optimizers(
     task = ours.task
     private, meme = (copy.deepcopy(task.models["base"]) for _ in range(2))
 
-    def sgd(module: nn.Module) -> torch.optim.SGD:
+    def fit(module: nn.Module) -> torch.optim.SGD:
         return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
 
-    optimizer = sgd(private)
+    optimizer = fit(private)
     for number in range(3):
         trees.fill(meme, trees.clone(ours.server.meme))
         ours.round([2], number)
-        meme_optimizer = sgd(meme)
+        meme_optimizer = fit(meme)
         if not keep:
-            optimizer = sgd(private)
+            optimizer = fit(private)
         draw = generator(0, "batches", 2, number, "train_model", 0)
         for _ in range(3):
             rows = task.train[2][torch.randperm(EXAMPLES[2], generator=draw)[:5]]
@@ -186,7 +186,7 @@ class TestMutants:
 
         def one_step(client: fml.Client, private: Model, meme: Model) -> tuple[Model, Model]:
             return fml._parts(
-                training.sgd(
+                training.fit(
                     client.mutual_objective,
                     fml._joined(private, meme),
                     [client.train.batch()],

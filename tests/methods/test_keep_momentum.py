@@ -54,6 +54,10 @@ def new_sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.SGD:
     return torch.optim.SGD([*parameters], lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
+def new_adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
+    return torch.optim.AdamW([*parameters], lr=0.1, betas=(0.9, 0.999), weight_decay=0.01)
+
+
 def federation(method: str, net: type[nn.Module] = TwoLayers, **settings: Any) -> Federation:
     """One client, so that the average is of one."""
     return Federation(method, make_task(net, examples=(12,)), **LOCAL, **settings)
@@ -89,12 +93,14 @@ def check(ours: Federation, own: Callable[[str], bool], *, keep: bool, apart: bo
     named = dict(net.named_parameters())
     personal = [value for name, value in named.items() if own(name)]
     rest = [value for name, value in named.items() if not own(name)]
-    optimizer = new_sgd(personal)
+    adamw = ours.server.config.local_optimizer == "adamw"
+    new: Callable[[Any], torch.optim.Optimizer] = new_adamw if adamw else new_sgd
+    optimizer = new(personal)
     for number in range(3):
         ours.round([0], number)
         if not keep:
-            optimizer = new_sgd(personal)
-        others = [new_sgd(rest)] if rest else []
+            optimizer = new(personal)
+        others = [new(rest)] if rest else []
         for step, rows in enumerate(rows_of(ours, number, 6 if apart else 3)):
             net.zero_grad()
             F.cross_entropy(net(task.x[rows]), task.y[rows]).backward()
@@ -123,6 +129,9 @@ def check(ours: Federation, own: Callable[[str], bool], *, keep: bool, apart: bo
         ("heurpfedla", is_any, {"retain": 2, "local_momentum": 0.9}),
         # Of one client all weights are 1, and of equal ones the first layer is retained.
         ("heurpfedla", is_body, {"retain": 1, "local_momentum": 0.9}),
+        ("local", is_any, {"local_optimizer": "adamw"}),
+        ("fedper", is_head, {"local_optimizer": "adamw"}),
+        ("apfl", is_any, {"mixing": 1.0, "adaptive": False, "local_optimizer": "adamw"}),
     ],
 )
 def test_its_own_parameters_have_one_optimiser_or_one_a_round(

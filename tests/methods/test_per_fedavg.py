@@ -13,7 +13,7 @@ from hyperfed.methods import per_fedavg
 from hyperfed.runs.config import from_keys
 from hyperfed.system.randomness import generator
 from hyperfed.task import Task
-from hyperfed.training import Batch, Sgd, sgd
+from hyperfed.training import Batch, Sgd, fit
 from hyperfed.trees import Model
 from toys import (
     ONE_STEP,
@@ -260,7 +260,7 @@ def test_mutant_whose_inner_step_is_wrong(mutant: Callable[..., Any], monkeypatc
 def adaptation_at(rate: float) -> Callable[..., Any]:
     def adapt(self: per_fedavg.Client, model: Model) -> Model:
         steps = Sgd(rate)
-        trained = sgd(self.objective, model, self.batches, steps, trainable=self.parameters)
+        trained = fit(self.objective, model, self.batches, steps, trainable=self.parameters)
         self.scratch["adapted"] = trained.model
         return {}
 

@@ -46,7 +46,7 @@ from torch.func import grad
 from hyperfed import federation
 from hyperfed.federation import Cohort, Outline, average, step
 from hyperfed.methods.parts.presets import DEFAULT
-from hyperfed.training import Batch, Objective, PersonalConfig, sgd
+from hyperfed.training import Batch, Objective, PersonalConfig, fit
 from hyperfed.trees import Model, Tree
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -97,21 +97,21 @@ class Client(federation.Client):
         """Trains w, v and alpha; keeps the last two and returns w."""
         settings, names = self.config.local, self.parameters
         w, v, alpha = model, self.memory.get("local", model), self.alpha(model)
-        w_speed: Model = {}
+        w_moments: Tree = {}
         keeps = self.config.keep_momentum
-        v_speed: Model = self.memory.get("momentum", {}) if keeps else {}
+        v_moments = self.memory.get("momentum", {}) if keeps else {}
         for number, batch in enumerate(self.batches):
             first = self.config.adaptive and number == 0
             after = self.descended(alpha, w, v, batch) if first else alpha
             mixed = self.mixed_objective(w, alpha)
-            v, v_speed = sgd(mixed, v, [batch], settings, trainable=names, velocity=v_speed)
-            w, w_speed = sgd(
-                self.objective, w, [batch], settings, trainable=names, velocity=w_speed
+            v, v_moments = fit(mixed, v, [batch], settings, trainable=names, moments=v_moments)
+            w, w_moments = fit(
+                self.objective, w, [batch], settings, trainable=names, moments=w_moments
             )
             alpha = after
         self.memory["local"], self.memory["alpha"] = v, alpha
         if keeps:
-            self.memory["momentum"] = v_speed
+            self.memory["momentum"] = v_moments
         return w
 
     @step

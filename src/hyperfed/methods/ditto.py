@@ -25,7 +25,7 @@ from pydantic.dataclasses import dataclass
 from hyperfed import federation
 from hyperfed.federation import Cohort, Outline, average, step
 from hyperfed.methods.parts.presets import DEFAULT
-from hyperfed.training import Batch, PersonalConfig, Steps, proximal, sgd
+from hyperfed.training import Batch, PersonalConfig, Steps, fit, proximal
 from hyperfed.trees import Model, Tree
 
 
@@ -67,7 +67,7 @@ class Client(federation.Client):
         """Trains the personal and the global model on the same batches; returns the latter."""
         batches = list(self.batches)
         self.train_near(model, batches)
-        return sgd(
+        return fit(
             self.objective, model, batches, self.config.local, trainable=self.parameters
         ).model
 

@@ -48,7 +48,7 @@ from hyperfed import federation
 from hyperfed.federation import Cohort, Each, Outline, average, step
 from hyperfed.methods.parts.presets import DEFAULT, PFLLIB
 from hyperfed.nets.anatomy import head_names
-from hyperfed.training import Batch, LocalConfig, Steps, pass_lengths, sgd
+from hyperfed.training import Batch, LocalConfig, Steps, fit, pass_lengths
 from hyperfed.trees import Model, Tree, partition, tree_map
 
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -92,7 +92,7 @@ class Client(federation.Client):
     def train_model(self, model: Model) -> Model:
         """Trains from theta_hat; returns the trained model, and keeps its higher layers."""
         start, settings = self.aggregated(model), self.config.local
-        trained = sgd(
+        trained = fit(
             self.objective, start, self.batches, settings, trainable=self.parameters
         ).model
         self.memory["own"], _ = partition(trained, self.higher)

@@ -17,7 +17,7 @@ from pydantic.dataclasses import dataclass
 from hyperfed import federation
 from hyperfed.federation import Cohort, Each, Outline, average, step
 from hyperfed.methods.parts.presets import DEFAULT, PEFLL, PFEDHN
-from hyperfed.training import LocalConfig, Steps, sgd
+from hyperfed.training import LocalConfig, Steps, fit
 from hyperfed.trees import Model, Tree
 
 
@@ -45,7 +45,7 @@ class Client(federation.Client):
     @step(like="model")
     def train_model(self, model: Model) -> Model:
         """Returns the trained model."""
-        return sgd(
+        return fit(
             self.objective, model, self.batches, self.config.local, trainable=self.parameters
         ).model
 

@@ -18,6 +18,7 @@ fine-tuning goes on with the last; here there is one for each.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ConfigDict, NonNegativeInt, PositiveFloat
@@ -27,7 +28,7 @@ from hyperfed import federation
 from hyperfed.federation import Cohort, Outline, average, step
 from hyperfed.methods.parts.presets import DEFAULT
 from hyperfed.nets.anatomy import head_names
-from hyperfed.training import Epochs, LocalConfig, Sgd, sgd
+from hyperfed.training import Epochs, LocalConfig, Optimizer, fit
 from hyperfed.trees import Model, Tree, partition
 
 
@@ -46,9 +47,9 @@ class Config(LocalConfig):
     finetune_lr: PositiveFloat = 5e-3
 
     @property
-    def finetune(self) -> Sgd:
+    def finetune(self) -> Optimizer:
         """The optimiser of fine-tuning."""
-        return Sgd(self.finetune_lr, self.local_momentum, self.local_weight_decay, self.local_clip)
+        return replace(self.local, lr=self.finetune_lr)
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -77,7 +78,7 @@ class Client(federation.Client):
     @step(like="body")
     def train_model(self, body: Model) -> Model:
         """Returns the trained body."""
-        trained = sgd(
+        trained = fit(
             self.objective,
             self.whole(body),
             self.batches,
@@ -89,7 +90,7 @@ class Client(federation.Client):
     @step
     def fine_tune(self, body: Model) -> Tree:
         """Makes the whole, trained, the personal model; replies with nothing."""
-        self.scratch["personal"] = sgd(
+        self.scratch["personal"] = fit(
             self.objective,
             self.whole(body),
             self.batches,

@@ -28,7 +28,7 @@ from hyperfed import federation
 from hyperfed.federation import Cohort, Outline, average, step
 from hyperfed.methods.parts.presets import DEFAULT
 from hyperfed.nets.anatomy import batch_norm_names
-from hyperfed.training import PersonalConfig, Steps, sgd
+from hyperfed.training import PersonalConfig, Steps, fit
 from hyperfed.trees import Model, Tree, partition
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class Client(federation.Client):
     @step
     def fit_norm(self, shared: Model) -> Tree:
         """Trains batch-norm with the rest frozen; replies with nothing."""
-        trained = sgd(
+        trained = fit(
             self.objective,
             self.personal_model(shared),
             self.batches,

@@ -47,7 +47,7 @@ from hyperfed import federation, trees
 from hyperfed.federation import EVALUATION_BATCH, Cohort, Each, Outline, step
 from hyperfed.methods.parts.presets import DEFAULT
 from hyperfed.system.randomness import generator
-from hyperfed.training import LocalConfig, Steps, mean_loss, sgd
+from hyperfed.training import LocalConfig, Steps, fit, mean_loss
 from hyperfed.trees import Model, Tree
 
 
@@ -114,7 +114,7 @@ class Client(federation.Client):
     def train_model(self) -> Model:
         """Trains from where the weights led; keeps that and the model, and returns the latter."""
         start, settings = self.scratch["model"], self.config.local
-        model = sgd(self.objective, start, self.batches, settings, trainable=self.parameters).model
+        model = fit(self.objective, start, self.batches, settings, trainable=self.parameters).model
         self.memory["reference"], self.memory["model"] = start, model
         return model
 

@@ -45,7 +45,7 @@ from hyperfed.functional import forward_with_features
 from hyperfed.methods.parts.features import check_classes, class_means, features_of, linear_head
 from hyperfed.methods.parts.presets import DEFAULT
 from hyperfed.nets.anatomy import head_names
-from hyperfed.training import Batch, Batches, Epochs, LocalConfig, Objective, Steps, sgd
+from hyperfed.training import Batch, Batches, Epochs, LocalConfig, Objective, Steps, fit
 from hyperfed.trees import Model, Tree, clone, partition, repeat, take, weighted_mean
 
 SMALLEST = 1e-3
@@ -125,7 +125,7 @@ class Client(federation.Client):
         """
         model: Model = self.scratch["model"]
         head = self.trained_head(model, self.draw_batches(self.config.head_batches))
-        trained = sgd(
+        trained = fit(
             self.objective_near(centroids),
             model | head,
             self.batches,
@@ -151,7 +151,7 @@ class Client(federation.Client):
     def trained_head(self, model: Model, batches: Iterable[Batch]) -> Model:
         """Returns the head after training on the frozen body; moved buffers are lost."""
         settings = replace(self.config.local, lr=self.config.head_lr)
-        trained = sgd(self.objective, model, batches, settings, trainable=self.head).model
+        trained = fit(self.objective, model, batches, settings, trainable=self.head).model
         return partition(trained, self.head)[0]
 
     def objective_near(self, centroids: Tree) -> Objective:

@@ -18,7 +18,7 @@ from hyperfed import federation
 from hyperfed.federation import Cohort, Outline, average, step
 from hyperfed.methods.parts.presets import DEFAULT, PFEDHN
 from hyperfed.nets.anatomy import head_names
-from hyperfed.training import PersonalConfig, Steps, sgd
+from hyperfed.training import PersonalConfig, Steps, fit
 from hyperfed.trees import Model, Tree, partition
 
 
@@ -60,7 +60,7 @@ class Client(federation.Client):
     @step
     def fit_head(self, body: Model) -> Tree:
         """Trains the head on the frozen body; replies with nothing."""
-        trained = sgd(
+        trained = fit(
             self.objective,
             self.personal_model(body),
             self.batches,

@@ -45,7 +45,7 @@ from hyperfed.methods.parts.contrast import (
     mean_discrepancy,
 )
 from hyperfed.methods.parts.presets import DEFAULT, PFEDKT
-from hyperfed.training import Batch, LocalConfig, Objective, Steps, sgd
+from hyperfed.training import Batch, LocalConfig, Objective, Steps, fit
 from hyperfed.trees import Model, Tree, interpolate
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -102,7 +102,7 @@ class Client(federation.Client):
     def train_model(self, model: Model) -> Model:
         """Returns the trained global model; the inherited one takes it in."""
         inherited: Model | None = self.memory.get("inherited")
-        trained = sgd(
+        trained = fit(
             self.objective if inherited is None else self.taught_by(inherited),
             model,
             self.batches,

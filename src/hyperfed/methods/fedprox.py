@@ -24,7 +24,7 @@ from pydantic.dataclasses import dataclass
 from hyperfed import federation
 from hyperfed.federation import Cohort, Each, Outline, average, step
 from hyperfed.methods.parts.presets import DEFAULT
-from hyperfed.training import LocalConfig, Steps, proximal, sgd
+from hyperfed.training import LocalConfig, Steps, fit, proximal
 from hyperfed.trees import Model, Tree
 
 
@@ -66,7 +66,7 @@ class Client(federation.Client):
     def train_model(self, model: Model) -> Model:
         """Returns the model that was trained on F(w) + mu/2 |w - w_t|^2."""
         near = proximal(self.objective, model, self.config.proximity, self.parameters)
-        return sgd(near, model, self.batches, self.config.local, trainable=self.parameters).model
+        return fit(near, model, self.batches, self.config.local, trainable=self.parameters).model
 
 
 class Server(federation.Server):

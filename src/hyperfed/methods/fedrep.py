@@ -28,7 +28,7 @@ from hyperfed.errors import UserError
 from hyperfed.federation import Cohort, Outline, average, step
 from hyperfed.methods.parts.presets import DEFAULT, PEFLL
 from hyperfed.nets.anatomy import head_names
-from hyperfed.training import Batch, Batches, Epochs, PersonalConfig, Steps, pass_lengths, sgd
+from hyperfed.training import Batch, Batches, Epochs, PersonalConfig, Steps, fit, pass_lengths
 from hyperfed.trees import Model, Tree, partition
 
 
@@ -99,7 +99,7 @@ class Client(federation.Client):
         """Trains the head, then the body; returns the body and keeps the head."""
         batches = iter(self.batches)
         self.train_head(body, islice(batches, self.config.head_batches(len(self.train))))
-        trained = sgd(
+        trained = fit(
             self.objective,
             self.personal_model(body),
             batches,

@@ -49,7 +49,7 @@ from hyperfed.functional import apply, forward_with_features, outputs_and_featur
 from hyperfed.methods.parts.features import check_classes, linear_head
 from hyperfed.methods.parts.presets import DEFAULT, PFLLIB
 from hyperfed.nets.anatomy import head_names
-from hyperfed.training import Batch, PersonalConfig, Steps, count_classes, sgd
+from hyperfed.training import Batch, PersonalConfig, Steps, count_classes, fit
 from hyperfed.trees import Model, Tree, model_of, partition
 
 GUIDANCE = "guidance/"
@@ -184,7 +184,7 @@ class Client(federation.Client):
             return self.loss(output, batch.y), buffers
 
         own, settings = model["model"], self.config.local
-        tuned = sgd(objective, own, self.batches, settings, trainable=self.parameters).model
+        tuned = fit(objective, own, self.batches, settings, trainable=self.parameters).model
         return model | {"model": tuned}
 
     @step

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from hyperfed import federation, trees
 from hyperfed.errors import UserError
 from hyperfed.federation import EVALUATION_BATCH, Cohort, Outline, step
-from hyperfed.training import LocalConfig, mean_loss, sgd
+from hyperfed.training import LocalConfig, fit, mean_loss
 from hyperfed.trees import Model, Tree, model_of, stack, take, weighted_mean
 
 
@@ -73,7 +73,7 @@ class Client(federation.Client):
     @step
     def train_model(self) -> Model:
         """Returns the chosen model, trained."""
-        return sgd(
+        return fit(
             self.objective,
             self.scratch["model"],
             self.batches,

@@ -61,7 +61,7 @@ from hyperfed.methods.parts.privacy import PrivacyConfig
 from hyperfed.nets.deepsets import DeepSet
 from hyperfed.nets.hypernets import HyperNet
 from hyperfed.privacy import sensitivity
-from hyperfed.training import Epochs, LocalConfig, Steps, regression, sgd
+from hyperfed.training import Epochs, LocalConfig, Steps, fit, regression
 from hyperfed.trees import (
     Model,
     Tree,
@@ -198,7 +198,7 @@ class Client(federation.Client):
     @step(like="model", bounded="reply")
     def train_model(self, model: Model) -> Model:
         """Returns delta after local SGD."""
-        trained = sgd(
+        trained = fit(
             self.objective,
             self.initial | model,
             self.batches,
@@ -211,7 +211,7 @@ class Client(federation.Client):
     def train_encoder(self, encoder: Model, target: Tree) -> Model:
         """Returns the encoder after SGD on |g(x) - e|^2, e = ``target["embedding"]``."""
         network = self.network("encoder")
-        return sgd(
+        return fit(
             regression(network, target["embedding"], self.config.encoder_reduction),
             encoder,
             self.batches,

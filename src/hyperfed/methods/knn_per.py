@@ -40,7 +40,7 @@ from hyperfed.functional import outputs_and_features
 from hyperfed.methods.parts.features import check_classes
 from hyperfed.methods.parts.presets import DEFAULT, PEFLL
 from hyperfed.nets.anatomy import head_names
-from hyperfed.training import LocalConfig, sgd
+from hyperfed.training import LocalConfig, fit
 from hyperfed.trees import Model, Tree
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -74,7 +74,7 @@ class Client(federation.Client):
     @step(like="model")
     def train_model(self, model: Model) -> Model:
         """Returns the trained model."""
-        return sgd(
+        return fit(
             self.objective, model, self.batches, self.config.local, trainable=self.parameters
         ).model
 

@@ -28,7 +28,7 @@ from hyperfed import federation
 from hyperfed.federation import Cohort, Each, Outline, average, step
 from hyperfed.methods.parts.presets import DEFAULT, PFEDHN, PFEDKT
 from hyperfed.nets.anatomy import head_names
-from hyperfed.training import PersonalConfig, Steps, sgd
+from hyperfed.training import PersonalConfig, Steps, fit
 from hyperfed.trees import Model, Tree, partition, repeat, weighted_mean
 
 
@@ -61,7 +61,7 @@ class Client(federation.Client):
     @step(like="model")
     def pretrain(self, model: Model) -> Model:
         """Returns the whole model, trained (FedAvg)."""
-        return sgd(
+        return fit(
             self.objective, model, self.batches, self.config.local, trainable=self.parameters
         ).model
 
@@ -81,7 +81,7 @@ class Client(federation.Client):
     @step
     def fit_body(self, received: Model) -> Tree:
         """Trains the body under the frozen head; replies with nothing."""
-        trained = sgd(
+        trained = fit(
             self.objective,
             self.personal_model(received),
             self.batches,

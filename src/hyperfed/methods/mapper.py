@@ -37,7 +37,7 @@ from hyperfed.errors import UserError
 from hyperfed.federation import EVALUATION_BATCH, Cohort, Outline, average, step
 from hyperfed.functional import apply, forward
 from hyperfed.methods.parts.presets import DEFAULT, PFEDKT
-from hyperfed.training import Batch, PersonalConfig, sgd
+from hyperfed.training import Batch, PersonalConfig, fit
 from hyperfed.trees import Model, Tree
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -154,7 +154,7 @@ class Client(federation.Client):
             return super().finetuned(model)
         names = {prefix + name for prefix in (COMMON, OWN) for name in self.parameters}
         settings = self.config.local
-        return sgd(self.joint_objective, model, self.batches, settings, trainable=names).model
+        return fit(self.joint_objective, model, self.batches, settings, trainable=names).model
 
     @step
     def export(self, received: Tree) -> Tree:

@@ -56,7 +56,7 @@ from hyperfed.methods.parts.contrast import check_logits, distances, mean_counte
 from hyperfed.methods.parts.hypernet_training import fit_rows, pull_back_groups
 from hyperfed.nets.chunks import ChunkHeads
 from hyperfed.nets.shapes import shapes_of
-from hyperfed.training import Batch, LocalConfig, Objective, sgd, supervised
+from hyperfed.training import Batch, LocalConfig, Objective, fit, supervised
 from hyperfed.trees import Model, Tree, detach, partition, pull_back, subtract, weighted_mean
 
 
@@ -135,7 +135,7 @@ class Client(federation.Client):
         self.scratch["global"] = model
         network = self.network("global")
         objective, trainable = supervised(network, self.loss), trees.parameters_of(network)
-        trained = sgd(
+        trained = fit(
             objective,
             model,
             self.batches,
@@ -149,7 +149,7 @@ class Client(federation.Client):
     def train_model(self, model: Model) -> Model:
         """Returns delta after local SGD, taught by the global model if there is one."""
         teacher: Model | None = self.scratch.get("global")
-        trained = sgd(
+        trained = fit(
             self.objective if teacher is None else self.taught_by(teacher),
             self.with_own(model),
             self.batches,

@@ -35,7 +35,7 @@ from hyperfed.functional import forward_with_features, outputs_and_features
 from hyperfed.methods.parts.contrast import contrastive_loss, distances
 from hyperfed.methods.parts.presets import DEFAULT, PFEDKT
 from hyperfed.nets.anatomy import head_names, last_linear
-from hyperfed.training import Batch, LocalConfig, Objective, sgd
+from hyperfed.training import Batch, LocalConfig, Objective, fit
 from hyperfed.trees import Model, Tree, copied, model_of
 
 
@@ -101,7 +101,7 @@ class Client(federation.Client):
         """Trains the global model, returns it and keeps it."""
         first = self.initial if self.config.projection is None else model
         objective = self.objective_between(model, self.memory.get("model", first))
-        trained = sgd(
+        trained = fit(
             objective, model, self.batches, self.config.local, trainable=self.parameters
         ).model
         self.memory["model"] = trained

@@ -41,7 +41,7 @@ from hyperfed.errors import UserError
 from hyperfed.federation import Cohort, Outline, average, step
 from hyperfed.methods.parts.presets import DEFAULT, PFEDKT
 from hyperfed.nets.anatomy import layers_of
-from hyperfed.training import Batch, PersonalConfig, Sgd, Steps, sgd
+from hyperfed.training import Batch, PersonalConfig, Sgd, Steps, fit
 from hyperfed.trees import Model, Tree, partition
 
 KEEP = 1
@@ -158,7 +158,7 @@ class Client(federation.Client):
         batches = self.draw_batches(Steps(self.config.strategy_steps, self.config.batch_size))
         settings = Sgd(self.config.strategy_lr)
         kept = {"strategy": logits}
-        self.memory |= (kept := sgd(objective, kept, batches, settings, trainable=kept).model)
+        self.memory |= (kept := fit(objective, kept, batches, settings, trainable=kept).model)
         return kept["strategy"]
 
     def personal_model(self, received: Model) -> Model:

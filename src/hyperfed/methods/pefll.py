@@ -28,7 +28,7 @@ from hyperfed.methods.parts.hypernet_training import descend
 from hyperfed.methods.parts.presets import DEFAULT
 from hyperfed.nets.descriptors import LabelledTarget, LabelMap, Standard
 from hyperfed.nets.hypernets import HyperNet
-from hyperfed.training import Batch, Batches, Epochs, LocalConfig, Steps, sgd
+from hyperfed.training import Batch, Batches, Epochs, LocalConfig, Steps, fit
 from hyperfed.trees import Model, Tree
 
 DescriptorSize = Annotated[int, Field(ge=2)] | Literal["n/4", "1+n/4"]
@@ -153,7 +153,7 @@ class Client(federation.Client):
     def train_model(self, model: Model) -> Model:
         """Returns delta after local SGD from the personal model."""
         local, parameters, start = self.config.local, self.parameters, self.personal_model(model)
-        trained = sgd(self.objective, start, self.batches, local, trainable=parameters).model
+        trained = fit(self.objective, start, self.batches, local, trainable=parameters).model
         return trees.subtract(start, trained)
 
     @step(deferrable=True, bounded="reply", reads="kept")

@@ -31,7 +31,7 @@ from torch.func import grad
 from hyperfed import federation
 from hyperfed.federation import Cohort, Outline, step
 from hyperfed.methods.parts.presets import DEFAULT, PEFLL, PFEDHN
-from hyperfed.training import Batch, LocalConfig, Sgd, Steps, sgd
+from hyperfed.training import Batch, LocalConfig, Sgd, Steps, fit
 from hyperfed.trees import Model, Tree, detach, partition, tree_map, weighted_mean
 
 
@@ -70,7 +70,7 @@ class Client(federation.Client):
     @step(like="model")
     def train_model(self, model: Model) -> Model:
         """Returns the trained meta-model; D are the batches of the round."""
-        return sgd(
+        return fit(
             self.meta_objective, model, self.batches, self.config.local, trainable=self.parameters
         ).model
 
@@ -78,7 +78,7 @@ class Client(federation.Client):
     def adapt(self, model: Model) -> Tree:
         """Makes the personal model of the meta-model; replies with nothing."""
         rate = Sgd(self.config.adapt_lr)
-        adapted = sgd(self.objective, model, self.batches, rate, trainable=self.parameters).model
+        adapted = fit(self.objective, model, self.batches, rate, trainable=self.parameters).model
         self.scratch["adapted"] = adapted
         return {}
 

@@ -61,7 +61,7 @@ from hyperfed.methods.parts.presets import DEFAULT, PFEDKT
 from hyperfed.nets.chunks import Chunked
 from hyperfed.nets.layers import draw_weights
 from hyperfed.nets.shapes import shapes_of, spread_of
-from hyperfed.training import Batch, LocalConfig, Objective, adam, sgd, supervised
+from hyperfed.training import Batch, LocalConfig, Objective, adam, fit, supervised
 from hyperfed.trees import Model, Tree, subtract, tree_map
 
 
@@ -162,7 +162,7 @@ class Client(federation.Client):
         previous: Model = self.memory.get("model", self.initial)
         hyper_net = self.hyper_net() if self.config.hypernetwork else None
         start = model if hyper_net is None else previous | self.generate(hyper_net)
-        trained = sgd(
+        trained = fit(
             self.objective_between(model, previous),
             start,
             self.batches,

@@ -37,7 +37,7 @@ from hyperfed.methods.parts.presets import DEFAULT
 from hyperfed.nets.anatomy import layers_of
 from hyperfed.nets.layer_weights import LayerWeights
 from hyperfed.nets.shapes import shapes_of
-from hyperfed.training import PersonalConfig, Steps
+from hyperfed.training import Momentum, PersonalConfig, Steps
 from hyperfed.trees import Model, Tree
 
 
@@ -63,7 +63,7 @@ class Config(PersonalConfig):
 
     batch_size: PositiveInt = 32
     local_lr: PositiveFloat = 1e-2
-    local_momentum: NonNegativeFloat = 0.0
+    local_momentum: Momentum = 0.0
     local_weight_decay: NonNegativeFloat = 0.0
     lr: PositiveFloat = 0.1
     embedding_size: PositiveInt = 100

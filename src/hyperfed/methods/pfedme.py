@@ -31,7 +31,7 @@ from pydantic.dataclasses import dataclass
 from hyperfed import federation
 from hyperfed.federation import Cohort, Outline, step
 from hyperfed.methods.parts.presets import DEFAULT, PEFLL, PFEDHN
-from hyperfed.training import Batch, Batches, Epochs, LocalConfig, Steps, proximal, sgd
+from hyperfed.training import Batch, Batches, Epochs, LocalConfig, Momentum, Steps, fit, proximal
 from hyperfed.trees import Model, Tree, interpolate, weighted_mean
 
 
@@ -52,7 +52,7 @@ class Config(LocalConfig):
     """
 
     local_lr: PositiveFloat = 5e-2
-    local_momentum: NonNegativeFloat = 0.0
+    local_momentum: Momentum = 0.0
     local_weight_decay: NonNegativeFloat = 0.0
     inner_steps: PositiveInt = 3
     proximity: NonNegativeFloat = 15.0
@@ -104,7 +104,7 @@ class Client(federation.Client):
     def approach(self, theta: Model, w: Model, batches: Iterable[Batch]) -> Model:
         """Takes a gradient step of f(theta; batch) + lambda/2 |theta - w|^2 for each batch."""
         near = proximal(self.objective, w, self.config.proximity, self.parameters)
-        return sgd(near, theta, batches, self.config.local, trainable=self.parameters).model
+        return fit(near, theta, batches, self.config.local, trainable=self.parameters).model
 
     def moved(self, w: Model, theta: Model) -> Model:
         """Returns w - eta lambda (w - theta), with the buffers of theta."""

@@ -122,9 +122,10 @@ def test_a_client_that_draws_otherwise_would_be_noticed(monkeypatch: pytest.Monk
     [
         {"local_clip": 0.05, "local_weight_decay": 0.1, "local_momentum": 0.5},
         {"local_momentum": 0.0},
+        {"local_optimizer": "adamw", "local_clip": 0.05, "local_weight_decay": 0.1},
     ],
 )
-@pytest.mark.parametrize("method", ["fedavg", "pfedhn"])
+@pytest.mark.parametrize("method", ["fedavg", "pfedhn", "apfl"])
 def test_local_training_has_the_same_settings(method: str, settings: dict[str, Any]) -> None:
     loop, ours = both(method, task={"examples": EVEN}, **settings)
     for each in (loop, ours):

@@ -175,7 +175,7 @@ class Drawing(federation.Client):
             return (model["y"] * self.noise() * own.x.sum(0)).sum(), {}
 
         start, batches = {"y": self.train.batch().x[0]}, self.draw_batches(Steps(3, 8))
-        return training.sgd(objective, start, batches, Sgd(0.1), trainable=start).model
+        return training.fit(objective, start, batches, Sgd(0.1), trainable=start).model
 
     def noise(self) -> Tensor:
         return torch.rand((), generator=self.generator)
@@ -427,7 +427,7 @@ class Keeping(federation.Client):
     def train_model(self, model: Tree) -> Tree:
         model = self.memory.get("model", model)
         local, parameters = Sgd(0.1), self.parameters
-        trained = training.sgd(self.objective, model, self.batches, local, trainable=parameters)
+        trained = training.fit(self.objective, model, self.batches, local, trainable=parameters)
         self.memory["model"] = self.scratch["model"] = trained.model
         return trained.model
 
