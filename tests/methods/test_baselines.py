@@ -1,4 +1,4 @@
-"""Local, FedAvg and FedPer against one-piece autograd and PyTorch's own optimiser."""
+"""Local, FedAvg and FedPer against one-piece autograd and PyTorch's own optimiser; and heads."""
 
 import pytest
 import torch
@@ -6,6 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hyperfed import trees
+from hyperfed.errors import UserError
+from hyperfed.methods import METHODS
 from hyperfed.system.randomness import generator
 from hyperfed.training import Steps
 from toys import (
@@ -201,3 +203,22 @@ def test_the_evaluated_model_is_the_personal_one(method: str) -> None:
 
 def test_steps_are_what_the_settings_say() -> None:
     assert Federation("fedavg", make_task(), local_steps=3).config.batches == Steps(3, 64)
+
+
+# What several of them have
+
+
+LAYERS = {
+    method: {key: 3}
+    for method in sorted(METHODS)
+    for key in ("head_layers", "higher_layers")
+    if hasattr(METHODS[method].Config, key)
+}
+LAYERS["partialfed"] |= {"strategy": "fixed"}
+
+
+@pytest.mark.parametrize("method", LAYERS)
+def test_no_head_has_more_layers_than_there_are(method: str) -> None:
+    """And it is said before anything is trained."""
+    with pytest.raises(UserError, match=r"must .* 0 to 2 .* got 3"):
+        Federation(method, make_task(), **LAYERS[method])
