@@ -313,7 +313,7 @@ class Client:
         anew: Collection[str] = (),
         unclipped: Collection[str] = (),
     ) -> Model:
-        """Returns a model trained by local SGD, of which the client goes on with a part.
+        """Returns a locally trained model, of which the client goes on with a part.
 
         Where the settings say ``keep_momentum``, what its optimiser remembers of that part, the
         momentum, is kept in memory: the client's rounds make up one run of its optimiser.
@@ -356,7 +356,7 @@ class Client:
         return functional.apply(self.module, model, x)
 
     def finetuned(self, model: Model) -> Model:
-        """Returns the personal model after local SGD on the batches asked for, by the task's loss.
+        """Returns the personal model, locally trained on the batches asked for, by the task's loss.
 
         A method whose personal model is not the target's weights has its own.
         """

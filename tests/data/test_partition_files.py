@@ -57,8 +57,9 @@ def refusal(path, clients=2):
 
 
 @pytest.mark.parametrize("labels", [LABELS, None])
-def test_reads_who_holds_what_and_what_for(path, labels):
-    client, split = partition_files.read(written(path, y=labels), LABELS, 2)
+@pytest.mark.parametrize("name", ["dealt.npz", "dealt.csv", "DEALT.CSV"])
+def test_reads_who_holds_what_and_what_for(tmp_path, name, labels):
+    client, split = partition_files.read(written(tmp_path / name, y=labels), LABELS, 2)
     # Rows 4 and 7 are used by nobody: the one has no client, the other no purpose.
     assert client.tolist() == [1, 0, 1, 1, -1, 0, 0, -1]
     assert split.tolist() == [0, 0, 1, 2, -1, 2, 0, -1]

@@ -47,7 +47,7 @@ def read(path: Path, labels: Integers, clients: int) -> tuple[Integers, Integers
     Raises:
         UserError: the file cannot be read or does not divide these examples; lists all problems.
     """
-    columns = _read_csv(path) if path.suffix == ".csv" else read_npz(path, needed=NEEDED)
+    columns = _read_csv(path) if path.suffix.lower() == ".csv" else read_npz(path, needed=NEEDED)
     problems: list[str] = []
     client, split = (_integers(name, columns[name], len(labels), problems) for name in NEEDED)
     y = _integers("y", columns.get("y", labels), len(labels), problems)

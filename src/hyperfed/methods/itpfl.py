@@ -98,8 +98,8 @@ class Config(PrivacyConfig, HyperNetConfig, LocalConfig):
         phase_one_rounds: rounds of phase 1; all further rounds are phase 2.
         encoder: trained to tell embeddings (equation 8); or end to end, by the hypernetwork's
             gradient with respect to the descriptor, without any embedding.
-        encoder_lr: learning rate of the encoder; the rest of its SGD is that of local training. End
-            to end with ``encoder_optimizer = "average"`` that of the server's SGD.
+        encoder_lr: learning rate of the encoder, whose optimiser is otherwise that of local
+            training. End to end with ``encoder_optimizer = "average"`` that of the server's SGD.
         encoder_optimizer: what the server does with the averaged change of the encoder: takes it as
             it is (FedAvg), or lets Adam descend it (FedAdam: Reddi et al., 2021).
         encoder_server_lr: learning rate of that Adam.

@@ -52,8 +52,8 @@ class ServeConfig:
     """How clients are served, whatever the method.
 
     Attributes:
-        finetune_steps: steps of local SGD, with the method's ``local_*`` settings and the task's
-            loss, by which a client's personal model is fine-tuned on its own training data
+        finetune_steps: steps of local training, with the method's ``local_*`` settings and the
+            task's loss, by which a client's personal model is fine-tuned on its own training data
             whenever it is used: in each evaluation, so that the best round is that of the
             fine-tuned models, and in all that serves known or novel clients afterwards. No round
             of training sees what came of it.
