@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from hyperfed.data import datasets, site
-from hyperfed.data.own import Task, newcomer
+from hyperfed.data.newcomer import newcomer
+from hyperfed.data.own import Task
 from hyperfed.data.tasks import TaskConfig, build
 from hyperfed.errors import UserError
 

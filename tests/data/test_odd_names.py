@@ -9,7 +9,8 @@ import pytest
 from torch import nn
 
 from hyperfed.data import datasets, site
-from hyperfed.data.own import Task, newcomer
+from hyperfed.data.newcomer import newcomer
+from hyperfed.data.own import Task
 from hyperfed.errors import UserError
 from own_data import N, pictures, saved, table
 

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from hyperfed import trees
-from hyperfed.data.own import Network, Task, mean_squared_error, minus_squared_error
-from hyperfed.data.tasks import from_arrays, newcomer
+from hyperfed.data.networks import Network
+from hyperfed.data.newcomer import newcomer
+from hyperfed.data.own import Task, from_arrays, mean_squared_error, minus_squared_error
 from hyperfed.errors import UserError
 from toys import Federation
 
@@ -298,31 +299,6 @@ def test_truth_values_are_labels_by_name():
     assert newcomer(task, X[:3], [True, True, False]).y.tolist() == [1, 1, 0]
 
 
-def test_a_newcomer_names_its_labels_or_takes_their_numbers_from_the_task():
-    task = from_arrays(X, np.array(["walk", "sit", "run"])[Y], client=CLIENT, model=linear())
-    assert newcomer(task, X[:2], ["walk", "walk"]).y.tolist() == [2, 2]
-    assert newcomer(task, X[:3], task.y[:3]).y.tolist() == task.y[:3].tolist()
-    assert newcomer(task, X[:2], ["run", "sit"]).names == ()
-    with pytest.raises(UserError, match=r"run, sit, walk, got 'swim' at index 1 .1 such.; rename"):
-        newcomer(task, X[:2], ["walk", "swim"])
-
-
-def test_a_newcomers_own_numbers_are_not_taken_for_those_of_words():
-    task = from_arrays(X, np.array(["walk", "sit", "run"])[Y], client=CLIENT, model=linear())
-    with pytest.raises(UserError, match=r"run, sit, walk, got 2 at index 0 .2 such.; write these"):
-        newcomer(task, X[:2], [2, 1])
-    some = from_arrays(X, np.array(["1", "2", "more"])[Y], client=CLIENT, model=linear())
-    assert newcomer(some, X[:2], [2, 1]).y.tolist() == [1, 0]
-    digits = from_arrays(X, np.array(["3", "5", "7"])[Y], client=CLIENT, model=linear())
-    for told in ([7, 3], np.array([7, 3]), ["7", "3"]):
-        assert newcomer(digits, X[:2], told).y.tolist() == [2, 0]
-    ones = from_arrays(X, np.array(["1", "2", "3"])[Y], client=CLIENT, model=linear())
-    for task in (digits, ones):  # as a tensor, numbers are those of the task
-        assert torch.equal(newcomer(task, X, task.y).y, task.y)
-    given = from_arrays(X, Y, client=CLIENT, model=linear(), labels=["walk", "sit", "run"])
-    assert newcomer(given, X[:2], torch.tensor([2, 1])).y.tolist() == [2, 1]
-
-
 def test_clients_are_called_by_their_ids():
     task = from_arrays(X, Y, client=CLIENT, model=linear())
     assert task.names == ("zoe", "ann", "bob")
@@ -358,53 +334,6 @@ def test_novel_is_a_number_or_a_fraction_below_1():
     for novel, number in ((0.5, 5), (0.06, 1), (3, 3), (np.int64(2), 2), (0, 0)):
         task = from_arrays(X, Y, client=np.arange(100) % 10, model=linear(), novel=novel)
         assert task.novel == number
-
-
-def test_a_newcomer_brings_its_own_data_to_the_task():
-    task = from_arrays(X, Y, client=CLIENT, model=linear(), novel=1)
-    alone = newcomer(task, X[:7], Y[:7])
-    assert (alone.clients, alone.novel, alone.unlabelled) == (1, 1, False)
-    assert alone.train[0].tolist() == list(range(7))
-    assert len(alone.val[0]) == len(alone.test[0]) == 0
-    assert alone.x.dtype == task.x.dtype
-    assert alone.y.tolist() == Y[:7].tolist()
-    assert (alone.models, alone.classes, alone.loss) == (task.models, task.classes, task.loss)
-    assert newcomer(task, X[:7]).unlabelled
-
-
-def test_whole_numbers_are_no_labels_of_a_newcomer_to_a_regression():
-    y = np.linspace(-3, 3, len(X))
-    task = from_arrays(X, y, client=CLIENT, model=linear(1))
-    came = newcomer(task, X[:3], [-3, 0, 2])
-    assert came.y.tolist() == [-3, 0, 2]
-    assert came.y.dtype == task.y.dtype
-
-
-def test_a_newcomer_chooses_among_several_sizes():
-    task = from_arrays(X, Y, client=CLIENT, model={"small": linear, "large": linear})
-    assert newcomer(task, X[:7], size="small").size_of(0) == "small"
-    with pytest.raises(UserError, match="size must be one of small, large, got None"):
-        newcomer(task, X[:7])
-
-
-@pytest.mark.parametrize(
-    ("x", "y", "message"),
-    [
-        (X[:7, :2], Y[:7], r"like the task's, \(4,\) float32, got \(2,\) float32"),
-        (np.ones((7, 4), int), Y[:7], r"got \(4,\) int64"),
-        (X[:7], Y[:7] + 2, r"labels must lie in 0..2, got 3 at index 1 .4 such."),
-        (X[:7], Y[:6], "got x 7, y 6"),
-        (X[:7], Y[:7, None], r"y must have shape \(N,\), .* got \(7, 1\)"),
-        ({"x": X[:7]}, Y[:7], "x must be one array .*, got dict"),
-        (X[:0], None, "at least one example, got none"),
-        (X[:7] * np.nan, Y[:7], "x must be finite"),
-        (X[:7], Y[:7] + 0.5, "y must hold integer labels"),
-    ],
-)
-def test_a_newcomers_data_must_fit(x, y, message):
-    task = from_arrays(X, Y, client=CLIENT, model=linear())
-    with pytest.raises(UserError, match=message):
-        newcomer(task, x, y)
 
 
 class Recurrent(nn.Module):

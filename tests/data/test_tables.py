@@ -13,7 +13,8 @@ from PIL import Image
 from torch import nn
 
 from hyperfed.data import datasets, tables
-from hyperfed.data.own import Task, newcomer, rows_like
+from hyperfed.data.newcomer import newcomer, rows_like
+from hyperfed.data.own import Task
 from hyperfed.data.tables import Columns
 from hyperfed.data.tasks import TaskConfig, build
 from hyperfed.errors import UserError

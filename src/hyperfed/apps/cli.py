@@ -29,7 +29,7 @@ from hyperfed.apps.printing import Json, print_json, print_made, print_tables, s
 from hyperfed.apps.status import show_status
 from hyperfed.apps.training import ALL, own_process, submit_run, tell_of_columns, train, train_all
 from hyperfed.data import partition_files, tables, tasks
-from hyperfed.data.own import rows_like
+from hyperfed.data.newcomer import rows_like
 from hyperfed.errors import LostEverybodyError, UserError, one_line
 from hyperfed.metrics import named
 from hyperfed.runs import clients, config, experiments, records, seeds, tried

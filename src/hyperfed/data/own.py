@@ -1,26 +1,23 @@
 """Your own data as a task: everything is checked, and all that is wrong is reported together."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch import Tensor
 
-from hyperfed import metrics, trees
+from hyperfed import metrics
 from hyperfed import task as tasks
-from hyperfed.data import arrays, features, partitions, tables
+from hyperfed.data import arrays, features, networks, partitions, tables
 from hyperfed.data.examples import Normalize, channel_statistics, fingerprint_of_frozen, hash_of
 from hyperfed.data.features import Beginning, Prefix
+from hyperfed.data.networks import Network
 from hyperfed.data.partitions import Partition
 from hyperfed.data.sizes import sizes_of
 from hyperfed.errors import UserError
-from hyperfed.nets.pretrained import compute_in_own_precision, with_plain_output
-from hyperfed.system.randomness import seeded
 from hyperfed.task import BASE, accuracy
 
 HELD_OUT = 0.15
@@ -29,7 +26,6 @@ HELD_OUT = 0.15
 MOST_NAMED = 20
 """Features that are told by name, at most."""
 
-Network = nn.Module | Callable[[], nn.Module]
 OfBatch = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -113,7 +109,7 @@ def from_arrays(
     partition = _split(owner, names, split, val=val, test=test, seed=seed, problems=problems)
     clients = int(owner.max()) + 1 if len(owner) else 0
     joining = _joining(novel, clients, problems)
-    whole = models = _models(model, seed, problems)
+    whole = models = networks.made(model, seed, problems)
     given = beginning = None
     if prefix is not None and models:
         try:
@@ -122,18 +118,18 @@ def from_arrays(
             problems.append(str(error))
     if size is not None and clients:
         given = sizes_of(size, names, model if isinstance(model, Mapping) else [BASE], problems)
-    precision = _precision(models)
+    precision = networks.precision_of(models)
     inputs = inputs.to(precision) if inputs.is_floating_point() else inputs
     targets = targets.to(precision) if targets.is_floating_point() else targets
     if usable and aligned:
-        tried = to_try(inputs)
+        tried = networks.to_try(inputs)
         batch = Normalize(*channel_statistics(tried))(tried)
         sized = numbered and targets.ndim < 2 + bool(classes)  # else the problem is that of y
         wanted = (*targets.shape[1:], classes) if sized and not (loss or score) else None
         try:
             if beginning is not None:
                 batch = features.check(whole, models, beginning, batch)
-            try_models(models, batch, wanted, seed, problems)
+            networks.try_out(models, batch, wanted, seed, problems)
         except UserError as error:
             problems.append(str(error))
     arrays.raise_all(problems, "these arguments do not make a task")
@@ -239,109 +235,6 @@ class Task(tasks.Task):
             return super().__repr__()
         more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
         return f"{super().__repr__()}\nfeatures: {', '.join(names[:MOST_NAMED])}{more}"
-
-
-def newcomer(task: Task, x: Any, y: Any = None, *, size: str | None = None) -> Task:
-    """Makes the task of one client that was never seen: its own data, all else as in ``task``.
-
-    The one client, number 0, is novel and trains on all its examples; it has none for validation
-    and testing.
-
-    Args:
-        task: what the method was trained on.
-        x: (m, ...) the client's examples, like the task's; or a table of them, like the one that
-            the task was made of.
-        y: (m,) their targets, labels by name where they have names, or as a tensor of numbers, like
-            the task's; None where the client is unlabelled, or where the table has them.
-        size: which target network it runs; may be left out where the task has one.
-
-    Raises:
-        UserError: lists all in which the data do not fit the task.
-    """
-    problems: list[str] = []
-    x = tables.frame_of(x)
-    if tables.is_frame(x):
-        if y is not None:
-            raise UserError("y must be left out where x is a table, which has it; name no y")
-        rows = rows_like(task, x, "the table")
-        x, y = rows.x, rows.y
-    inputs = arrays.features(x, problems)
-    if inputs.is_floating_point() and task.x.is_floating_point():
-        inputs = inputs.to(task.x.dtype)  # any precision will do, but no float is an image
-    ours, given = (
-        f"{tuple(sample.shape[1:])} {sample.dtype}".replace("torch.", "")
-        for sample in (task.x, inputs)
-    )
-    if not problems and given != ours:
-        problems.append(f"x must hold examples like the task's, {ours}, got {given}; convert it")
-    targets = _targets_like(task, y, inputs, problems)
-    if size is None and len(task.models) == 1:
-        size = next(iter(task.models))
-    if size not in task.models:
-        problems.append(f"size must be one of {', '.join(task.models)}, got {size}; choose one")
-    if not problems and task.features is None and inputs.dtype == torch.int64:
-        try_models({str(size): task.models[str(size)]}, to_try(inputs), None, 0, problems)
-    arrays.raise_all(problems, "these data do not fit the task")
-    nothing = torch.zeros(0, dtype=torch.int64)
-    once = None if task.features is None else features.computed(task.transform, inputs, keep=False)
-    return replace(
-        task,
-        x=inputs,
-        y=targets,
-        features=once,
-        train=(torch.arange(len(inputs)),),
-        val=(nothing,),
-        test=(nothing,),
-        sizes=(str(size),),
-        novel=1,
-        unlabelled=y is None,
-        fingerprint=hash_of(inputs, *([] if y is None else [targets])),
-        names=(),
-    )
-
-
-def _targets_like(task: Task, y: Any, inputs: Tensor, problems: list[str]) -> Tensor:
-    """Returns targets of inputs as a task has them, zeros where ``y`` is None."""
-    if y is None:
-        nothing = torch.zeros(len(inputs) if inputs.ndim else 0, dtype=task.y.dtype)
-        if not len(nothing):
-            problems.append("x must hold at least one example, got none; pass some")
-        return nothing
-    y = arrays.label_numbers(y, task.labels, problems)
-    if not task.classes:  # of a few numbers all may be whole, and are no labels for that
-        y = arrays.to_tensor(y, "y")
-        y = y if y.is_complex() else y.to(task.y.dtype)
-    targets, _ = arrays.targets(y, task.classes or None, problems, tokens=True)
-    arrays.same_length(problems, x=inputs, y=targets)
-    return targets.to(task.y.dtype)
-
-
-def rows_like(task: Task, table: Any, what: str) -> tables.Rows:
-    """Takes a newcomer's table apart as that of a task was; it may lack the target.
-
-    Args:
-        task: what the method was trained on.
-        table: a ``DataFrame``, or {name: array} of an archive, in which ``x`` may be the features
-            in their order.
-        what: how an error names the table.
-
-    Raises:
-        UserError: lists all columns that are missing or hold what cannot be learned from; or the
-            rows are those of several clients.
-    """
-    length = task.x.shape[1] if task.x.ndim == 2 else None
-    columns = task.columns or tables.Columns()
-    arrays_alone = not tables.is_frame(table) and "x" in table
-    if arrays_alone and not {*(columns.features or ())} & {*table}:
-        columns = tables.Columns()  # of arrays, x and y, as in Python
-    columns = replace(columns, features=columns.features or ("x",))  # never by what is there
-    rows = tables.rows_of(table, columns, what, length=length, label=False)
-    if rows.client is not None and len(several := dict.fromkeys(rows.client.tolist())) > 1:
-        raise UserError(
-            f"{what} must hold the rows of one client, who gets one model, got those of "
-            f"{len(several)} ({', '.join(map(str, list(several)[:3]))}, ...); pass one client's"
-        )
-    return rows
 
 
 def _usual(y: Tensor) -> tuple[OfBatch, OfBatch]:
@@ -467,130 +360,3 @@ def _joining(novel: float, clients: int, problems: list[str]) -> int:
         f"train, got novel={novel} of {clients} clients; change it"
     )
     return 0
-
-
-def _models(
-    model: Network | Mapping[str, Network], seed: int, problems: list[str]
-) -> dict[str, nn.Module]:
-    """Returns a network for each size, apart from the caller's own; those that can be made."""
-    networks = model if isinstance(model, Mapping) else {BASE: model}
-    if not networks:
-        problems.append("model must be a network, or one for each size, got {}; pass one")
-    made = {}
-    for size, network in networks.items():
-        with seeded(seed, "target", size):
-            given = _made(network)
-        if isinstance(given, nn.Module):
-            made[size] = compute_in_own_precision(with_plain_output(given))
-        else:
-            problems.append(
-                f"model {size!r} must be an nn.Module, or a function without arguments that makes "
-                f"one, got {given}; pass one"
-            )
-    return made
-
-
-def _made(network: Any) -> nn.Module | str:
-    """Returns a network apart from the caller's own, or what came in the place of one."""
-    if isinstance(network, nn.Module):
-        try:
-            return deepcopy(network)
-        except Exception as error:  # so does PyTorch with lazy buffers
-            return f"one that cannot be copied ({type(error).__name__}: {error})"
-    if not callable(network):
-        return repr(network)
-    try:
-        made = network()
-    except Exception as error:  # whatever a user's function raises is to be told
-        return f"one that fails ({type(error).__name__}: {error})"
-    return made if isinstance(made, nn.Module) else f"one that makes {made!r}"
-
-
-def _precision(models: Mapping[str, nn.Module]) -> torch.dtype:
-    """Returns the dtype of what is trained: frozen parts may have a lower one."""
-    trained = [value for net in models.values() for value in trees.parameters_of(net).values()]
-    return trained[0].dtype if trained else torch.get_default_dtype()
-
-
-def to_try(x: Tensor) -> Tensor:
-    """Returns two examples to try networks on: of tokens those with the smallest and the largest.
-
-    Args:
-        x: (N, ...) examples, at least one.
-    """
-    if x.dtype != torch.int64:
-        return x[:2]
-    tokens = x.flatten(1)
-    return x[[int(tokens.amin(dim=1).argmin()), int(tokens.amax(dim=1).argmax())]]
-
-
-def try_models(
-    models: Mapping[str, nn.Module],
-    batch: Tensor,
-    wanted: tuple[int, ...] | None,
-    seed: int,
-    problems: list[str],
-) -> None:
-    """Runs each network on a batch, and tells what is wrong with it or with what it gives.
-
-    Lazy layers take their shapes from the batch, and their initial weights from the seed.
-    Of (classes,) it must give as many numbers per example, or more; for regression, where that is
-    0, one; for labels of tokens (T, classes) as many for each of T. None asks for no number.
-    """
-    for size, network in models.items():
-        if not trees.parameters_of(network):
-            problems.append(
-                f"model {size!r} must have parameters to train, but has none or all are frozen; "
-                "set requires_grad of some"
-            )
-        moving = {**trees.parameters_of(network), **trees.buffers_of(network)}
-        if unreal := [name for name, value in moving.items() if value.is_complex()]:
-            problems.append(  # a mean of them would be that of their real parts
-                f"model {size!r} must have real parameters and buffers where they are not frozen, "
-                f"but {unreal[0]} is {moving[unreal[0]].dtype}; keep torch.view_as_real of it, and "
-                "take torch.view_as_complex of that in forward"
-            )
-            continue
-        try:
-            with torch.no_grad(), seeded(seed, "lazy", size):
-                if any(map(is_lazy, [*network.parameters(), *network.buffers()])):
-                    network.eval()(batch)
-                    network.train()
-                output = trees.copied(network).eval()(batch)
-        except Exception as error:  # whatever a user's network raises is to be told
-            tokens = batch.dtype == torch.int64
-            of = f" from {int(batch.min())} to {int(batch.max())}" if tokens else ""
-            problems.append(
-                f"model {size!r} must take a batch of x, shape {tuple(batch.shape)} {batch.dtype}"
-                f"{of}, but fails on it ({type(error).__name__}: {error}); change the model or x"
-                + (", to floats if these integers are no tokens" if tokens else "")
-            )
-            continue
-        if not isinstance(output, Tensor):
-            problems.append(
-                f"model {size!r} must return a tensor, got {type(output).__name__}; return its "
-                "part that is the output (a recurrent layer returns its state beside it)"
-            )
-            continue
-        if wanted is not None and not (_fits(output, *wanted) and len(output) == len(batch)):
-            amounts = wanted[-1] and output.numel() == len(batch)
-            problems.append(
-                f"model {size!r} must give {_numbers(*wanted)} outputs per example, got shape "
-                f"{tuple(output.shape)} for {len(batch)} examples; change its last layer"
-                + ("" if wanted[-1] else ", or convert y to integers if these floats are labels")
-                + (", or convert y to floats if these labels are amounts" if amounts else "")
-                + (", or y where it holds no labels of tokens" if len(wanted) > 1 else "")
-            )
-
-
-def _fits(output: Tensor, *wanted: int) -> bool:
-    *tokens, classes = wanted
-    if tokens:
-        return list(output.shape[1:-1]) == tokens and output.shape[-1] >= classes
-    given = output[0].numel() if output.ndim else 0
-    return given >= classes if classes else given == 1
-
-
-def _numbers(*wanted: int) -> str:
-    *tokens, classes = wanted
-    return " x ".join(map(str, (*tokens, classes or 1)))

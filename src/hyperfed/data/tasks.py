@@ -23,14 +23,13 @@ from hyperfed.data.examples import (
 )
 from hyperfed.data.features import Prefix
 from hyperfed.data.label_codes import recoded
+from hyperfed.data.networks import to_try, try_out
+from hyperfed.data.newcomer import newcomer
 from hyperfed.data.own import (
     Task,
     from_arrays,
     mean_squared_error,
     minus_squared_error,
-    newcomer,
-    to_try,
-    try_models,
 )
 from hyperfed.data.partitions import Partition
 from hyperfed.data.roster import Frame, RemoteTask, Roster, dtype_of
@@ -239,7 +238,7 @@ def targets(config: TaskConfig, examples: Examples, seed: int) -> dict[str, nn.M
     if own:
         problems: list[str] = []
         batch = _transform(config, examples)(to_try(examples.x))
-        try_models(models, batch, (examples.classes,), seed, problems)
+        try_out(models, batch, (examples.classes,), seed, problems)
         raise_all(problems, f"{name} does not suit {examples.name}")
     return models
 

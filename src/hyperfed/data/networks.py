@@ -1,0 +1,143 @@
+"""A user's networks: made, and tried on two examples before anything is trained."""
+
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from hyperfed import trees
+from hyperfed.nets.pretrained import compute_in_own_precision, with_plain_output
+from hyperfed.system.randomness import seeded
+from hyperfed.task import BASE
+
+Network = nn.Module | Callable[[], nn.Module]
+
+
+def made(
+    model: Network | Mapping[str, Network], seed: int, problems: list[str]
+) -> dict[str, nn.Module]:
+    """Returns a network for each size, apart from the caller's own; those that can be made."""
+    networks = model if isinstance(model, Mapping) else {BASE: model}
+    if not networks:
+        problems.append("model must be a network, or one for each size, got {}; pass one")
+    found = {}
+    for size, network in networks.items():
+        with seeded(seed, "target", size):
+            given = _one(network)
+        if isinstance(given, nn.Module):
+            found[size] = compute_in_own_precision(with_plain_output(given))
+        else:
+            problems.append(
+                f"model {size!r} must be an nn.Module, or a function without arguments that makes "
+                f"one, got {given}; pass one"
+            )
+    return found
+
+
+def _one(network: Any) -> nn.Module | str:
+    """Returns a network apart from the caller's own, or what came in the place of one."""
+    if isinstance(network, nn.Module):
+        try:
+            return deepcopy(network)
+        except Exception as error:  # so does PyTorch with lazy buffers
+            return f"one that cannot be copied ({type(error).__name__}: {error})"
+    if not callable(network):
+        return repr(network)
+    try:
+        made = network()
+    except Exception as error:  # whatever a user's function raises is to be told
+        return f"one that fails ({type(error).__name__}: {error})"
+    return made if isinstance(made, nn.Module) else f"one that makes {made!r}"
+
+
+def precision_of(models: Mapping[str, nn.Module]) -> torch.dtype:
+    """Returns the dtype of what is trained: frozen parts may have a lower one."""
+    trained = [value for net in models.values() for value in trees.parameters_of(net).values()]
+    return trained[0].dtype if trained else torch.get_default_dtype()
+
+
+def to_try(x: Tensor) -> Tensor:
+    """Returns two examples to try networks on: of tokens those with the smallest and the largest.
+
+    Args:
+        x: (N, ...) examples, at least one.
+    """
+    if x.dtype != torch.int64:
+        return x[:2]
+    tokens = x.flatten(1)
+    return x[[int(tokens.amin(dim=1).argmin()), int(tokens.amax(dim=1).argmax())]]
+
+
+def try_out(
+    models: Mapping[str, nn.Module],
+    batch: Tensor,
+    wanted: tuple[int, ...] | None,
+    seed: int,
+    problems: list[str],
+) -> None:
+    """Runs each network on a batch, and tells what is wrong with it or with what it gives.
+
+    Lazy layers take their shapes from the batch, and their initial weights from the seed.
+    Of (classes,) it must give as many numbers per example, or more; for regression, where that is
+    0, one; for labels of tokens (T, classes) as many for each of T. None asks for no number.
+    """
+    for size, network in models.items():
+        if not trees.parameters_of(network):
+            problems.append(
+                f"model {size!r} must have parameters to train, but has none or all are frozen; "
+                "set requires_grad of some"
+            )
+        moving = {**trees.parameters_of(network), **trees.buffers_of(network)}
+        if unreal := [name for name, value in moving.items() if value.is_complex()]:
+            problems.append(  # a mean of them would be that of their real parts
+                f"model {size!r} must have real parameters and buffers where they are not frozen, "
+                f"but {unreal[0]} is {moving[unreal[0]].dtype}; keep torch.view_as_real of it, and "
+                "take torch.view_as_complex of that in forward"
+            )
+            continue
+        try:
+            with torch.no_grad(), seeded(seed, "lazy", size):
+                if any(map(is_lazy, [*network.parameters(), *network.buffers()])):
+                    network.eval()(batch)
+                    network.train()
+                output = trees.copied(network).eval()(batch)
+        except Exception as error:  # whatever a user's network raises is to be told
+            tokens = batch.dtype == torch.int64
+            of = f" from {int(batch.min())} to {int(batch.max())}" if tokens else ""
+            problems.append(
+                f"model {size!r} must take a batch of x, shape {tuple(batch.shape)} {batch.dtype}"
+                f"{of}, but fails on it ({type(error).__name__}: {error}); change the model or x"
+                + (", to floats if these integers are no tokens" if tokens else "")
+            )
+            continue
+        if not isinstance(output, Tensor):
+            problems.append(
+                f"model {size!r} must return a tensor, got {type(output).__name__}; return its "
+                "part that is the output (a recurrent layer returns its state beside it)"
+            )
+            continue
+        if wanted is not None and not (_fits(output, *wanted) and len(output) == len(batch)):
+            amounts = wanted[-1] and output.numel() == len(batch)
+            problems.append(
+                f"model {size!r} must give {_numbers(*wanted)} outputs per example, got shape "
+                f"{tuple(output.shape)} for {len(batch)} examples; change its last layer"
+                + ("" if wanted[-1] else ", or convert y to integers if these floats are labels")
+                + (", or convert y to floats if these labels are amounts" if amounts else "")
+                + (", or y where it holds no labels of tokens" if len(wanted) > 1 else "")
+            )
+
+
+def _fits(output: Tensor, *wanted: int) -> bool:
+    *tokens, classes = wanted
+    if tokens:
+        return list(output.shape[1:-1]) == tokens and output.shape[-1] >= classes
+    given = output[0].numel() if output.ndim else 0
+    return given >= classes if classes else given == 1
+
+
+def _numbers(*wanted: int) -> str:
+    *tokens, classes = wanted
+    return " x ".join(map(str, (*tokens, classes or 1)))

@@ -1,0 +1,116 @@
+"""The data of a client that was never seen: a task of its own, like the one trained on."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hyperfed.data import arrays, features, tables
+from hyperfed.data.examples import hash_of
+from hyperfed.data.networks import to_try, try_out
+from hyperfed.data.own import Task
+from hyperfed.errors import UserError
+
+
+def newcomer(task: Task, x: Any, y: Any = None, *, size: str | None = None) -> Task:
+    """Makes the task of one client that was never seen: its own data, all else as in ``task``.
+
+    The one client, number 0, is novel and trains on all its examples; it has none for validation
+    and testing.
+
+    Args:
+        task: what the method was trained on.
+        x: (m, ...) the client's examples, like the task's; or a table of them, like the one that
+            the task was made of.
+        y: (m,) their targets, labels by name where they have names, or as a tensor of numbers, like
+            the task's; None where the client is unlabelled, or where the table has them.
+        size: which target network it runs; may be left out where the task has one.
+
+    Raises:
+        UserError: lists all in which the data do not fit the task.
+    """
+    problems: list[str] = []
+    x = tables.frame_of(x)
+    if tables.is_frame(x):
+        if y is not None:
+            raise UserError("y must be left out where x is a table, which has it; name no y")
+        rows = rows_like(task, x, "the table")
+        x, y = rows.x, rows.y
+    inputs = arrays.features(x, problems)
+    if inputs.is_floating_point() and task.x.is_floating_point():
+        inputs = inputs.to(task.x.dtype)  # any precision will do, but no float is an image
+    ours, given = (
+        f"{tuple(sample.shape[1:])} {sample.dtype}".replace("torch.", "")
+        for sample in (task.x, inputs)
+    )
+    if not problems and given != ours:
+        problems.append(f"x must hold examples like the task's, {ours}, got {given}; convert it")
+    targets = _targets_like(task, y, inputs, problems)
+    if size is None and len(task.models) == 1:
+        size = next(iter(task.models))
+    if size not in task.models:
+        problems.append(f"size must be one of {', '.join(task.models)}, got {size}; choose one")
+    if not problems and task.features is None and inputs.dtype == torch.int64:
+        try_out({str(size): task.models[str(size)]}, to_try(inputs), None, 0, problems)
+    arrays.raise_all(problems, "these data do not fit the task")
+    nothing = torch.zeros(0, dtype=torch.int64)
+    once = None if task.features is None else features.computed(task.transform, inputs, keep=False)
+    return replace(
+        task,
+        x=inputs,
+        y=targets,
+        features=once,
+        train=(torch.arange(len(inputs)),),
+        val=(nothing,),
+        test=(nothing,),
+        sizes=(str(size),),
+        novel=1,
+        unlabelled=y is None,
+        fingerprint=hash_of(inputs, *([] if y is None else [targets])),
+        names=(),
+    )
+
+
+def _targets_like(task: Task, y: Any, inputs: Tensor, problems: list[str]) -> Tensor:
+    """Returns targets of inputs as a task has them, zeros where ``y`` is None."""
+    if y is None:
+        nothing = torch.zeros(len(inputs) if inputs.ndim else 0, dtype=task.y.dtype)
+        if not len(nothing):
+            problems.append("x must hold at least one example, got none; pass some")
+        return nothing
+    y = arrays.label_numbers(y, task.labels, problems)
+    if not task.classes:  # of a few numbers all may be whole, and are no labels for that
+        y = arrays.to_tensor(y, "y")
+        y = y if y.is_complex() else y.to(task.y.dtype)
+    targets, _ = arrays.targets(y, task.classes or None, problems, tokens=True)
+    arrays.same_length(problems, x=inputs, y=targets)
+    return targets.to(task.y.dtype)
+
+
+def rows_like(task: Task, table: Any, what: str) -> tables.Rows:
+    """Takes a newcomer's table apart as that of a task was; it may lack the target.
+
+    Args:
+        task: what the method was trained on.
+        table: a ``DataFrame``, or {name: array} of an archive, in which ``x`` may be the features
+            in their order.
+        what: how an error names the table.
+
+    Raises:
+        UserError: lists all columns that are missing or hold what cannot be learned from; or the
+            rows are those of several clients.
+    """
+    length = task.x.shape[1] if task.x.ndim == 2 else None
+    columns = task.columns or tables.Columns()
+    arrays_alone = not tables.is_frame(table) and "x" in table
+    if arrays_alone and not {*(columns.features or ())} & {*table}:
+        columns = tables.Columns()  # of arrays, x and y, as in Python
+    columns = replace(columns, features=columns.features or ("x",))  # never by what is there
+    rows = tables.rows_of(table, columns, what, length=length, label=False)
+    if rows.client is not None and len(several := dict.fromkeys(rows.client.tolist())) > 1:
+        raise UserError(
+            f"{what} must hold the rows of one client, who gets one model, got those of "
+            f"{len(several)} ({', '.join(map(str, list(several)[:3]))}, ...); pass one client's"
+        )
+    return rows
