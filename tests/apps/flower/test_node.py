@@ -2,9 +2,10 @@
 
 import os
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -228,29 +229,30 @@ def test_settings_are_those_of_the_bundle_and_a_run_overrides_them(
     assert calls.calls[0][2] == {"folder": "x", "task.clients": 4, "task.val": 0.5}
 
 
-MUCH = f'folder = "{"x" * (1 << 26)}"'
-"""A thousandth of it, deflated."""
+def large(comment: str = "", **options: Any) -> bytes:
+    """A thousandth of its settings, deflated."""
+    return bundle(f'{comment}folder = "{"x" * (1 << 26)}"', **options)
 
 
 @pytest.mark.parametrize(
     "content",
     [
-        b"no bundle",
-        bundle("folder ="),
-        bundle(MUCH),
-        bundle(f"#{MUCH}"),
-        bundle(MUCH, says=100),
-        bundle(MUCH, ZIP_BZIP2),
+        partial(bytes, b"no bundle"),
+        partial(bundle, "folder ="),
+        large,
+        partial(large, "#"),
+        partial(large, says=100),
+        partial(large, kind=ZIP_BZIP2),
     ],
     ids=["none", "no TOML", "large", "large comment", "says small", "bzip2"],
 )
 def test_a_bundle_that_cannot_be_read_is_told_and_not_unpacked(
-    content: bytes, monkeypatch: pytest.MonkeyPatch
+    content: Callable[[], bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(node, "defaults_in", READ)
     connection = Connection(b"a", b"b")
-    connection.bundle = content
-    assert len(content) < 1 << 17
+    connection.bundle = content()
+    assert len(connection.bundle) < 1 << 17
     tracemalloc.start()
     serve(connection, Calls())
     assert tracemalloc.get_traced_memory()[1] < 4 * LARGEST_SETTINGS
