@@ -16,6 +16,7 @@ from hyperfed.data.own import token_accuracy, token_cross_entropy
 from hyperfed.engines.local.loop import LoopEngine
 from hyperfed.federation import Server
 from hyperfed.methods import METHODS
+from hyperfed.runs.run import Run
 from hyperfed.system.devices import CPU
 from hyperfed.system.randomness import seeded
 from hyperfed.task import Task
@@ -258,6 +259,13 @@ def snapshot(federation: Federation) -> Tree:
     """A copy of what there is between two rounds: the server, and what clients remember."""
     memory = {str(client): tree for client, tree in sorted(federation.engine.memory.items())}
     return trees.clone(trees.to({"server": federation.server.state(), "memory": memory}, CPU))
+
+
+def recorded(run: Run, *but: str) -> Any:
+    """All that a run records but for what time, and whatever else is named, decides."""
+    evaluations = [vars(evaluation) | {"seconds": None} for evaluation in run.evaluations]
+    left_out = ("seconds", "commit", *but)
+    return evaluations, {key: of for key, of in run.summary.items() if key not in left_out}
 
 
 LENGTHS = ("novel_steps", "novel_rounds", "absorb_steps", "phase_one_rounds")

@@ -30,7 +30,7 @@ from hyperfed.task import Task
 from hyperfed.trees import Tree
 from hyperfed.trees.packing import pack, unpack
 from pretended import DEVICE, NAME, modules_move_in_place
-from toys import Dropping, Normed, both, lengths, make_task, snapshot
+from toys import Dropping, Normed, both, lengths, make_task, recorded, snapshot
 
 
 @pytest.fixture(autouse=True)
@@ -93,20 +93,7 @@ def test_a_step_that_strays_is_told() -> None:
 # Whole runs.
 
 
-def numbers(run: Run) -> Any:
-    """All that a run records, but for what time and place decide."""
-    where = (
-        "seconds",
-        "commit",
-        "engine",
-        "cores",
-        "cores_per_client",
-        "workers",
-        "device",
-        "chunk",
-    )
-    evaluations = [vars(evaluation) | {"seconds": None} for evaluation in run.evaluations]
-    return evaluations, {k: v for k, v in run.summary.items() if k not in where}
+PLACE = ("engine", "cores", "cores_per_client", "workers", "device", "chunk")
 
 
 def keys(method: str, device: str) -> dict[str, Any]:
@@ -133,7 +120,7 @@ def test_a_run_and_what_it_hands_out_are_those_of_the_cpu(method: str) -> None:
     here, there = (
         hyperfed.train(method, task, **keys(method, name) | short) for name in ("cpu", NAME)
     )
-    assert numbers(there) == numbers(here)
+    assert recorded(there, *PLACE) == recorded(here, *PLACE)
     assert "device" not in here.summary
     assert there.summary["device"] == NAME
     assert devices(there.best.server) <= {"cpu"}  # Local has no state there
@@ -172,7 +159,7 @@ def test_a_run_resumes_on_its_device(method: str, tmp_path: Path) -> None:
         assert leaf[1].device.type == NAME
     assert devices(resumed.server.state(optimizers=False)) == {NAME}
     list(resumed.train())
-    assert numbers(resumed) == numbers(whole)
+    assert recorded(resumed, *PLACE) == recorded(whole, *PLACE)
 
 
 @pytest.mark.parametrize(("begun", "then"), [(NAME, "cpu"), ("cpu", NAME)])
@@ -182,7 +169,7 @@ def test_a_run_goes_on_on_another_device(begun: str, then: str, tmp_path: Path) 
     resumed = Run.resume(stopped("pefll", begun, tmp_path, task), task, device=then)
     assert devices(resumed.server.state(optimizers=False)) == {then}
     list(resumed.train())
-    assert numbers(resumed) == numbers(whole)
+    assert recorded(resumed, *PLACE) == recorded(whole, *PLACE)
     assert resumed.summary.get("device", "cpu") == then
 
 

@@ -23,7 +23,7 @@ from hyperfed.runs import config
 from hyperfed.runs.budgets import Budget, within
 from hyperfed.runs.records import as_written
 from hyperfed.runs.run import Run
-from toys import Normed, Stemmed, lengths, make_task
+from toys import Normed, Stemmed, lengths, make_task, recorded
 
 FAULTS = {"drop": 0.3, "nan": 0.2}
 
@@ -37,12 +37,6 @@ def keys_of(name: str, **keys: Any) -> dict[str, Any]:
 def trained(name: str = "pfedhn", out: Path | None = None, task: Any = None, **keys: Any) -> Run:
     task = task or make_task(Normed, novel=1)
     return hyperfed.train(name, task, out=out, **keys_of(name, **keys))
-
-
-def numbers(run: Run) -> Any:
-    """All that a run records, but for what time and place decide."""
-    fields = [vars(evaluation) | {"seconds": None} for evaluation in run.evaluations]
-    return fields, {k: v for k, v in run.summary.items() if k not in ("seconds", "commit")}
 
 
 @pytest.mark.parametrize(("cores", "seen"), [(1, {1}), (None, {2})])
@@ -81,9 +75,9 @@ def test_the_same_command_twice_and_more_workers_give_identical_records(method: 
     one = {"engine": {"workers": 1, "cores_per_client": 1}}
     two = {"engine": {"workers": 2, "cores_per_client": 1}}
     first = trained(method, cohort=3, rounds=3, **one)
-    assert numbers(first) == numbers(trained(method, cohort=3, rounds=3, **one))
-    assert numbers(first) == numbers(trained(method, cohort=3, rounds=3, **two))
-    assert numbers(first) != numbers(trained(method, cohort=3, rounds=3, seed=1, **one))
+    assert recorded(first) == recorded(trained(method, cohort=3, rounds=3, **one))
+    assert recorded(first) == recorded(trained(method, cohort=3, rounds=3, **two))
+    assert recorded(first) != recorded(trained(method, cohort=3, rounds=3, seed=1, **one))
 
 
 @pytest.mark.slow
@@ -112,7 +106,7 @@ def test_a_run_abandoned_anywhere_resumes_to_the_same_numbers(
         with (folder / "metrics.jsonl").open("a") as file:
             file.write('{"round": 99, "spl')  # in the middle of a line
         resumed = hyperfed.resume(folder, make_task(Stemmed, novel=1))
-        assert numbers(resumed) == numbers(whole)
+        assert recorded(resumed) == recorded(whole)
         on_disk = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         in_memory = [as_written(e) for e in resumed.evaluations]
         assert on_disk == in_memory
@@ -377,10 +371,10 @@ def test_a_closed_run_has_ended_its_threads_and_keeps_its_numbers() -> None:
     run = trained("fedavg", cohort=3, engine={"workers": 2, "cores_per_client": 1})
     workers = set(threading.enumerate()) - others
     assert len(workers) == 2
-    before = numbers(run)
+    before = recorded(run)
     run.close()
     assert not any(thread.is_alive() for thread in workers)
-    assert numbers(run) == before
+    assert recorded(run) == before
 
 
 def test_no_such_client() -> None:

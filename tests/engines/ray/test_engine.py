@@ -33,7 +33,7 @@ from hyperfed.runs.run import Run
 from hyperfed.training import UnlabelledError
 from hyperfed.trees import Tree
 from processes import LOOPBACKS, SECONDS, await_end, descendants, linux, listening, name_of
-from toys import Federation, Normed, Stemmed, lengths, make_task, short, snapshot
+from toys import Federation, Normed, Stemmed, lengths, make_task, recorded, short, snapshot
 
 pytestmark = [
     pytest.mark.slow,
@@ -179,11 +179,7 @@ def keys_of(method: str, engine: str, **keys: Any) -> dict[str, Any]:
     return {"rounds": 10, "evaluate_every": 2, "method": own, "engine": computing} | keys
 
 
-def numbers(run: Run) -> Any:
-    """All that a run records, but for what time, place and engine decide."""
-    evaluations = [vars(evaluation) | {"seconds": None} for evaluation in run.evaluations]
-    where = ("seconds", "commit", "engine", "cores", "workers")
-    return evaluations, {k: v for k, v in run.summary.items() if k not in where}
+PLACE = ("engine", "cores", "workers")
 
 
 @pytest.mark.parametrize(
@@ -210,7 +206,7 @@ def test_ten_rounds_end_with_the_evaluations_of_the_loop(
         for engine in ("loop", "ray")
     )
     assert (loop.summary["engine"], ray.summary["engine"]) == ("loop", "ray")
-    assert numbers(ray) == numbers(loop)
+    assert recorded(ray, *PLACE) == recorded(loop, *PLACE)
     x, y = task.x[task.train[3]], task.y[task.train[3]]
     for models in (
         [run.model(1) for run in (loop, ray)],
@@ -239,7 +235,7 @@ def test_a_checkpoint_of_one_engine_is_gone_on_with_by_the_other(
     settings.write_text(settings.read_text().replace(f'"{first}"', f'"{then}"'))
     resumed = hyperfed.resume(run.folder.path, task)
     assert resumed.summary["engine"] == then
-    assert numbers(resumed) == numbers(whole)
+    assert recorded(resumed, *PLACE) == recorded(whole, *PLACE)
 
 
 # Memories.
