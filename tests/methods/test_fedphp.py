@@ -13,7 +13,6 @@ from hyperfed.errors import UserError
 from hyperfed.methods import fedphp
 from hyperfed.runs.config import from_keys
 from hyperfed.task import Task
-from hyperfed.training import Epochs, Sgd
 from hyperfed.trees import Model
 from toys import (
     ONE_STEP,
@@ -357,20 +356,6 @@ def test_a_novel_client_inherits_the_global_model_fine_tuned(steps: int) -> None
 def test_a_regression_is_refused() -> None:
     with pytest.raises(UserError, match="a task for fedphp must have classes"):
         Federation("fedphp", make_task(classes=0))
-
-
-@pytest.mark.parametrize(
-    ("preset", "transfer", "weight"), [("official", "kd", 0.05), ("official_mmd", "mmd", 0.1)]
-)
-def test_the_official_presets_are_the_script_for_two_classes(
-    preset: str, transfer: str, weight: float
-) -> None:
-    run = from_keys("fedphp", {"preset": preset})
-    own = run.settings
-    assert (run.rounds, run.cohort, run.task.clients, run.task.novel) == (1000, 0.1, 100, 0.0)
-    assert (own.batches, own.local) == (Epochs(2, 64), Sgd(0.03, 0.9, 1e-5, 100.0))
-    assert (own.transfer, own.transfer_weight, own.temperature) == (transfer, weight, 4.0)
-    assert (own.momentum, own.expected_rounds) == (0.9, 100)
 
 
 @pytest.mark.parametrize("preset", fedphp.PRESETS)

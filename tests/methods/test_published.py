@@ -1,4 +1,4 @@
-"""Presets and defaults are what the five papers, and where there is any their code, publish.
+"""Presets and defaults are what papers, and where there is any their authors' code, publish.
 
 One row for each place: the method, the preset (several share a row where all have it), where it is
 published, and what it says under our keys. ``OneOf`` is a grid that was searched and whose choice
@@ -207,6 +207,51 @@ PUBLISHED: list[tuple[str, str, str, dict[str, Any]]] = [
         "method.local_epochs": OneOf((10, 50, 100)),
     }),
     ("fed_rod", "pfedkt", PFEDKT + "section 6.1, baselines", {"method.head": "hypernetwork"}),
+
+    # Baselines beyond those of the five papers, by their authors' code.
+    ("fedphp", "official official_mmd", "FedPHP's code, train_lab.py and config.py", {
+        "rounds": 1000, "cohort": 0.1, "task.clients": 100, "task.novel": 0.0,
+        "method.local_epochs": 2, "method.batch_size": 64, "method.local_lr": 3e-2,
+        "method.local_momentum": 0.9, "method.local_weight_decay": 1e-5, "method.local_clip": 100.0,
+        "method.momentum": 0.9, "method.temperature": 4.0,
+    }),
+    ("fedphp", "official", "FedPHP's code, train_lab.py", {
+        "method.transfer": "kd", "method.transfer_weight": 0.05,
+    }),
+    ("fedphp", "official_mmd", "FedPHP's code, train_lab.py", {
+        "method.transfer": "mmd", "method.transfer_weight": 0.1,
+    }),
+    ("fedproto", "official", "FedProto's code, README.md (CIFAR-10), options.py and update.py", {
+        "rounds": 110, "cohort": 1.0, "task.clients": 20, "task.novel": 0.0,
+        "method.local_epochs": 1, "method.batch_size": 4, "method.local_lr": 1e-2,
+        "method.local_momentum": 0.5, "method.local_weight_decay": 0.0,
+        "method.prototype_weight": 0.1,
+    }),
+    ("fedpac", "official", "FedPAC's code, options.py, federated_main.py and fedpac.py", {
+        "rounds": 200, "cohort": 1.0, "task.clients": 20, "task.novel": 0.0,
+        "method.local_epochs": 5, "method.head_epochs": 1, "method.batch_size": 50,
+        "method.local_lr": 2e-2, "method.head_lr": 0.1, "method.local_momentum": 0.5,
+        "method.local_weight_decay": 5e-4, "method.alignment_weight": 1.0,
+    }),
+    ("fedas", "official", "FedAS's code, examples.sh and main.py", {
+        "rounds": 40, "cohort": 0.1, "task.clients": 20, "task.novel": 0.0,
+        "method.local_epochs": 5, "method.batch_size": 16, "method.local_lr": 5e-3,
+        "method.local_momentum": 0.0, "method.local_weight_decay": 0.0,
+    }),
+    ("fedala gpfl feddbe", "official", "their code, run_me.sh and main.py", {
+        "cohort": 1.0, "task.clients": 20, "task.novel": 0.0,
+        "method.local_epochs": 1, "method.batch_size": 10, "method.local_lr": 5e-3,
+        "method.local_momentum": 0.0, "method.local_weight_decay": 0.0,
+    }),
+    ("fedala", "official", "FedALA's code, run_me.sh and main.py", {
+        "rounds": 1000, "method.weight_share": 0.8, "method.higher_layers": 1,
+    }),
+    ("gpfl", "official", "GPFL's code, run_me.sh, main.py and clientgp.py", {
+        "rounds": 1000, "method.magnitude_weight": 0.01, "method.guidance_weight_decay": 0.1,
+    }),
+    ("feddbe", "official", "FedDBE's code, run_me.sh and main.py", {
+        "rounds": 2000, "method.mean_weight": 50.0, "method.mean_momentum": 1.0,
+    }),
 ]
 # fmt: on
 

@@ -81,7 +81,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "task.clients": 20,
         "task.novel": 0.0,
         "method.local_epochs": 1,
-        "method.batch_size": 32,
+        "method.batch_size": 4,
         "method.local_lr": 1e-2,
         "method.local_momentum": 0.5,
         "method.local_weight_decay": 0.0,
