@@ -32,10 +32,17 @@ def check_positive(**numbers: float) -> None:
             raise UserError(f"{name} must be positive and finite, came {number}; choose another")
 
 
+def closest(word: object, options: Iterable[str]) -> str | None:
+    """Returns which of some names a word is most like, whatever its capitals; None for none."""
+    names = {name.casefold(): name for name in options}
+    near = get_close_matches(str(word).casefold(), names, n=1)
+    return names[near[0]] if near else None
+
+
 def nearest(word: object, options: Iterable[str]) -> str:
     """Returns "; did you mean ...?", or nothing where nothing is near."""
-    near = get_close_matches(str(word), options, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    near = closest(word, options)
+    return "" if near is None else f"; did you mean {near!r}?"
 
 
 LONGEST = 500

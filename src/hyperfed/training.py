@@ -21,6 +21,9 @@ from hyperfed.functional import apply, forward
 from hyperfed.system.devices import CPU
 from hyperfed.trees import Model, Tree, clone, mapped
 
+Moments: TypeAlias = Any
+"""What an optimiser remembers of a parameter: SGD its momentum, a tensor; AdamW a tree."""
+
 
 @dataclass(frozen=True)
 class Sgd:
@@ -31,14 +34,14 @@ class Sgd:
     weight_decay: float = 0.0
     clip: float | None = None
 
-    def start(self, weight: Tensor) -> Tensor:
-        """Returns the momentum buffer of a parameter before its first step."""
+    def start(self, weight: Tensor) -> Moments:
+        """Returns the momentum of a parameter before its first step."""
         return torch.zeros_like(weight)
 
     def step(
-        self, weights: list[Tensor], gradients: list[Tensor], moments: list[Any]
-    ) -> tuple[list[Tensor], list[Any]]:
-        """Returns parameters and buffers after a step; whatever comes may be overwritten."""
+        self, weights: list[Tensor], gradients: list[Tensor], moments: list[Moments]
+    ) -> tuple[list[Tensor], list[Moments]]:
+        """Returns parameters and moments after a step; those that came may be overwritten."""
         if self.weight_decay:
             gradients = _added(gradients, weights, self.weight_decay)
         if self.momentum:
@@ -48,39 +51,38 @@ class Sgd:
 
 @dataclass(frozen=True)
 class AdamW:
-    """AdamW with the arithmetic of ``torch.optim.AdamW`` (Loshchilov & Hutter, ICLR 2019).
+    """AdamW (Loshchilov & Hutter, ICLR 2019) with the arithmetic of ``torch.optim.AdamW``.
 
-    ``momentum`` is beta_1; beta_2 is 0.999 and epsilon 1e-8. Weights decay by themselves, in
-    proportion to ``lr``, and not through the gradient.
+    Its betas are 0.9 and 0.999, its epsilon is 1e-8. Weights decay by themselves, in proportion to
+    ``lr``, and not through the gradient; ``clip`` is as that of :class:`Sgd`.
     """
 
     lr: float
-    momentum: float = 0.9
     weight_decay: float = 0.0
     clip: float | None = None
 
-    def start(self, weight: Tensor) -> Tree:
+    def start(self, weight: Tensor) -> Moments:
         """Returns both moments of a parameter, and its number of steps, before the first."""
-        zero = torch.zeros_like(weight)
-        exact = torch.promote_types(weight.dtype, torch.float32)  # bfloat16 counts to 256
-        return {"first": zero, "second": zero, "steps": weight.new_zeros((), dtype=exact)}
+        zero, steps = torch.zeros_like(weight), weight.new_zeros((), dtype=torch.float64)
+        return {"first": zero, "second": zero, "steps": steps}
 
     def step(
-        self, weights: list[Tensor], gradients: list[Tensor], moments: list[Any]
-    ) -> tuple[list[Tensor], list[Any]]:
-        """Returns parameters and moments after a step."""
+        self, weights: list[Tensor], gradients: list[Tensor], moments: list[Moments]
+    ) -> tuple[list[Tensor], list[Moments]]:
+        """Returns parameters and moments after a step; those that came may be overwritten."""
         if self.weight_decay:
-            weights = [weight * (1 - self.lr * self.weight_decay) for weight in weights]
+            weights = _scaled(weights, 1 - self.lr * self.weight_decay)
         after = [self._moved(*of) for of in zip(weights, gradients, moments, strict=True)]
         return [weight for weight, _ in after], [own for _, own in after]
 
-    def _moved(self, weight: Tensor, gradient: Tensor, own: Tree) -> tuple[Tensor, Tree]:
-        steps, beta = own["steps"] + 1, self.momentum
-        first = beta * own["first"] + (1 - beta) * gradient
-        second = 0.999 * own["second"] + 0.001 * gradient**2
-        rate, scale = self.lr / (1 - beta**steps), 1 - 0.999**steps
-        weight = weight - rate * first / ((second / scale).sqrt() + 1e-8)
-        return weight, {"first": first, "second": second, "steps": steps}
+    def _moved(self, weight: Tensor, gradient: Tensor, moments: Moments) -> tuple[Tensor, Moments]:
+        steps = moments["steps"] + 1
+        first = 0.9 * moments["first"] + 0.1 * gradient
+        second = 0.999 * moments["second"] + 0.001 * gradient**2
+        rate, scale = self.lr / (1 - 0.9**steps), 1 - 0.999**steps
+        change = rate * first / ((second / scale).sqrt() + 1e-8)
+        # A scalar in bfloat16 would become what its number of steps is.
+        return weight - change.to(weight.dtype), {"first": first, "second": second, "steps": steps}
 
 
 Optimizer: TypeAlias = Sgd | AdamW
@@ -152,9 +154,10 @@ class LocalConfig:
         batch_size: examples of a batch.
         local_optimizer: what makes the steps: SGD, as in the papers, or AdamW, which adapters and
             transformers are mostly trained by. It is new in each round (but see
-            :class:`PersonalConfig`).
+            :class:`PersonalConfig`). What a method trains besides by a rate of its own, such as
+            Per-FedAvg's adaptation, or by a formula of its paper, such as APFL's mixture, is SGD's.
         local_lr: its learning rate; that of AdamW is a tenth of SGD's, or less.
-        local_momentum: its momentum; AdamW's beta_1.
+        local_momentum: SGD's momentum.
         local_weight_decay: its weight decay; AdamW's is not part of the gradient.
         local_clip: bound of the gradient's norm in a local step; none by default.
     """
@@ -178,8 +181,9 @@ class LocalConfig:
     @property
     def local(self) -> Optimizer:
         """The optimiser of a client."""
-        made = Sgd if self.local_optimizer == "sgd" else AdamW
-        return made(self.local_lr, self.local_momentum, self.local_weight_decay, self.local_clip)
+        if self.local_optimizer == "adamw":
+            return AdamW(self.local_lr, self.local_weight_decay, self.local_clip)
+        return Sgd(self.local_lr, self.local_momentum, self.local_weight_decay, self.local_clip)
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -359,7 +363,7 @@ def fit(
     weights = [model[name].detach().clone() for name in names]
     rest = {name: value.detach() for name, value in model.items() if name not in trainable}
     kept = clone(moments or {})
-    own = [
+    remembered = [
         kept[name] if name in kept else optimizer.start(weight)
         for name, weight in zip(names, weights, strict=True)
     ]
@@ -376,9 +380,12 @@ def fit(
             scaled = clip_norm([gradients[index] for index in clipped], optimizer.clip)
             for index, gradient in zip(clipped, scaled, strict=True):
                 gradients[index] = gradient
-        weights, own = optimizer.step(weights, gradients, own)
-    trained = rest | dict(zip(names, weights, strict=True))
-    return Trained({name: trained[name] for name in model}, dict(zip(names, own, strict=True)))
+        weights, remembered = optimizer.step(weights, gradients, remembered)
+    trained, after = (
+        rest | dict(zip(names, weights, strict=True)),
+        zip(names, remembered, strict=True),
+    )
+    return Trained({name: trained[name] for name in model}, dict(after))
 
 
 def adam(gradient: Callable[[Model], Model], weights: Model, steps: int, lr: float) -> Model:
@@ -396,7 +403,7 @@ def adam(gradient: Callable[[Model], Model], weights: Model, steps: int, lr: flo
         the weights after them.
     """
     optimizer, names, moved = AdamW(lr), [*weights], [*weights.values()]
-    moments = [optimizer.start(weight) | {"steps": 0} for weight in moved]
+    moments = [optimizer.start(weight) for weight in moved]
     for _ in range(steps):
         by = gradient(dict(zip(names, moved, strict=True)))
         moved, moments = optimizer.step(moved, [by[name] for name in names], moments)

@@ -74,6 +74,7 @@ def test_settings_that_contradict_themselves_are_refused(settings, message):
         ({"width": 8}, "the options of mlp are hidden"),
         ({"model": "mlp", "hidden": 3, "width": 8}, "the options of mlp are hidden, got width"),
         ({"name": "digit"}, "did you mean 'digits'"),
+        ({"name": "MNIST"}, "did you mean 'mnist'"),
     ],
 )
 def test_settings_that_do_not_fit_the_data_are_refused(settings, message):

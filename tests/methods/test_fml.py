@@ -95,16 +95,16 @@ def test_rounds_are_those_of_two_modules_with_two_optimizers(
     task = ours.task
     private, meme = (copy.deepcopy(task.models["base"]) for _ in range(2))
 
-    def fit(module: nn.Module) -> torch.optim.SGD:
+    def new_sgd(module: nn.Module) -> torch.optim.SGD:
         return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
 
-    optimizer = fit(private)
+    optimizer = new_sgd(private)
     for number in range(3):
         trees.fill(meme, trees.clone(ours.server.meme))
         ours.round([2], number)
-        meme_optimizer = fit(meme)
+        meme_optimizer = new_sgd(meme)
         if not keep:
-            optimizer = fit(private)
+            optimizer = new_sgd(private)
         draw = generator(0, "batches", 2, number, "train_model", 0)
         for _ in range(3):
             rows = task.train[2][torch.randperm(EXAMPLES[2], generator=draw)[:5]]

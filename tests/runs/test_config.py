@@ -169,11 +169,11 @@ def test_all_errors_come_at_once():
     )
     *others, last = (f"'{engine}'" for engine in ENGINES)
     assert sorted(bullets) == [
-        "cohrt: must be a key of this run, came 3; did you mean cohort?",
+        "cohrt: must be a key of this run, came 3; did you mean 'cohort'?",
         "engine.workers: must be greater than 0; came 0",
         f'engine: must be {", ".join(others)} or {last}; came "loup"',
         "faults.drop: must be less than or equal to 1; came 1.5",
-        "local_stpes: must be a key of this run, came 5; did you mean method.local_steps?",
+        "local_stpes: must be a key of this run, came 5; did you mean 'method.local_steps'?",
         'method.hidden: must be a valid integer; came "x"',
         "method.lr: must be greater than 0; came -1",
         "preset: must be one of default, paper for hyper; came \"papr\"; did you mean 'paper'?",
@@ -201,10 +201,10 @@ def test_a_file_must_name_its_method(tmp_path):
 @pytest.mark.parametrize(
     ("override", "hint"),
     [
-        ("clients=5", "did you mean task.clients?"),
-        ("clints=5", "did you mean task.clients?"),
-        ("mehtod.lr=5", "did you mean method.lr?"),
-        ("task.rounds=5", "did you mean rounds?"),
+        ("clients=5", "did you mean 'task.clients'?"),
+        ("clints=5", "did you mean 'task.clients'?"),
+        ("mehtod.lr=5", "did you mean 'method.lr'?"),
+        ("task.rounds=5", "did you mean 'rounds'?"),
         ("faults.zzzz=5", "the keys are faults.drop, faults.nan"),
         ("faults=5", "the keys are faults.drop, faults.nan"),
         ("zzzz.zzzz=5", "the keys are method, preset, rounds, "),

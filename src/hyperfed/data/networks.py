@@ -47,10 +47,10 @@ def _one(network: Any) -> nn.Module | str:
     if not callable(network):
         return repr(network)
     try:
-        made = network()
+        given = network()
     except Exception as error:  # whatever a user's function raises is to be told
         return f"one that fails ({type(error).__name__}: {error})"
-    return made if isinstance(made, nn.Module) else f"one that makes {made!r}"
+    return given if isinstance(given, nn.Module) else f"one that makes {given!r}"
 
 
 def precision_of(models: Mapping[str, nn.Module]) -> torch.dtype:

@@ -34,13 +34,13 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.func import grad
 
-from hyperfed import federation
+from hyperfed import federation, training
 from hyperfed.federation import Cohort, Outline, step
 from hyperfed.functional import apply, forward_with_features
 from hyperfed.methods.parts.features import check_classes, class_means, features_of
 from hyperfed.methods.parts.presets import DEFAULT
 from hyperfed.nets.anatomy import head_names
-from hyperfed.training import Batch, Epochs, PersonalConfig, Sgd, Steps, count_classes, fit
+from hyperfed.training import Batch, Epochs, PersonalConfig, Steps, count_classes
 from hyperfed.trees import Model, Tree, partition, weighted_mean
 
 
@@ -92,7 +92,7 @@ class Client(federation.Client):
         return {"body": partition(model, self.head)[1], "trace": self.fisher_trace(model)}
 
     @step
-    def join(self, body: Model) -> Tree:
+    def fit(self, body: Model) -> Tree:
         """Trains the model from the body as it is; replies with nothing."""
         self.train_from(body)
         return {}
@@ -119,7 +119,8 @@ class Client(federation.Client):
         start = body | partition(self.own, self.head)[0]
         batches = self.draw_batches(Epochs(config.align_epochs, config.align_batch_size))
         trainable = self.parameters.difference(self.head)
-        model = fit(objective, start, batches, Sgd(config.align_lr), trainable=trainable).model
+        optimizer = training.Sgd(config.align_lr)
+        model = training.fit(objective, start, batches, optimizer, trainable=trainable).model
         return partition(model, body)[0]
 
     def fisher_trace(self, model: Model) -> Tensor:
@@ -186,5 +187,5 @@ class Server(federation.Server):
         body: Model = self.body[clients.size]
         if clients.novel and self.config.novel_steps:
             batches = Steps(self.config.novel_steps, self.config.batch_size)
-            clients.ask(Client.join, body, batches=batches)
+            clients.ask(Client.fit, body, batches=batches)
         return body

@@ -135,7 +135,7 @@ class Client(pefll.Client):
 
     @step(like="model", bounded="reply")
     def train_model(self, model: Model) -> Model:
-        """Returns delta after local SGD; keeps the client's own layers.
+        """Returns delta after local training; keeps the client's own layers.
 
         A client that has no labels, nor layers that need them, answers with zeros.
         """

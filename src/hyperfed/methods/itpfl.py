@@ -197,7 +197,7 @@ class Client(federation.Client):
 
     @step(like="model", bounded="reply")
     def train_model(self, model: Model) -> Model:
-        """Returns delta after local SGD."""
+        """Returns delta after local training."""
         trained = fit(
             self.objective,
             self.initial | model,
@@ -209,7 +209,7 @@ class Client(federation.Client):
 
     @step(like="encoder")
     def train_encoder(self, encoder: Model, target: Tree) -> Model:
-        """Returns the encoder after SGD on |g(x) - e|^2, e = ``target["embedding"]``."""
+        """Returns the encoder after training on |g(x) - e|^2, e = ``target["embedding"]``."""
         network = self.network("encoder")
         return fit(
             regression(network, target["embedding"], self.config.encoder_reduction),

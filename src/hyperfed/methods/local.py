@@ -3,8 +3,8 @@
 The reference that says what cooperation is worth.
 
 Sent: nothing, in either direction. Kept: the model; with ``keep_momentum`` its momentum too, so
-that the rounds of a client make up one run of SGD. Evaluated: that model. A novel client trains its
-own from the initial weights for ``novel_steps`` steps.
+that the rounds of a client make up one run of its optimiser. Evaluated: that model. A novel client
+trains its own from the initial weights for ``novel_steps`` steps.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ class Config(PersonalConfig):
     """Settings of Local.
 
     Attributes:
-        novel_steps: SGD steps of a novel client.
+        novel_steps: steps of a novel client.
     """
 
     novel_steps: NonNegativeInt = 2000
@@ -56,7 +56,7 @@ class Client(federation.Client):
 
     @step
     def train_model(self) -> Tree:
-        """Goes on with SGD; replies with nothing."""
+        """Goes on training; replies with nothing."""
         self.memory["model"] = self.train_own(
             self.objective,
             self.personal_model({}),

@@ -149,7 +149,7 @@ class Client(federation.Client):
         return interpolated(common, own, model[LAMBDA])
 
     def finetuned(self, model: Model) -> Model:
-        """Returns the predictor after SGD on its loss: both models move, lambda does not."""
+        """Returns the predictor after training on its loss: both models move, lambda does not."""
         if LAMBDA not in model:
             return super().finetuned(model)
         names = {prefix + name for prefix in (COMMON, OWN) for name in self.parameters}

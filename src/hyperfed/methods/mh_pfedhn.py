@@ -68,7 +68,7 @@ class Config(LocalConfig):
     of two hundred, takes one ten times as large.
 
     Attributes:
-        local_weight_decay: weight decay of local SGD.
+        local_weight_decay: that of local training.
         local_clip: bound of a local gradient's norm; that of the global model has none, as in the
             code.
         lr: learning rate of the server's Adam.
@@ -131,7 +131,7 @@ class Client(federation.Client):
 
     @step(like="model", bounded="reply")
     def train_global(self, model: Model) -> Model:
-        """Returns delta of the global model after local SGD; as it was sent it will teach."""
+        """Returns delta of the global model after local training; as it was sent it will teach."""
         self.scratch["global"] = model
         network = self.network("global")
         objective, trainable = supervised(network, self.loss), trees.parameters_of(network)
@@ -147,7 +147,7 @@ class Client(federation.Client):
 
     @step(like="model", bounded="reply")
     def train_model(self, model: Model) -> Model:
-        """Returns delta after local SGD, taught by the global model if there is one."""
+        """Returns delta after local training, taught by the global model if there is one."""
         teacher: Model | None = self.scratch.get("global")
         trained = fit(
             self.objective if teacher is None else self.taught_by(teacher),

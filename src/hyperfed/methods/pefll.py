@@ -151,7 +151,7 @@ class Client(federation.Client):
 
     @step(like="model", bounded="reply")
     def train_model(self, model: Model) -> Model:
-        """Returns delta after local SGD from the personal model."""
+        """Returns delta after local training from the personal model."""
         local, parameters, start = self.config.local, self.parameters, self.personal_model(model)
         trained = fit(self.objective, start, self.batches, local, trainable=parameters).model
         return trees.subtract(start, trained)

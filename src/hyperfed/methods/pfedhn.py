@@ -90,7 +90,7 @@ class Client(federation.Client):
 
     @step(like="model", bounded="reply")
     def train_model(self, model: Model) -> Model:
-        """Returns delta after local SGD; keeps head and buffers.
+        """Returns delta after local training; keeps head and buffers.
 
         A head that the client has none of yet is drawn: each client's is another. Where models
         start at the target, so does it.

@@ -43,7 +43,7 @@ from hyperfed.trees import Model, Tree
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class Config(PersonalConfig):
-    """Settings of pFedLA. Local training is plain SGD, at the learning rate of CIFAR.
+    """Settings of pFedLA. Local training has no momentum, at the learning rate of CIFAR.
 
     Attributes:
         lr: learning rate of the hypernetworks' SGD. The paper names one rate for everything, which

@@ -16,7 +16,6 @@ import dataclasses
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from types import NoneType
@@ -27,7 +26,7 @@ from pydantic_core import ErrorDetails
 
 from hyperfed.data.tasks import TaskConfig
 from hyperfed.engines import EngineConfig, Faults
-from hyperfed.errors import UserError, nearest
+from hyperfed.errors import UserError, closest, nearest
 from hyperfed.methods import METHODS
 from hyperfed.runs import experiments
 from hyperfed.runs.capability import refusals
@@ -412,8 +411,8 @@ def _nearest_key(key: str, known: Iterable[str]) -> str:
     # Where two keys end in one word, the later here is asked for: that of the same section.
     by_section = sorted(known, key=lambda name: name.rpartition(".")[0] == section)
     ends = {shown(name).rpartition(".")[2]: shown(name) for name in by_section}
-    if near := get_close_matches(last, ends, n=1):
-        return f"did you mean {ends[near[0]]}?"
+    if near := closest(last, ends):
+        return f"did you mean {ends[near]!r}?"
     inside = [name for name in known if name.startswith(f"{key}.")]
     beside = [name for name in known if name.rpartition(".")[0] == section]
     return f"the keys are {', '.join(map(shown, inside or beside or known))}"

@@ -461,8 +461,8 @@ def unknown(what: str, known: Sequence[str], folder: Path, came: str | None) -> 
             "none; name another folder with --experiments"
         )
     return UserError(
-        f"{what} must be one of {', '.join(known)} (in {folder.resolve()}), came {came}"
-        f"{nearest(came, known) or '; name one of them, or another folder with --experiments'}"
+        f"{what} must be one of {', '.join(known)} (in {folder.resolve()}), came {came}; "
+        f"name one of them, or another folder with --experiments{nearest(came, known)}"
     )
 
 

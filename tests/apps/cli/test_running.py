@@ -76,7 +76,7 @@ class TestRun:
         ("arguments", "told"),
         [
             (["pfehdn"], "did you mean 'pfedhn'?"),
-            (["pfedhn", "task.klients=4"], "did you mean task.clients?"),
+            (["pfedhn", "task.klients=4"], "did you mean 'task.clients'?"),
             (["pfedhn", "rounds=0", "seed=-1"], "2 errors"),
             (["pfedhn", "task=digitz"], "did you mean 'digits'?"),
             (["pfedhn", "task.classes_per_client=11"], "11"),

@@ -77,7 +77,7 @@ def test_keys_and_settings_mean_what_they_mean_on_the_command_line() -> None:
         ({"method": "pefll", "rounds": "three"}, "rounds"),
         ({"method": "/home/credentials.toml"}, "must be the name of a method"),
         ({"method": "table.toml:cell", "keys": "method=fedavg"}, "must be the name of a method"),
-        ({"method": "pefll", "keys": "method.local_step=3"}, "did you mean method.local_steps"),
+        ({"method": "pefll", "keys": "method.local_step=3"}, "did you mean 'method.local_steps'"),
     ],
 )
 def test_wrong_settings_are_told(given: dict[str, Any], message: str) -> None:
