@@ -26,7 +26,7 @@ from random_images import make_task
 ROUNDS = {"pfedhn": 120, "pefll": 30}
 COHORT = {"pfedhn": 1, "pefll": 5}
 BORDERS: dict[str, list[tuple[Any, str]]] = {
-    "local steps": [(training, "sgd"), (pefll, "sgd")],
+    "local steps": [(training, "fit"), (pefll, "fit")],
     "hypernetwork": [
         (MultiHead, "forward"),
         (SingleOutput, "forward"),
