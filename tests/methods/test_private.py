@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hyperfed import trees
 from hyperfed.engines import updates
+from hyperfed.engines.calls import Answer, Call, find_step, perform, promised
 from hyperfed.engines.updates import PrivateUpdates, Where
 from hyperfed.errors import UserError
 from hyperfed.federation import AllLostError
@@ -20,7 +21,7 @@ from hyperfed.runs.private import AggregateNoise
 from hyperfed.task import Task
 from hyperfed.trees import Tree
 from hyperfed.trees.aggregation import MEAN, MeanNoise
-from toys import ONE_STEP, Federation, TwoLayers, client_loss, make_task, short
+from toys import ONE_STEP, Federation, Normed, TwoLayers, client_loss, make_task, short
 
 TASK = make_task(examples=(8, 8, 8))
 OTHERS = replace(TASK, x=-2 * TASK.x, y=(TASK.y + 1) % 3)
@@ -68,6 +69,54 @@ def test_what_a_server_knows_has_come_through_the_noise_or_the_method_is_refused
 def test_a_number_that_noise_does_not_reach_is_found() -> None:
     ours, theirs = (knows("pefll", task, "central", standardize=True) for task in (TASK, OTHERS))
     assert not torch.equal(ours["standard"]["mean"], theirs["standard"]["mean"])
+
+
+def alike(method: str) -> set[str]:
+    """The steps of a method's own file whose reply is like what came, and depends on data."""
+    client = METHODS[method].Client
+    own = [of for of in vars(client).values() if getattr(of, "__module__", "") == client.__module__]
+    steps = [of.step for of in own if hasattr(of, "step")]
+    return {info.name for info in steps if info.like and info.reads}
+
+
+ALIKE = sorted(filter(alike, METHODS))
+
+PHASES: dict[str, dict[str, Any]] = {
+    "lg_fedavg": {"pretrain_rounds": 1},
+    "mh_pfedhn": {"global_model": True},
+}
+STILL: dict[str, dict[str, Any]] = {
+    "fedas": {"align_epochs": 0},
+    "itpfl": {"encoder_lr": 1e-12, "phase_one_rounds": 1},
+}
+
+
+@pytest.mark.parametrize("method", sorted(set(ALIKE) - {"pfedkt"}))  # what it sends is its own
+def test_who_does_not_learn_says_nothing_by_the_measure_of_its_bound(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A difference that was marked as a model, or a model as a difference, would be far from it."""
+    told: dict[str, float] = {}
+
+    def noting(call: Call, **options: Any) -> Answer:
+        answer = perform(call, **options)
+        step, info = find_step(options["client"], call.step)
+        like = promised(step, info, call)
+        if like is not None and answer.tree:
+            centre = updates.centre_of(answer.tree, like, info)
+            far = trees.tree_map(lambda a, b: (a - b).abs().max(), answer.tree, centre)
+            told[call.step] = max(leaf.item() for _, leaf in trees.leaves(far))
+        return answer
+
+    monkeypatch.setattr("hyperfed.engines.calls.perform", noting)
+    for phase in ({}, PHASES.get(method, {})):
+        net = Normed if method == "fedbn" else TwoLayers
+        own = short(method, local_lr=1e-12) | STILL.get(method, {}) | phase
+        ours = Federation(method, make_task(net, examples=(8, 8, 8)), **own)
+        for number in range(2):
+            ours.round([0, 1, 2], number)
+    assert told.keys() == alike(method)
+    assert max(told.values()) < 1e-9
 
 
 def with_noise(value: float) -> MeanNoise:
