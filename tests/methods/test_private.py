@@ -241,5 +241,5 @@ def test_the_noise_of_a_mean_is_normal_in_proportion_to_a_clients_share(secret: 
     assert torch.equal(again, told[0]["w"]) is not secret
     other = AggregateNoise(private, 0, 1).add(mean, 0.25)["w"]
     assert not torch.equal(other, told[0]["w"])
-    variance = noise.add({"running_var": torch.zeros(9)}, 1.0)["running_var"]
+    variance = noise.add({"running_var": torch.zeros(99)}, 1.0)["running_var"]
     assert variance.min() == 0 < variance.max()
