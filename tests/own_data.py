@@ -6,10 +6,20 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from PIL import Image
+from torch import nn
 
 from hyperfed.data.tasks import TaskConfig
 
 N = 24
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(100, 4))
+Y = np.arange(100) % 3
+CLIENT = np.array(["zoe", "ann", "bob", "ann"] * 25)
+
+
+def linear(outputs: int = 3, inputs: int = 4) -> nn.Linear:
+    return nn.Linear(inputs, outputs)
 
 
 SENSORS: dict[str, Any] = {"client": "person", "target": "activity"}

@@ -86,8 +86,10 @@ class AdamW:
 
 
 Optimizer: TypeAlias = Sgd | AdamW
+"""Of a client. Its state is handed in and out, so that it can be computed for many at once."""
 
 Momentum: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
+"""A setting of SGD."""
 
 
 def pass_lengths(examples: int, size: int) -> list[int]:
@@ -381,11 +383,9 @@ def fit(
             for index, gradient in zip(clipped, scaled, strict=True):
                 gradients[index] = gradient
         weights, remembered = optimizer.step(weights, gradients, remembered)
-    trained, after = (
-        rest | dict(zip(names, weights, strict=True)),
-        zip(names, remembered, strict=True),
-    )
-    return Trained({name: trained[name] for name in model}, dict(after))
+    trained = rest | dict(zip(names, weights, strict=True))
+    after = dict(zip(names, remembered, strict=True))
+    return Trained({name: trained[name] for name in model}, after)
 
 
 def adam(gradient: Callable[[Model], Model], weights: Model, steps: int, lr: float) -> Model:

@@ -3,20 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from hyperfed.data.newcomer import newcomer
 from hyperfed.data.own import from_arrays
 from hyperfed.errors import UserError
-
-RNG = np.random.default_rng(0)
-X = RNG.normal(size=(100, 4))
-Y = np.arange(100) % 3
-CLIENT = np.array(["zoe", "ann", "bob", "ann"] * 25)
-
-
-def linear(outputs=3, inputs=4):
-    return nn.Linear(inputs, outputs)
+from own_data import CLIENT, X, Y, linear
 
 
 def test_a_newcomer_names_its_labels_or_takes_their_numbers_from_the_task():

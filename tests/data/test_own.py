@@ -11,16 +11,8 @@ from hyperfed.data.networks import Network
 from hyperfed.data.newcomer import newcomer
 from hyperfed.data.own import Task, from_arrays, mean_squared_error, minus_squared_error
 from hyperfed.errors import UserError
+from own_data import CLIENT, RNG, X, Y, linear
 from toys import Federation
-
-RNG = np.random.default_rng(0)
-X = RNG.normal(size=(100, 4))
-Y = np.arange(100) % 3
-CLIENT = np.array(["zoe", "ann", "bob", "ann"] * 25)
-
-
-def linear(outputs=3, inputs=4):
-    return nn.Linear(inputs, outputs)
 
 
 def test_each_client_is_split_and_clients_are_numbered_by_first_appearance():
