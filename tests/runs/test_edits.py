@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+import hyperfed
 from hyperfed.apps import cli
 from hyperfed.runs import config
 from hyperfed.runs.run import Run
+from hyperfed.trees.checkpoints import load_state, save_state
 
 KEYS = {
     "rounds": 4,
@@ -121,6 +123,11 @@ RESUMED: dict[str, dict[str, Edit]] = {
         "a rate of no number": setting("local_lr", "nan"),
         "infinite rounds": setting("rounds", "inf"),
         "a rate below zero": setting("local_lr", "-0.1"),
+        "another rate": setting("local_lr", "0.5"),
+        "another optimiser": setting("local_optimizer", '"adamw"'),
+        "another cohort": setting("cohort", "2"),
+        "another rule": setting("aggregation", '"median"'),
+        "another precision": setting("precision", '"bf16"'),
         "a method of no name": setting("name", '"evil"'),
         "a task of no name": content(lambda found: found.replace(b'"digits"', b'"../../etc/x"')),
         "another method": setting("name", '"fedavg"'),
@@ -241,3 +248,44 @@ def test_an_edited_file_is_told_in_one_error(
     assert (end.value.code, err[:7]) == (2, "error: ")
     assert len(err.splitlines()) <= 3
     assert len(err) < 1000
+
+
+def test_what_was_edited_is_named_with_both_values(runs: dict[str, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(runs["resume"], folder)
+    setting("local_optimizer", '"adamw"')(folder / "config.toml")
+    setting("evaluate_every", "2")(folder / "config.toml")
+    told = r"started with, method\.local_optimizer=sgd, came adamw, evaluate_every=1, came 2; set"
+    with pytest.raises(hyperfed.UserError, match=told):
+        hyperfed.resume(folder)
+    setting("local_optimizer", '"sgd"')(folder / "config.toml")
+    setting("evaluate_every", "1")(folder / "config.toml")
+    setting("checkpoint_every", "1")(folder / "config.toml")  # by which nothing is computed
+    assert hyperfed.resume(folder).summary["rounds"] == 4
+
+
+def test_a_private_run_cannot_be_made_longer_by_hand(tmp_path: Path) -> None:
+    private = KEYS | {"privacy.epsilon": 5.0, "checkpoint_every": 1}
+    run = Run.start(config.from_keys("fedavg", private), tmp_path)
+    next(run.train())
+    run.close()
+    assert run.folder is not None
+    setting("rounds", "40")(run.folder.config)
+    with pytest.raises(hyperfed.UserError, match="started with, rounds=4, came 40; set"):
+        hyperfed.resume(run.folder.path)
+
+
+def test_a_checkpoint_from_before_it_told_of_settings_is_gone_on_from(
+    runs: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(runs["resume"], folder)
+    tree, meta = load_state(folder / "checkpoint" / "state.safetensors")
+    del meta["settings"]["method.local_lr"]  # a setting that is new
+    save_state(folder / "checkpoint" / "state.safetensors", tree, meta)
+    assert hyperfed.resume(folder).summary["rounds"] == 4
+    shutil.rmtree(folder)
+    shutil.copytree(runs["resume"], folder)
+    del meta["settings"]
+    save_state(folder / "checkpoint" / "state.safetensors", tree, meta)
+    assert hyperfed.resume(folder).summary["rounds"] == 4

@@ -1,4 +1,4 @@
-"""What a checkpoint must be of for a run to go on from it: a method, its data and networks.
+"""What a checkpoint must be of for a run to go on from it: its settings, data and networks.
 
 And the evaluations beside it must be those of the same run.
 """
@@ -11,20 +11,30 @@ from hyperfed.data.examples import Normalize, hash_of
 from hyperfed.data.own import Task
 from hyperfed.data.roster import RemoteTask
 from hyperfed.errors import UserError, one_line
+from hyperfed.runs import config as configuration
 from hyperfed.runs.folder import RunFolder
 from hyperfed.runs.records import Evaluation
 from hyperfed.runs.settings import RunConfig
 
+ELSEWHERE = ("device", "engine.", "rounds", "checkpoint_every", "track", "preset", "task.")
+"""How settings begin by which a run may go on otherwise, or which the data's identity tells of."""
 
-def identity(method: str, task: Task) -> dict[str, Any]:
+
+def identity(config: RunConfig, task: Task) -> dict[str, Any]:
     """Returns what a checkpoint says of the run that it is of.
 
     Args:
-        method: its name.
+        config: its settings.
         task: whose data it trains on.
     """
+    every = configuration.flat(configuration.to_dict(config))
     return {
-        "method": method,
+        "method": config.method,
+        "settings": {
+            key: str(value)
+            for key, value in every.items()
+            if not key.startswith(ELSEWHERE) or (key == "rounds" and config.private)
+        },
         "data_fingerprint": task.fingerprint,
         "targets": _targets(task),
         "score": task.metric.name,
@@ -36,13 +46,13 @@ def check_identity(meta: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
     """Refuses a checkpoint of another run.
 
     Args:
-        meta: the checkpoint's. An older one says nothing of targets, of the score, or of what is
-            beside the data.
+        meta: the checkpoint's. An older one says nothing of targets, of the score, of what is
+            beside the data, or of settings.
         ours: :func:`identity` of the run that is to go on.
 
     Raises:
-        UserError: it is of another method, of other data or networks, or of a task that judges its
-            models, or calls or counts its clients or labels, otherwise.
+        UserError: it is of another method, of other settings, data or networks, or of a task that
+            judges its models, or calls or counts its clients or labels, otherwise.
     """
     for key in ("method", "data_fingerprint"):
         if meta.get(key) != ours[key]:
@@ -51,6 +61,14 @@ def check_identity(meta: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
                 f"{one_line(str(meta.get(key)), 100)}; use the data and the settings that the run "
                 "was started with"
             )
+    before: Mapping[str, str] = found if isinstance(found := meta.get("settings"), dict) else {}
+    came = {key: now for key, now in ours["settings"].items() if before.get(key, now) != now}
+    if came:
+        both = ", ".join(f"{key}={before[key]}, came {now}" for key, now in came.items())
+        raise UserError(
+            "the settings must be those that the run was started with, "
+            f"{one_line(both, 300)}; set them back in its config.toml, or start a new run"
+        )
     if meta.get("targets", ours["targets"]) != ours["targets"]:
         raise UserError(
             "the task's model must be the one that the run was started with, but has parameters of "

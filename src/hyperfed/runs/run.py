@@ -523,7 +523,7 @@ class Run(Served):
 
     @cached_property
     def _identity(self) -> Mapping[str, Any]:
-        return identity(self.config.method, self.task)
+        return identity(self.config, self.task)
 
     def _state(self, *, optimizers: bool = True) -> Tree:
         """Returns the server's tensors; replies that it has to read for that are aggregated."""

@@ -203,14 +203,19 @@ class RunConfig:
                 f"a run that goes on for longer must have more than its {self.rounds} rounds, came "
                 f"{rounds}; leave rounds out to go on as it was begun"
             )
-        private = self.privacy.epsilon is not None or getattr(self.settings, "mechanism", None)
-        if private or self.engine.name == "flower":
-            why = "whose noise is for so many" if private else "which is at sites"
+        if self.private or self.engine.name == "flower":
+            why = "whose noise is for so many" if self.private else "which is at sites"
             raise UserError(
                 f"a run must end after the rounds that it began with, {self.rounds}, where it is "
                 f"one {why}, came {rounds}; start a new run"
             )
         return replace(self, rounds=rounds)
+
+    @property
+    def private(self) -> bool:
+        """Whether what it tells of clients has noise, which is for so many rounds."""
+        mechanism = getattr(self.settings, "mechanism", None)
+        return self.privacy.epsilon is not None or mechanism is not None
 
     def has_device(self) -> bool:
         """Returns whether the device is here, or need not be: the actors of Ray have their own."""
