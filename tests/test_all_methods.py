@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import hyperfed
-from all_methods import FEDERATIONS, Federation, method_of, server_rates, train
+from all_methods import FEDERATIONS, Federation, method_of, second_rates, train
 from grids import KEPT, ROOT
 from hyperfed.data.settings import TaskConfig
 
@@ -114,8 +114,8 @@ def test_what_a_hypernetwork_is_worth_is_told_by_a_training_without() -> None:
     one, other = (run.model(client).state_dict() for client in (0, 1))
     *names, _ = one  # the last are biases, with class frequencies
     assert all(torch.equal(one[name], other[name]) for name in names)
-    assert not server_rates("headstart_common")
-    assert len(server_rates("headstart")) == 3
+    assert not second_rates("headstart_common")
+    assert len(second_rates("headstart")) == 3
 
 
 def test_a_last_layer_of_its_own_stays_with_the_client() -> None:
@@ -124,4 +124,4 @@ def test_a_last_layer_of_its_own_stays_with_the_client() -> None:
     run = train("headstart_own_head", few, 3, {})
     assert run.config.settings.head_layers == 1
     assert method_of("headstart_own_head") == "headstart"
-    assert len(server_rates("headstart_own_head")) == 3
+    assert len(second_rates("headstart_own_head")) == 3

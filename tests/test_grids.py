@@ -23,7 +23,7 @@ def test_local_rates_are_tried_first_and_the_servers_at_the_best_of_them(tmp_pat
         return SimpleNamespace(summary={"val_accuracy": REACHED[tried[-1]]})
 
     for _ in range(2):  # the second time there is nothing to do
-        grid.search(of, (0.1, 0.3), (1.0, 2.0, 3.0), train)
+        grid.search(of, (0.1, 0.3), [{"lr": rate} for rate in (1.0, 2.0, 3.0)], train)
     assert tried == list(REACHED)
     assert grid.best(of) == {"local_lr": 0.3, "lr": 2.0}
     with pytest.raises(hyperfed.UserError, match=r"rates of local must be in .* run grid before"):
@@ -60,7 +60,7 @@ def test_a_rate_at_the_end_of_those_tried_is_gone_beyond(tmp_path: Path) -> None
         return _reaching(1 - away / 100)
 
     for of in ({"method": "pefll"}, {"method": "pfedhn"}):
-        grid.search(of, (0.03, 0.1, 0.3), (0.1, 0.03, 0.3), train)
+        grid.search(of, (0.03, 0.1, 0.3), [{"lr": rate} for rate in (0.1, 0.03, 0.3)], train)
         assert len(tried) == 5
         grid.go_beyond(of, train)
         assert tried[5:] == [(0.9, 0.03), (2.7, 0.03), (0.9, 0.01), (0.9, 0.0033)]

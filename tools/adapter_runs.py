@@ -58,7 +58,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
 }
 EXAMPLE_RATES = (0.03, 0.1, 0.3, 1.0)
 LOCAL_RATES = (0.01, 0.03, 0.1, 0.3)
-SERVER_RATES = {"pefll": (2e-3, 6e-4, 6e-3)}
+SERVER_RATES = {"pefll": [{"lr": rate} for rate in (2e-3, 6e-4, 6e-3)]}
 GRID = Grid(RESULTS / "grid.jsonl")
 
 

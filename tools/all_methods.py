@@ -14,8 +14,9 @@ clients with few labels each, and few clients with many. The others are of the k
 judge by: a fifth of CIFAR-10, two classes each, with few and with many clients, or Dirichlet;
 labels that each client codes; and clients as data sets have them: writers, alphabets and speaking
 roles. Every method gets the same rounds, cohort, local steps, batch, plain SGD without momentum or
-weight decay, and the same local learning rates to choose from; a method whose server learns, too,
-has then three rates for that, around its default, at the local rate chosen. Where the best of a
+weight decay, and the same local learning rates to choose from; a method that has another rate, of
+its server or of a client's second training, has then three for that, around its default, at the
+local rate chosen. Where the best of a
 rate is the least or greatest that was tried, a third or three times of it is tried as well, until
 it is not. Rates are chosen by the best round's accuracy on the validation data of a division (a
 seed) that no record is of; three federations take those of one that differs from them in a number
@@ -41,7 +42,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 import digits
 
 SEEDS, OTHER_SEED = (0, 1, 2), 3
-SERVER_FACTORS = (1.0, 0.3, 3.0)
+SECOND_FACTORS = (1.0, 0.3, 3.0)
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,10 @@ NAMES = [
 ]
 
 
+SECOND = ("lr", "adapt_lr", "finetune_lr", "head_lr", "align_lr", "weight_lr", "strategy_lr")
+"""The setting that is a method's second rate: of its server, or of what clients train besides."""
+
+
 def settings_of(method: str, federation: Federation) -> dict[str, Any]:
     """Returns the method's settings that follow from the federation."""
     rounds, steps, visits = federation.rounds, federation.local_steps, federation.visits
@@ -207,12 +212,15 @@ def train(
     )
 
 
-def server_rates(name: str) -> list[float]:
-    """Returns the rates that a server may learn with; none where it does not learn."""
+def second_rates(name: str) -> list[dict[str, float]]:
+    """Returns what to try of a method's second rate; nothing where it has none that learns."""
     method = METHODS[method_of(name)]
     settings = method.Config(**_defaults(method.PRESETS["default"]))
-    own = [settings.lr] if hasattr(settings, "lr") and not name.endswith(COMMON) else []
-    return [float(f"{rate * factor:.2g}") for rate in own for factor in SERVER_FACTORS]
+    if name.endswith(COMMON) or not (own := [rate for rate in SECOND if hasattr(settings, rate)]):
+        return []
+    (rate,) = own
+    default = getattr(settings, rate)
+    return [{rate: float(f"{default * factor:.2g}")} for factor in SECOND_FACTORS]
 
 
 def _defaults(preset: Mapping[str, Any]) -> dict[str, Any]:
@@ -235,7 +243,7 @@ if __name__ == "__main__":
         if asked.what == "grid":
             of_rates = FEDERATIONS[rates_of]
             searched = partial(train, each, of_rates, OTHER_SEED)
-            grid.search(of, of_rates.local_rates, server_rates(each), searched)
+            grid.search(of, of_rates.local_rates, second_rates(each), searched)
             grid.go_beyond(of, searched)
         for seed in SEEDS if asked.what == "record" else ():
             folder, rates = asked.results / asked.federation / each / f"seed{seed}", grid.best(of)

@@ -46,7 +46,9 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "mh_pfedhn": {},
     "pefll": {},
 }
-SERVER_RATES = {"mh_pfedhn": (2e-3, 6e-4, 6e-3), "pefll": (2e-3, 6e-4, 6e-3)}
+SERVER_RATES = {
+    method: [{"lr": rate} for rate in (2e-3, 6e-4, 6e-3)] for method in ("mh_pfedhn", "pefll")
+}
 """Adam's, of both."""
 
 

@@ -39,24 +39,24 @@ class Grid:
         self,
         of: Mapping[str, str],
         local_rates: Sequence[float],
-        server_rates: Sequence[float],
+        second_rates: Sequence[Mapping[str, float]],
         train: Callable[[Mapping[str, float]], hyperfed.Run],
     ) -> None:
-        """Trains what is missing: each local rate, then at the best of them the server's others.
+        """Trains what is missing: each local rate, then at the best of them the second's others.
 
         Args:
             of: what is trained.
             local_rates: values of ``local_lr``.
-            server_rates: values of ``lr``, the first of which the local ones are tried with; none
-                where the server does not learn.
+            second_rates: {setting: value} of another rate of the method, the first of which the
+                local ones are tried with; none where it has no other.
             train: takes the rates.
         """
-        first, *others = [{"lr": rate} for rate in server_rates] or [{}]
+        first, *others = second_rates or [{}]
         best = max(
             local_rates, key=lambda rate: self.reached(of, {"local_lr": rate, **first}, train)
         )
-        for server in others:
-            self.reached(of, {"local_lr": best, **server}, train)
+        for second in others:
+            self.reached(of, {"local_lr": best, **second}, train)
 
     def go_beyond(
         self, of: Mapping[str, str], train: Callable[[Mapping[str, float]], hyperfed.Run]

@@ -50,7 +50,7 @@ class Config(LocalConfig):
     """
 
     variant: Literal["first_order", "hessian_free"] = "first_order"
-    adapt_lr: PositiveFloat = 5e-2
+    adapt_lr: PositiveFloat = 1e-2
     adapt_steps: PositiveInt = 1
     difference: PositiveFloat = 1e-3
 
