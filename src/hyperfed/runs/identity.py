@@ -16,8 +16,8 @@ from hyperfed.runs.folder import RunFolder
 from hyperfed.runs.records import Evaluation
 from hyperfed.runs.settings import RunConfig
 
-ELSEWHERE = ("device", "engine.", "rounds", "checkpoint_every", "track", "preset", "task.")
-"""How settings begin by which a run may go on otherwise, or which the data's identity tells of."""
+MAY_CHANGE = ("device", "engine.", "rounds", "checkpoint_every", "track", "preset", "task.")
+"""How keys of settings begin by which a run may go on otherwise; of its task the data tell."""
 
 
 def identity(config: RunConfig, task: Task) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def identity(config: RunConfig, task: Task) -> dict[str, Any]:
         "settings": {
             key: str(value)
             for key, value in every.items()
-            if not key.startswith(ELSEWHERE) or (key == "rounds" and config.private)
+            if not key.startswith(MAY_CHANGE) or (key == "rounds" and config.private)
         },
         "data_fingerprint": task.fingerprint,
         "targets": _targets(task),
