@@ -238,6 +238,10 @@ PUBLISHED: list[tuple[str, str, str, dict[str, Any]]] = [
         "method.local_epochs": 5, "method.batch_size": 16, "method.local_lr": 5e-3,
         "method.local_momentum": 0.0, "method.local_weight_decay": 0.0,
     }),
+    ("fedprox", "paper", "FedProx's code, run_fedprox.sh and its README's mu", {
+        "cohort": 10, "evaluate_every": 1, "method.local_epochs": 20, "method.batch_size": 10,
+        "method.local_momentum": 0.0, "method.local_weight_decay": 0.0, "method.proximity": 1.0,
+    }),
     ("fedala gpfl feddbe", "official", "their code, run_me.sh and main.py", {
         "cohort": 1.0, "task.clients": 20, "task.novel": 0.0,
         "method.local_epochs": 1, "method.batch_size": 10, "method.local_lr": 5e-3,

@@ -260,7 +260,8 @@ def test_what_was_edited_is_named_with_both_values(runs: dict[str, Path], tmp_pa
         hyperfed.resume(folder)
     setting("local_optimizer", '"sgd"')(folder / "config.toml")
     setting("evaluate_every", "1")(folder / "config.toml")
-    setting("checkpoint_every", "1")(folder / "config.toml")  # by which nothing is computed
+    for free, value in (("checkpoint_every", "1"), ("cores", "1"), ("track", '"tensorboard"')):
+        setting(free, value)(folder / "config.toml")  # by which no number changes
     assert hyperfed.resume(folder).summary["rounds"] == 4
 
 
