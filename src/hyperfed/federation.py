@@ -8,7 +8,7 @@ engine's business: methods know no engine, engines know no method.
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, Self, TypeAlias, TypeVar, overload
+from typing import Any, ClassVar, Literal, Protocol, Self, TypeAlias, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -162,6 +162,9 @@ class Client:
         labelled: whether its training and validation examples have labels for it.
         releases: what the client has let out with noise, and its way to let out more.
     """
+
+    zero: ClassVar[float] = 0.0
+    """An output that stands for nothing: that of logits; of log-probabilities it is -inf."""
 
     def __init__(
         self,
@@ -413,9 +416,9 @@ class Client:
             {"val": counts, "test": counts} of scalars: ``count`` examples, ``correct`` (sum of
             scores), ``masked_correct`` (the same with the logits of classes absent from the
             client's training data at minus infinity), ``zeroed_correct`` (the same with them at
-            zero, as PeFLL's authors count), both equal to ``correct`` where there are no labels to
-            tell from or no classes, ``loss`` (sum over examples). Beside them are those that the
-            task's ``metrics`` need (:data:`hyperfed.metrics.KINDS`).
+            :attr:`zero`, as PeFLL's authors count), both equal to ``correct`` where there are no
+            labels to tell from or no classes, ``loss`` (sum over examples). Beside them are those
+            that the task's ``metrics`` need (:data:`hyperfed.metrics.KINDS`).
         """
         model = self.served_model(received)
         absent = self._absent_classes()
@@ -450,7 +453,7 @@ class Client:
                     mask = nn.functional.pad(absent, (0, beyond), value=True)
                     masked, zeroed = (
                         score(output.masked_fill(mask, value), y).sum(dtype=torch.float64)
-                        for value in (-torch.inf, 0.0)
+                        for value in (-torch.inf, self.zero)
                     )
                 loss = self.loss(output, y).double() * len(y)
                 totals = totals + torch.stack([correct, masked, zeroed, loss])

@@ -20,7 +20,7 @@ stores is computed from the model it receives, and never leaves it. Aggregated: 
 trained models, weighted by training examples. Evaluated: the mixture, whose outputs are
 log-probabilities; it is not one network, so there is no model to export. A novel client does the
 same without any training, but needs labels. A task with several target sizes has a global model for
-each.
+each. With the outputs of absent classes at zero (``zeroed_accuracy``) their probabilities are.
 """
 
 import math
@@ -70,6 +70,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 class Client(federation.Client):
     """Trains the global model, and mixes it with its neighbours' labels to predict."""
+
+    zero = -torch.inf  # outputs are log-probabilities
 
     @step(like="model")
     def train_model(self, model: Model) -> Model:
