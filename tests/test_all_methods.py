@@ -14,6 +14,8 @@ import hyperfed
 from all_methods import FEDERATIONS, Federation, method_of, second_rates, train
 from grids import KEPT, ROOT
 from hyperfed.data.settings import TaskConfig
+from hyperfed.methods import METHODS
+from hyperfed.runs import config
 
 
 @pytest.mark.parametrize("name", FEDERATIONS)
@@ -125,3 +127,12 @@ def test_a_last_layer_of_its_own_stays_with_the_client() -> None:
     assert run.config.settings.head_layers == 1
     assert method_of("headstart_own_head") == "headstart"
     assert len(second_rates("headstart_own_head")) == 3
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_with_a_rate_beside_the_local_one_has_it_searched(name: str) -> None:
+    default = vars(config.from_keys(name, {}).settings)
+    others = {key for key in default if key.endswith("lr")} - {"local_lr"}
+    tried = second_rates(name)
+    assert {key for rates in tried for key in rates} == ({"lr"} if "lr" in others else others)
+    assert not tried or tried[0].items() <= default.items()  # the default comes first

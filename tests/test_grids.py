@@ -15,7 +15,7 @@ from grids import ROOT, Grid, record
 REACHED = {(0.1, 1.0): 0.5, (0.3, 1.0): 0.7, (0.3, 2.0): 0.9, (0.3, 3.0): 0.8}
 
 
-def test_local_rates_are_tried_first_and_the_servers_at_the_best_of_them(tmp_path: Path) -> None:
+def test_local_rates_are_tried_first_and_second_ones_at_the_best_of_them(tmp_path: Path) -> None:
     grid, of, tried = Grid(tmp_path / "new" / "grid.jsonl"), {"method": "pefll"}, []
 
     def train(rates: Mapping[str, float]) -> Any:

@@ -14,14 +14,13 @@ clients with few labels each, and few clients with many. The others are of the k
 judge by: a fifth of CIFAR-10, two classes each, with few and with many clients, or Dirichlet;
 labels that each client codes; and clients as data sets have them: writers, alphabets and speaking
 roles. Every method gets the same rounds, cohort, local steps, batch, plain SGD without momentum or
-weight decay, and the same local learning rates to choose from; a method that has another rate, of
-its server or of a client's second training, has then three for that, around its default, at the
-local rate chosen. Where the best of a
-rate is the least or greatest that was tried, a third or three times of it is tried as well, until
-it is not. Rates are chosen by the best round's accuracy on the validation data of a division (a
-seed) that no record is of; three federations take those of one that differs from them in a number
-alone. All other settings are a method's defaults. A newcomer who trains does so for as many steps
-as each of the others on average.
+weight decay, and the same local learning rates to choose from; a method that has a second rate, of
+its server or of what clients train besides, has then three for that, around its default, at the
+local rate chosen. Where the best of a rate is the least or greatest that was tried, a third or
+three times of it is tried as well, until it is not. Rates are chosen by the best round's accuracy
+on the validation data of a division (a seed) that no record is of; three federations take those of
+one that differs from them in a number alone. All other settings are a method's defaults. A newcomer
+who trains does so for as many steps as each of the others on average.
 """
 
 import argparse

@@ -164,7 +164,7 @@ class Client:
     """
 
     zero: ClassVar[float] = 0.0
-    """An output that stands for nothing: that of logits; of log-probabilities it is -inf."""
+    """What outputs of absent classes are at zero: logits 0, log-probabilities -inf."""
 
     def __init__(
         self,

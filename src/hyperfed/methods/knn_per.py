@@ -20,7 +20,7 @@ stores is computed from the model it receives, and never leaves it. Aggregated: 
 trained models, weighted by training examples. Evaluated: the mixture, whose outputs are
 log-probabilities; it is not one network, so there is no model to export. A novel client does the
 same without any training, but needs labels. A task with several target sizes has a global model for
-each. With the outputs of absent classes at zero (``zeroed_accuracy``) their probabilities are.
+each. ``zeroed_accuracy`` has the probabilities of absent classes at zero.
 """
 
 import math

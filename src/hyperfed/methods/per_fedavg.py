@@ -43,9 +43,8 @@ class Config(LocalConfig):
         local_lr: beta, the rate of the meta-model.
         variant: how the Hessian is approximated; ``first_order`` takes two thirds of the batches
             and half the gradients.
-        adapt_lr: alpha, the rate of an adaptation, in training and for evaluation. Where
-            ``local_lr`` is as large, local steps do by themselves what an adaptation is for, and
-            the meta-model becomes one that hardly changes by it, as FedAvg's.
+        adapt_lr: alpha, the rate of an adaptation, in training and for evaluation. Which is good
+            depends on ``local_lr``: search both.
         adapt_steps: steps in which a client adapts the meta-model before using it.
         difference: delta, how far from w the two gradients of ``hessian_free`` are taken, in units
             of the gradient that they are taken along.
