@@ -80,6 +80,18 @@ def test_frozen_batch_norm_computes_as_in_evaluation(mode: bool) -> None:
     torch.testing.assert_close(trees.frozen_of(net), before, rtol=0, atol=0)
 
 
+def test_dropout_in_a_frozen_part_drops_out_in_training() -> None:
+    """As it does in PyTorch: what is held still is batch-norm alone."""
+    frozen = nn.Sequential(nn.Linear(FEATURES, 99), nn.Dropout(0.5)).requires_grad_(False)
+    net, x = nn.Sequential(frozen, nn.Linear(99, CLASSES)), torch.randn(8, FEATURES)
+    outputs = [
+        functional.apply(net, trees.model_of(net), x, train=train)
+        for train in (True, True, False, False)
+    ]
+    assert not outputs[0].equal(outputs[1])
+    assert outputs[2].equal(outputs[3])
+
+
 def test_measuring_statistics_leaves_frozen_batch_norm() -> None:
     net, x = Stemmed(), torch.randn(3, 8, FEATURES)
     before, momentum = trees.clone(trees.frozen_of(net)), net.norm.momentum
