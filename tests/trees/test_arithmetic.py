@@ -3,6 +3,7 @@ import torch
 from torch import nn
 
 from hyperfed import trees
+from hyperfed.trees import arithmetic
 
 
 def tree(*values: float) -> trees.Tree:
@@ -82,14 +83,22 @@ def test_pull_back_onto_some_tensors_leaves_the_rest_without_gradient() -> None:
     assert descriptor.grad is not None
 
 
-def test_finite_structure_and_bytes() -> None:
+@pytest.mark.parametrize("own", ["cpu", "cuda"])
+def test_what_is_not_finite_is_found(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in the way of accelerators, which tensors of the CPU take where that is called one."""
+    monkeypatch.setattr(arithmetic, "CPU", torch.device(own))
     good, bad = tree(1.0, 2.0), tree(1.0, torch.nan)
     early, whole = tree(torch.inf, 2.0), {"n": torch.zeros(3, dtype=torch.uint8)}
     assert trees.finite([good, early, whole, bad, good]) == [True, False, True, False, True]
+    assert trees.finite([good, bad, early, good]) == [True, False, False, True]  # all alike
     opposite = {"w": torch.tensor([torch.inf, -torch.inf])}
     large = {"w": torch.full((4,), torch.finfo(torch.float32).max)}  # whose sum is not finite
     assert trees.finite([opposite, large, {}]) == [False, True, True]
     assert trees.finite([]) == trees.finite([whole])[:0] == []
+
+
+def test_structure_and_bytes() -> None:
+    good = tree(1.0, 2.0)
     assert trees.structure(good) == (("a", (2,), torch.float32), ("b/c", (1, 1), torch.float32))
     assert trees.count_bytes(good) == 3 * 4
     assert trees.count_bytes({"n": torch.zeros(3, dtype=torch.uint8)}) == 3
