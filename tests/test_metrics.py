@@ -79,6 +79,14 @@ def test_metrics_are_those_of_all_examples_and_of_each_client(run: Run) -> None:
         assert run.summary[f"worst_decile_{name}"] == pytest.approx(worst)
 
 
+@pytest.mark.parametrize("share", [1, 1 / 3])
+def test_a_class_counts_for_f1_by_one_example_or_by_one_prediction(share: float) -> None:
+    """Shares of examples, too, as a mean over several models has; the last class has neither."""
+    classes = torch.tensor([[share, 0, 9, 0], [0, share, 9, 0], [0, 0, 9, 0]])  # the third has all
+    counts = {"classes": classes, "count": torch.tensor(share + 9)}
+    assert METRICS["f1"].value(counts).item() == pytest.approx((0 + 0 + 1) / 3)
+
+
 def test_nobody_counts_them_unless_asked_and_the_other_numbers_stay(run: Run) -> None:
     plain = hyperfed.train("local", make_task(Normed, novel=1), **KEYS)
     left_out = {"seconds", "engine"}
