@@ -7,6 +7,7 @@ import pytest
 from finished_runs import row
 from hyperfed.errors import UserError
 from hyperfed.metrics import RMSE
+from hyperfed.runs.seeds import MOST_SEEDS
 from hyperfed.runs.tried import best, points
 
 RATE = "method.local_lr"
@@ -21,6 +22,7 @@ def test_all_values_are_tried_with_all_others() -> None:
         (f"{RATE}=0.2", "preset=paper"),
         (f"{RATE}=0.2", "preset=default"),
     ]
+    assert len(points(["rounds=" + ",".join(map(str, range(MOST_SEEDS)))], [[]])) == MOST_SEEDS
 
 
 @pytest.mark.parametrize(
