@@ -7,7 +7,7 @@ import pytest
 from finished_runs import row
 from hyperfed.errors import UserError
 from hyperfed.metrics import RMSE
-from hyperfed.runs.seeds import MOST_SEEDS
+from hyperfed.runs.experiments import MOST_SEEDS
 from hyperfed.runs.tried import best, points
 
 RATE = "method.local_lr"
