@@ -160,26 +160,26 @@ def resume(
     path: str | Path,
     task: "Task | None" = None,
     *,
-    device: str | None = None,
-    rounds: int | None = None,
     progress: bool = True,
+    **keys: Any,
 ) -> "Run":
     """Goes on with a run that was stopped or killed, and returns it finished.
 
     Args:
         path: the run's folder.
         task: the data, where the run was started with its own; else built from the settings.
-        device: where it goes on, such as ``cuda``; None for where it was last.
-        rounds: more than it was to have: also a run that is done goes on to so many.
         progress: shows a progress bar where there is a terminal.
+        keys: settings that it goes on with: ``device``, ``engine={...}``, ``checkpoint_every``,
+            ``track``; more ``rounds`` than it was to have, with which one that is done goes on too.
 
     Raises:
-        UserError: as :func:`open_run`; or the run is done, its device is not here, or it cannot
-            have other rounds.
+        UserError: as :func:`open_run`; or the run is done, its device is not here, or it cannot go
+            on with these settings.
     """
+    from hyperfed.runs import config as configuration
     from hyperfed.runs.progress import watch
     from hyperfed.runs.run import Run
 
-    run = Run.resume(Path(path), task, device=device, rounds=rounds)
+    run = Run.resume(Path(path), task, configuration.flat(keys))
     watch(run, show=progress)
     return run

@@ -166,7 +166,7 @@ def test_a_run_resumes_on_its_device(method: str, tmp_path: Path) -> None:
 def test_a_run_goes_on_on_another_device(begun: str, then: str, tmp_path: Path) -> None:
     task = make_task(novel=1)
     whole = hyperfed.train("pefll", task, **keys("pefll", begun))
-    resumed = Run.resume(stopped("pefll", begun, tmp_path, task), task, device=then)
+    resumed = Run.resume(stopped("pefll", begun, tmp_path, task), task, {"device": then})
     assert devices(resumed.server.state(optimizers=False)) == {then}
     list(resumed.train())
     assert recorded(resumed, *PLACE) == recorded(whole, *PLACE)
@@ -187,7 +187,7 @@ def test_a_run_whose_device_is_gone_is_served_on_the_cpu_and_goes_on_where_it_is
     config.dump(replace(settings, device=GONE, engine=engine), folder / "config.toml")
     files = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
-    with pytest.raises(UserError, match=rf"is here, came {GONE}; name one: .* --device cpu,"):
+    with pytest.raises(UserError, match=rf"is here, came {GONE}; name one: .* device=cpu,"):
         Run.resume(folder, task)
     assert {path: path.read_bytes() for path in files} == files
 

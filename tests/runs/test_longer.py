@@ -67,7 +67,7 @@ def test_its_last_evaluation_stays_and_that_of_newcomers_is_made_anew(tmp_path: 
 
 def test_it_can_be_stopped_and_gone_on_with(tmp_path: Path) -> None:
     path = train("pfedhn", tmp_path, 4, checkpoint_every=1).folder.path
-    longer = Run.resume(path, rounds=8)
+    longer = Run.resume(path, changed={"rounds": 8})
     for progress in longer.train():
         if progress.round == 5:
             longer.stop()

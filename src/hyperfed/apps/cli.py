@@ -146,25 +146,28 @@ def run(
 @app.command()
 def resume(
     run_dir: RunDir,
+    settings: Annotated[
+        list[str] | None,
+        Argument(
+            metavar="[KEY=VALUE]...",
+            help="Go on otherwise: device, engine.*, checkpoint_every, track; or to more rounds, "
+            "also with a run that is done.",
+        ),
+    ] = None,
     *,
-    device: Annotated[
-        str | None, Option(help="Where it goes on: cpu, cuda or cuda:N; default: where it was.")
-    ] = None,
-    rounds: Annotated[
-        int | None, Option(help="Go on to so many rounds, also with a run that is done.")
-    ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Go on with a run that was stopped or killed."""
-    loaded = submit.resumable(run_dir, done=rounds is not None)
-    if loaded is not None and loaded.engine.name == "flower" and rounds is None:
-        if device is not None:  # the server's; each site says its own
-            loaded = loaded.on(device)
-        submit_run(loaded, run_dir, as_json=as_json, quiet=quiet)
-        return
+    changed = config.parse(settings or ())
+    loaded = submit.resumable(run_dir, done="rounds" in changed)
+    if loaded is not None:
+        loaded = config.continued(loaded, changed)
+        if loaded.engine.name == "flower":  # device is the server's; each site says its own
+            submit_run(loaded, run_dir, as_json=as_json, quiet=quiet)
+            return
     tell = own_process([loaded] if loaded else [], as_json=as_json)
-    with closing(Run.resume(run_dir, device=device, rounds=rounds)) as resumed:
+    with closing(Run.resume(run_dir, changed=changed)) as resumed:
         train(resumed, tell, as_json=as_json, quiet=quiet)
 
 

@@ -62,7 +62,7 @@ def reproduce(
     """Run a paper's table, all cells or some. Side by side, resumed where half done.
 
     Each process computes on one core, or where settings such as device=cuda say. A run that is half
-    done goes on as it was begun, with device=... on that device.
+    done goes on as it was begun, but for these.
 
     A table that is computed and not trained, such as pfedkt/table12, is computed.
     """

@@ -63,7 +63,7 @@ class Job:
         config: all settings.
         origin: what its ``experiment.json`` says.
         trained: the folder of the run whose clients it serves in another way; None where it trains.
-        device: where it goes on when it is half done; None for where it was last.
+        where: settings with which it goes on when it is half done.
     """
 
     experiment: Experiment
@@ -73,7 +73,7 @@ class Job:
     config: RunConfig
     origin: Origin
     trained: Path | None = None
-    device: str | None = None
+    where: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -138,7 +138,7 @@ def plan(
         scale: the part of the rounds, and of the phases among them, that is run: above 0 to 1.
         out: the folder for all records.
         where: settings that say where and how runs compute, such as ``device=cuda``. A run that is
-            half done takes the device alone, one that serves another's clients none of them.
+            half done goes on with them, one that serves another's clients takes none of them.
 
     Raises:
         UserError: the scale is none, a setting is wrong or the table's own, or folders hold runs
@@ -188,9 +188,8 @@ def _job(
         config = configuration.load(source, settings)
     command = shlex.join(["hyperfed", "run", source, *settings])
     folder = _folder(experiment, cell, seed, scale, out)
-    device = config.device if any(setting.startswith("device=") for setting in where) else None
     of = Origin(experiment.id, cell, scale, command)
-    return Job(experiment, cell, seed, folder, config, of, device=device)
+    return Job(experiment, cell, seed, folder, config, of, where=tuple(where))
 
 
 def _folder(experiment: Experiment, cell: str, seed: int, scale: float, out: Path) -> Path:
@@ -346,7 +345,7 @@ class _Stopping:
 def _train(job: Job, tell: Tell, stopping: _Stopping) -> bool:
     """Trains, and returns whether it came to the end."""
     if RunFolder(job.folder).config.exists():
-        run = Run.resume(job.folder, device=job.device)
+        run = Run.resume(job.folder, changed=configuration.parse(job.where))
     else:
         run = Run(job.config)
         if job.bound:

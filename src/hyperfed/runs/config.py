@@ -43,6 +43,11 @@ _OF_PYTHON = ("name", "source", "clients", "novel", "unlabelled")
 _SHORT = {"method": "method.name", "task": "task.name", "engine": "engine.name"}
 
 
+GOES_ON = ("device", "engine.", "checkpoint_every", "track", "rounds")
+"""How the keys begin by which a run may go on otherwise than it began: where and how it computes,
+and for how long."""
+
+
 class TooShortError(UserError):
     """All is right but for the number of rounds, which a method's phases do not fit in."""
 
@@ -88,13 +93,62 @@ def override(config: RunConfig, overrides: Sequence[str], *, allowed: Sequence[s
     """
     problems: list[str] = []
     changed = dict(_parse(overrides, problems))
-    for key in list(changed):
-        if not key.startswith(tuple(allowed)) or key == "method.name":
-            del changed[key]
-            problems.append(
-                f"{shown(key)}: must begin with {' or '.join(allowed)} to change after training"
-            )
-    return _build(flat(to_dict(config)) | changed, problems)
+    return _changed(config, changed, problems, allowed, "after training")
+
+
+def parse(settings: Sequence[str]) -> dict[str, Any]:
+    """Returns {dotted key: value} of ``key=value`` each; of a key that is given twice the last.
+
+    Raises:
+        UserError: lists all that are no such thing at once.
+    """
+    problems: list[str] = []
+    parsed = dict(_parse(settings, problems))
+    if problems:
+        raise UserError(_listed(problems))
+    return parsed
+
+
+def continued(config: RunConfig, changed: Mapping[str, Any]) -> RunConfig:
+    """Returns the settings by which a run goes on.
+
+    Args:
+        config: all settings that it has.
+        changed: {dotted key: value} of those that it goes on with instead (:data:`GOES_ON`). With
+            another device goes what the engine has to have there (:meth:`RunConfig.on`).
+
+    Raises:
+        UserError: another key, or a value that it does not admit; lists all errors at once. Or no
+            more rounds than it has, or other ones where noise is for as many; or it is at sites,
+            or would go there.
+    """
+    device = changed.get("device", config.device)
+    moved = config.on(device) if isinstance(device, str) and device != config.device else config
+    moved = _changed(moved, changed, [], GOES_ON, "in a run that goes on")
+    if "rounds" in changed:
+        config.check_longer(moved.rounds)
+    if {config.engine.name, moved.engine.name} > {"flower"}:
+        raise UserError(
+            "a run must stay where its data are, at sites (engine=flower) or not, came "
+            f"engine={moved.engine.name} after {config.engine.name}; start a new run"
+        )
+    return moved
+
+
+def _changed(
+    config: RunConfig,
+    changed: Mapping[str, Any],
+    problems: list[str],
+    allowed: Sequence[str],
+    when: str,
+) -> RunConfig:
+    """Returns a configuration with some keys changed, of which all begin as they may."""
+    other = [key for key in changed if not key.startswith(tuple(allowed)) or key == "method.name"]
+    problems += [
+        f"{shown(key)}: must begin with {' or '.join(allowed)} to change {when}" for key in other
+    ]
+    kept = {key: value for key, value in changed.items() if key not in other}
+    return _build(flat(to_dict(config)) | kept, problems)
 
 
 def to_dict(config: RunConfig | Mapping[str, Any]) -> dict[str, Any]:
@@ -289,10 +343,14 @@ def _build(written: Mapping[str, Any], problems: list[str]) -> RunConfig:
             f"came {config.rounds}; raise it, or lower the lengths of the phases (method.*_rounds)"
         )
     if problems or config is None:
-        count = "1 error" if len(problems) == 1 else f"{len(problems)} errors"
         kind = TooShortError if short and len(problems) == 1 else UserError
-        raise kind("\n  - ".join([f"the configuration has {count}:", *problems]))
+        raise kind(_listed(problems))
     return config
+
+
+def _listed(problems: Sequence[str]) -> str:
+    count = "1 error" if len(problems) == 1 else f"{len(problems)} errors"
+    return "\n  - ".join([f"the configuration has {count}:", *problems])
 
 
 def _of_this_run(

@@ -16,7 +16,7 @@ from hyperfed.runs.folder import RunFolder
 from hyperfed.runs.records import Evaluation
 from hyperfed.runs.settings import RunConfig
 
-MAY_CHANGE = ("device", "engine.", "rounds", "checkpoint_every", "track", "task.")
+MAY_CHANGE = (*configuration.GOES_ON, "task.")
 """How keys of settings begin by which a run may go on otherwise; of its task the data tell."""
 
 

@@ -157,48 +157,46 @@ class Run(Served):
         cls,
         path: Path,
         task: Task | None = None,
-        *,
-        device: str | None = None,
-        rounds: int | None = None,
+        changed: Mapping[str, Any] | None = None,
     ) -> "Run":
         """Goes on with a run that was stopped or killed, or with one that is done for longer.
 
         Args:
             path: the run's folder.
             task: the data, where the run was started with its own; else built from the settings.
-            device: where it goes on, which its settings say from then on; None for where it was
-                last. Devices round otherwise, which grows where training is not stable.
-            rounds: more than it was to have, which its settings say from then on.
+            changed: {dotted key: value} of settings that it goes on with, and has from then on
+                (:func:`hyperfed.runs.config.continued`). Devices round otherwise, which grows where
+                training is not stable. With more ``rounds`` a run that is done goes on, too.
 
         Raises:
-            UserError: as :meth:`open`; or the run is done, its device is not here, or it cannot
-                have other rounds.
+            UserError: as :meth:`open`; or the run is done, its device is not here, or it cannot go
+                on with these settings.
         """
-        folder = _run_folder(path)
-        if folder.summary.exists() and rounds is None:
+        folder, changed = _run_folder(path), changed or {}
+        if folder.summary.exists() and "rounds" not in changed:
             raise UserError(
                 f"a run to resume must not be done, but {path} has a summary.json; evaluate or "
-                "personalize it, give it more rounds (hyperfed resume --rounds), or start a new run"
+                "personalize it, give it more rounds (hyperfed resume RUN rounds=N), or start "
+                "a new one"
             )
         folder.check_links()
         lock = Lock(path)
         try:
             config = configuration.load(str(folder.config))
-            moved = config if device in (None, config.device) else config.on(device)
-            moved = moved if rounds is None else moved.longer(rounds)
+            moved = configuration.continued(config, changed)
             if not moved.has_device():
                 raise UserError(
                     f"{path} must go on with a device that is here, came {moved.device}; name one: "
-                    "hyperfed resume --device cpu, hyperfed reproduce TABLE device=cpu or "
+                    "hyperfed resume RUN device=cpu, hyperfed reproduce TABLE device=cpu or "
                     "hyperfed.resume(device=...)"
                 )
             folder.clean()
             run = cls._open(folder, task, moved)
             if moved != config:
                 configuration.dump(moved, folder.config)
-                for key in ("device", "rounds"):
-                    if (now := getattr(moved, key)) != (was := getattr(config, key)):
-                        log.warning("goes on with %s=%s, was %s", key, now, was)
+                was, now = (configuration.flat(configuration.to_dict(c)) for c in (config, moved))
+                for key in (key for key in now if now[key] != was[key]):
+                    log.warning("goes on with %s=%s, was %s", key, now[key], was[key])
             if not folder.has_checkpoint:
                 every = config.checkpoint_every
                 log.warning("begins anew: no checkpoint is there yet, checkpoint_every=%s", every)

@@ -192,8 +192,8 @@ class RunConfig:
         engine = replace(engine, graphs=graphs, gpus_per_worker=gpus)
         return replace(self, device=device, engine=engine)
 
-    def longer(self, rounds: int) -> "RunConfig":
-        """Returns these settings with more rounds.
+    def check_longer(self, rounds: int) -> None:
+        """Checks that a run of these settings may have so many rounds instead.
 
         Raises:
             UserError: they are no more, or what the run has told of its clients was for as many.
@@ -209,7 +209,6 @@ class RunConfig:
                 f"a run must end after the rounds that it began with, {self.rounds}, where it is "
                 f"one {why}, came {rounds}; start a new run"
             )
-        return replace(self, rounds=rounds)
 
     @property
     def private(self) -> bool:

@@ -106,9 +106,9 @@ class TestStopping:
         refused = cli("resume", copy)
         assert refused.code == 2
         assert "must go on with a device that is here, came cuda:63; name one" in refused.err
-        assert "hyperfed resume --device cpu" in refused.err
-        assert cli("resume", copy, "--device", "cuda:62").err.count("came cuda:62; name one") == 1
-        assert cli("resume", copy, "--device", "cpu", "--quiet") == (0, f"{copy}\n", "")
+        assert "hyperfed resume RUN device=cpu" in refused.err
+        assert cli("resume", copy, "device=cuda:62").err.count("came cuda:62; name one") == 1
+        assert cli("resume", copy, "device=cpu", "--quiet") == (0, f"{copy}\n", "")
         assert config.load(str(settings)).device == "cpu"
 
     def test_the_server_of_sites_goes_on_on_the_device_it_is_told(self, cli, copy, monkeypatch):
@@ -118,7 +118,7 @@ class TestStopping:
         config.dump(replace(settings, engine=engine), RunFolder(copy).config)
         submitted = []
         monkeypatch.setattr(submit, "train", lambda loaded, *_: submitted.append(loaded.device))
-        assert cli("resume", copy, "--device", "cuda").code == 0
+        assert cli("resume", copy, "device=cuda").code == 0
         assert cli("resume", copy).code == 0
         assert submitted == ["cuda", "cpu"]
 
@@ -194,8 +194,8 @@ class TestResume:
 
     def test_gives_a_finished_run_more_rounds(self, cli, copy):
         rounds = read_run(copy).summary["rounds"] + 1
-        assert f"more than its {rounds - 1} rounds" in failure(cli("resume", copy, "--rounds", 1))
-        assert cli("resume", copy, "--rounds", rounds, "--quiet").code == 0
+        assert f"more than its {rounds - 1} rounds" in failure(cli("resume", copy, "rounds=1"))
+        assert cli("resume", copy, f"rounds={rounds}", "--quiet").code == 0
         assert read_run(copy).summary["rounds"] == rounds
 
     @pytest.mark.parametrize("command", ["resume", "evaluate"])

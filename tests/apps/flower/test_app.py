@@ -149,8 +149,9 @@ def test_a_run_of_the_app_equals_one_on_this_machine_and_can_be_resumed(tmp_path
     for progress in run.train():
         if progress.round == 5:  # after the checkpoint of round 4
             break
-    resumed = app.begin(settings, link(), str(folder))
-    assert resumed.round == 4
+    later = config.continued(settings, {"engine.timeout": 0.2})
+    resumed = app.begin(later, link(), str(folder))
+    assert (resumed.round, resumed.config) == (4, later)
     list(resumed.train())
     loop = Run(config.load("fedper", [*keys, "engine=loop"]))
     list(loop.train())

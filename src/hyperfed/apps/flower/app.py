@@ -366,7 +366,9 @@ def begin(config: RunConfig, link: GridLink, folder: str) -> "Run":
     if folder and place.sites.exists():
         roster = Roster.read(place.sites)
         task = tasks.remote(config.task, roster, config.seed, link)
-        return Run.resume(place.path, task, device=config.device)
+        asked = configuration.flat(configuration.to_dict(config))
+        where = [key for key in asked if key.startswith(configuration.GOES_ON) and key != "rounds"]
+        return Run.resume(place.path, task, {key: asked[key] for key in where})
     sites = Sites(link, config.engine.timeout)
     introductions, sizes = sites.gather(config.engine.sites), tasks.target_sizes(config.task)
     roster = enrol(
