@@ -49,6 +49,12 @@ def test_a_checkpoint_keeps_what_no_evaluation_has_recorded_yet() -> None:
     assert again.close() == ((Lost(1, "diverged"),), (Void(3, (5,)),))
 
 
+def test_an_older_checkpoint_knows_of_no_void_round() -> None:
+    tally = Tally()
+    tally.load({"lost": [[1, "diverged"]]})
+    assert (tally.void_rounds, tally.close()) == (0, ((Lost(1, "diverged"),), ()))
+
+
 @pytest.mark.parametrize(
     ("lost", "cohorts", "never"),
     [
@@ -57,6 +63,7 @@ def test_a_checkpoint_keeps_what_no_evaluation_has_recorded_yet() -> None:
         ([[1], []], [[0, 1], [1, 2]], []),
         ([[1, 0], [0]], [[0, 1], [0, 1]], [0]),
         ([[2, 2], []], [[0, 2], [0, 2]], [2]),  # of two rounds before one evaluation
+        ([[3, 1], [1, 3]], [[1, 3], [1, 3]], [1, 3]),
     ],
 )
 def test_who_was_lost_whenever_it_was_drawn(lost: Any, cohorts: Any, never: list[int]) -> None:
