@@ -146,7 +146,9 @@ def jobs(folder: Path, *, seeds: int = 1, scale: float = 1.0, text: str = TABLE)
     (folder / "made").mkdir(exist_ok=True)
     path = folder / "made" / "bound.toml"
     path.write_text(text)
-    return plan(experiments.read(path), ["digits-pefll"], seeds=seeds, scale=scale, out=folder)
+    return plan(
+        experiments.read(path), ["digits-pefll"], seeds=range(seeds), scale=scale, out=folder
+    )
 
 
 def shown(value: float) -> str:

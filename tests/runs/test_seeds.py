@@ -12,7 +12,7 @@ from hyperfed.errors import UserError
 from hyperfed.metrics import RMSE
 from hyperfed.runs.comparison import compare
 from hyperfed.runs.config import load
-from hyperfed.runs.seeds import asked_for, over_seeds, tables
+from hyperfed.runs.seeds import asked_for, of_option, over_seeds, tables
 
 
 def test_a_range_is_a_run_for_each_seed_and_anything_else_one_run():
@@ -26,6 +26,20 @@ def test_a_range_is_a_run_for_each_seed_and_anything_else_one_run():
         assert asked_for(settings) == [settings]
     with pytest.raises(UserError, match=r"got seed=2\.\.1; write seed=1\.\.2"):
         asked_for(["seed=2..1"])
+
+
+def test_the_option_says_how_many_or_which():
+    assert [list(of_option(text)) for text in ("1", "3", "0..2", "4..5", "7..7")] == [
+        *([0], [0, 1, 2], [0, 1, 2], [4, 5], [7])
+    ]
+    assert of_option("1000") == range(1000)
+    for text in ("0", "1001", "-1", "1..", "1,2", "two", "", "9" * 5000):
+        with pytest.raises(UserError, match=r"--seeds must be how many, from 1 to 1000, or which"):
+            of_option(text)
+    with pytest.raises(UserError, match=r"got --seeds 2\.\.1; write --seeds 1\.\.2"):
+        of_option("2..1")
+    with pytest.raises(UserError, match=r"must be 1000 at most, .* got --seeds 0\.\.1000, 1001;"):
+        of_option("0..1000")
 
 
 def test_more_seeds_than_anybody_trains_are_refused_before_they_are_listed():

@@ -15,6 +15,7 @@ from hyperfed.papers import computed, pages, reproduction, side_by_side
 from hyperfed.papers.report import of_papers
 from hyperfed.papers.side_by_side import Outcome
 from hyperfed.runs import experiments as tables
+from hyperfed.runs.seeds import of_option
 from hyperfed.system.devices import is_cpu
 from hyperfed.system.files import check_suffix
 
@@ -46,7 +47,11 @@ def reproduce(
     *,
     cells: Annotated[str, Option(metavar="GLOB", help="Which cells, such as '*-pfedhn'.")] = "*",
     seeds: Annotated[
-        int | None, Option(help="How many, from 0; default: as many as the table says.")
+        str | None,
+        Option(
+            metavar="N|A..B",
+            help="How many, from 0, or which, as 1..2; default: as many as the table says.",
+        ),
     ] = None,
     scale: Annotated[
         float, Option(help="The part of the rounds to run. A scaled record gets no verdict.")
@@ -74,11 +79,11 @@ def reproduce(
         _tell([computed.write(counted, out)], Outcome(), as_json)
         return
     experiment, chosen = reproduction.find(table, experiments, cells)
-    seeds = experiment.table.seeds if seeds is None else seeds
+    wanted = range(experiment.table.seeds) if seeds is None else of_option(seeds)
     if jobs is not None and jobs < 1:
         raise UserError(f"--jobs must be at least 1, came {jobs}")
     planned = reproduction.plan(
-        experiment, chosen, seeds=seeds, scale=scale, out=out, where=settings or ()
+        experiment, chosen, seeds=wanted, scale=scale, out=out, where=settings or ()
     )
     todo = [job for job in planned if not job.done]
     if jobs is None:  # an accelerator is one, and what does not fit into its memory is lost

@@ -124,7 +124,7 @@ def plan(
     experiment: Experiment,
     cells: Sequence[str],
     *,
-    seeds: int,
+    seeds: Sequence[int],
     scale: float,
     out: Path,
     where: Sequence[str] = (),
@@ -134,7 +134,7 @@ def plan(
     Args:
         experiment: the table.
         cells: of it.
-        seeds: how many, from 0.
+        seeds: of the runs of each.
         scale: the part of the rounds, and of the phases among them, that is run: above 0 to 1.
         out: the folder for all records.
         where: settings that say where and how runs compute, such as ``device=cuda``. A run that is
@@ -146,8 +146,6 @@ def plan(
     """
     if not 0 < scale <= 1:
         raise UserError(f"--scale must be a part of the rounds, above 0 to 1, came {scale:g}")
-    if not 1 <= seeds <= experiments.MOST_SEEDS:
-        raise UserError(f"--seeds must be from 1 to {experiments.MOST_SEEDS}, came {seeds}")
     for setting in where:
         if not WHERE.fullmatch(setting):
             raise UserError(
@@ -157,7 +155,7 @@ def plan(
             )
     every = {
         (seed, cell): _job(experiment, cell, seed, scale, out, where=where)
-        for seed in range(seeds)
+        for seed in seeds
         for cell in experiment.cells
         if cell in cells or _folder(experiment, cell, seed, scale, out).exists()
     }

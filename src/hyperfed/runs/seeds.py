@@ -15,7 +15,7 @@ from hyperfed.runs.experiments import MOST_SEEDS
 from hyperfed.runs.measures import Number
 from hyperfed.runs.statistics import Spread, by_seed, spread
 
-RANGE = re.compile(r"\s*seed\s*=\s*(\d{1,18})\.\.(\d{1,18})\s*")
+RANGE = re.compile(r"\s*(\d{1,18})\.\.(\d{1,18})\s*")
 
 
 @dataclass(frozen=True)
@@ -72,22 +72,45 @@ def asked_for(settings: Sequence[str]) -> list[list[str]]:
         UserError: a range that ends before it begins, or of more than :data:`MOST_SEEDS`.
     """
     of_seed = [setting for setting in settings if _is_seed(setting)]
-    match = RANGE.fullmatch(of_seed[-1]) if of_seed else None
-    if match is None:
+    several = _range(of_seed[-1].partition("=")[2], "seed=") if of_seed else None
+    if several is None:
         return [list(settings)]
+    others = [setting for setting in settings if not _is_seed(setting)]
+    return [[*others, f"seed={seed}"] for seed in several]
+
+
+def of_option(text: str) -> range:
+    """Returns the seeds of ``--seeds``: of ``3`` so many from 0, of ``1..2`` these.
+
+    Raises:
+        UserError: neither; or as :func:`asked_for`.
+    """
+    if (several := _range(text, "--seeds ")) is not None:
+        return several
+    count = int(text) if re.fullmatch(r"\d{1,18}", text) else 0
+    if not 1 <= count <= MOST_SEEDS:
+        raise UserError(
+            f"--seeds must be how many, from 1 to {MOST_SEEDS}, or which, such as 1..2, came {text}"
+        )
+    return range(count)
+
+
+def _range(text: str, shown: str) -> range | None:
+    """Returns the seeds of ``0..2``; None where it is not of this form."""
+    if (match := RANGE.fullmatch(text)) is None:
+        return None
     first, last = map(int, match.groups())
     if last < first:
         raise UserError(
-            f"several seeds must be written from the smallest to the largest, got seed="
-            f"{first}..{last}; write seed={last}..{first}"
+            f"several seeds must be written from the smallest to the largest, got {shown}"
+            f"{first}..{last}; write {shown}{last}..{first}"
         )
     if last - first >= MOST_SEEDS:
         raise UserError(
-            f"several seeds must be {MOST_SEEDS} at most, each of which is a training, got seed="
+            f"several seeds must be {MOST_SEEDS} at most, each of which is a training, got {shown}"
             f"{first}..{last}, {last - first + 1}; train fewer"
         )
-    others = [setting for setting in settings if not _is_seed(setting)]
-    return [[*others, f"seed={seed}"] for seed in range(first, last + 1)]
+    return range(first, last + 1)
 
 
 def _is_seed(setting: str) -> bool:
