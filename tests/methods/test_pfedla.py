@@ -17,6 +17,7 @@ from hyperfed.engines.calls import Call
 from hyperfed.errors import UserError
 from hyperfed.methods import pfedla
 from hyperfed.nets import LeNet, PFedLACNN
+from hyperfed.runs import records
 from hyperfed.runs.config import from_keys
 from hyperfed.system.randomness import seeded
 from hyperfed.task import Task
@@ -333,6 +334,24 @@ def test_an_evaluation_records_who_takes_how_much_from_whom(tmp_path: Path) -> N
     best = {"weights": {"base": weights[run.best.round]}}
     with_weights(run, torch.zeros(7, 7))  # what comes after it does not count
     torch.testing.assert_close(run.diagnostics(), best, rtol=0, atol=0)
+
+
+def test_weights_of_more_clients_than_records_have_room_for_are_those_of_the_best_round(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are clients by clients for each layer, and thousands of clients are not rare."""
+    numbers = 2 * 7**2  # body and head
+    keys: dict[str, Any] = {"rounds": 4, "evaluate_every": 2, "cohort": 1.0}
+    kept = {}
+    for most in (numbers, numbers - 1):
+        monkeypatch.setattr(records, "MOST_NUMBERS", most)
+        run = hyperfed.train("pfedla", chain(), method=PLAIN, **keys)
+        kept[most] = [bool(e.diagnostics) for e in run.evaluations if e.split == "val"]
+        (shape,) = {alpha.shape for alpha in run.diagnostics()["weights"]["base"].values()}
+        assert shape == (7, 7)
+        assert caplog.text.count("not recorded at evaluations") == (most < numbers)
+    assert kept == {numbers: [True, True], numbers - 1: [False, False]}
+    assert f"the {numbers} numbers of the server's diagnostics" in caplog.text
 
 
 def test_weights_that_are_uniform_are_told_from_those_that_were_learned() -> None:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from hyperfed.errors import UserError
 from hyperfed.runs.config import to_dict
 from hyperfed.runs.drawing import finish, look, new_figure
-from hyperfed.runs.records import Evaluation, FinishedRun
+from hyperfed.runs.records import MOST_NUMBERS, Evaluation, FinishedRun
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -54,7 +54,8 @@ def weights_over_rounds(
     if not told:
         raise NothingToDrawError(
             "weights must be in the diagnostics of a run to draw them, but are in none; train "
-            "with pfedla or heurpfedla"
+            f"with pfedla or heurpfedla, and with so few clients that they are {MOST_NUMBERS} "
+            "numbers at most"
         )
     sizes = told[0][1]
     names = {

@@ -30,6 +30,11 @@ By it a method with :attr:`hyperfed.federation.Server.rehearse` chooses its best
 before it was written down lack it.
 """
 
+MOST_NUMBERS = 100_000
+"""Of a server's diagnostics that an evaluation records, about a megabyte: what thousands of clients
+take from each other, at each evaluation, is more than memory and disks hold.
+"""
+
 
 @dataclass(frozen=True)
 class Lost:
@@ -72,7 +77,7 @@ class Evaluation:
             PeFLL's authors count; None in records of before it was counted.
         diagnostics: what the server says of what it has learned
             (:meth:`hyperfed.federation.Server.diagnostics`), as :func:`plain` gives it; on ``val``
-            alone, {} where it says nothing.
+            alone, {} where it says nothing, or more than :data:`MOST_NUMBERS`.
         accuracy_client_mean: mean over clients.
         accuracy_client_std: population standard deviation over clients.
         worst_decile_accuracy: mean over the worst tenth of the clients, at least one.

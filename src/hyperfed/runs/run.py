@@ -354,7 +354,7 @@ class Run(Served):
         lost, void = self._rounds.tally.close()
         summarise = partial(self._summarise, round=self.round, lost=lost, void=void)
         found = {split: summarise(split, ids, counts[split]) for split in counts}
-        told = trees.to(self.server.diagnostics(), CPU)
+        told = self._recordable(trees.to(self.server.diagnostics(), CPU))
         if "descriptors" in self.config.examine:
             found_by = examined.descriptors_of_all(self.server, self.engine, self.round)
             told = told | {"descriptors": examined.rank_correlations(self.task, found_by)}
@@ -367,6 +367,20 @@ class Run(Served):
         val = counts["val"] if rehearsed is None else rehearsed
         self._choose(val, ids)
         return found
+
+    def _recordable(self, diagnostics: Tree) -> Tree:
+        """Returns what evaluations record of diagnostics: nothing where they are too many."""
+        numbers = sum(leaf.numel() for _, leaf in trees.leaves(diagnostics))
+        if numbers <= records.MOST_NUMBERS:
+            return diagnostics
+        if self._best is None:  # the first evaluation
+            log.warning(
+                "the %d numbers of the server's diagnostics are not recorded at evaluations, where "
+                "at most %d are; those of the best round are run.diagnostics()",
+                numbers,
+                records.MOST_NUMBERS,
+            )
+        return {}
 
     def _choose(self, val: Counts, ids: list[int]) -> None:
         """Takes this round for the best if it is, or the first."""
