@@ -10,7 +10,7 @@ import pytest
 from finished_runs import evaluation
 from hyperfed.engines import Exchange
 from hyperfed.engines.cohort import CohortState
-from hyperfed.runs.records import Lost, Void
+from hyperfed.runs.records import REHEARSAL, Lost, Void
 from hyperfed.runs.tally import Tally, always_lost
 
 
@@ -70,6 +70,6 @@ def test_who_was_lost_whenever_it_was_drawn(lost: Any, cohorts: Any, never: list
     evaluations = [
         replace(evaluation(1, split, [1]), lost=tuple(Lost(client, "why") for client in clients))
         for clients in lost
-        for split in ("val", "test")  # both tell of the same
+        for split in ("val", "test", REHEARSAL)  # all tell of the same
     ]
     assert always_lost(evaluations, cohorts) == never
