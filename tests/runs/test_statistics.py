@@ -227,6 +227,7 @@ def test_a_seed_that_ran_twice_is_set_against_by_both_of_its_runs() -> None:
     ("methods", "place"),
     [
         ([{0: 0.5, 1: 0.7}, {0: 0.6, 1: 0.5}], 0),
+        ([{0: 0.6}, {0: 0.1}, {0: 0.5}], 0),  # though the last is above the second by more
         ([{0: 0.9, 1: 0.3, 2: 0.3}, {0: 0.8}], 0),  # whose mean is higher, of an easier seed
         ([{0: 0.7, 1: 0.9, 2: 0.9}, {0: 0.8}], 1),
         ([{0: 0.5, 1: 0.5}, {1: 0.6, 2: 0.1}, {2: 0.2, 3: 0.9}], 2),
