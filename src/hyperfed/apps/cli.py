@@ -152,6 +152,7 @@ def resume(
             metavar="[KEY=VALUE]...",
             help="Go on otherwise: device, engine.*, checkpoint_every, track; or to more rounds, "
             "also with a run that is done.",
+            autocompletion=completion.going_on,
         ),
     ] = None,
     *,

@@ -41,7 +41,9 @@ def reproduce(
     settings: Annotated[
         list[str] | None,
         Argument(
-            metavar="[KEY=VALUE]...", help="Where and how: device, engine.*, checkpoint_every."
+            metavar="[KEY=VALUE]...",
+            help="Where and how: device, engine.*, checkpoint_every.",
+            autocompletion=completion.where,
         ),
     ] = None,
     *,
