@@ -14,7 +14,8 @@ mean of the learned embeddings, or where a learned one starts (``novel_start``).
 vector of class proportions" of section 5.3, which the words say is within the client, the default
 of the two (``"class_proportions"``, the share of each class in its data), and the formula over the
 clients (``"class_shares"``, its share of each class: sum_i p_ij = 1 over known clients, who are
-asked for their counts once; one that is away then counts from its first round on). With
+asked for their counts once; one that is away then counts from its first round on). By the formula
+descriptors of many clients are so small that the hypernetwork hardly tells them apart. With
 ``novel_models`` a novel client needs no labels: it uses the models of known clients of its size,
 all of them or that of the nearest by its inputs.
 """
