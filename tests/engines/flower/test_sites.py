@@ -269,6 +269,12 @@ def test_what_no_introduction_says_is_refused(what: str) -> None:
         read_introduction(wire.json.dumps(table).encode())
 
 
+def test_a_novel_client_may_have_no_example_to_train_on() -> None:
+    """It is served by what the server has, such as its average."""
+    nobody = said("ann", members=(Member("ann", 7, 3, 3), Member("new", 0, 3, 3, novel=True)))
+    assert read_introduction(as_bytes(nobody)) == nobody
+
+
 def test_what_can_be_is_believed(link: Nodes) -> None:
     images = said("ann", **NO_NUMBER)
     assert read_introduction(as_bytes(images)) == images
