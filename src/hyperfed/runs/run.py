@@ -354,7 +354,7 @@ class Run(Served):
         lost, void = self._rounds.tally.close()
         summarise = partial(self._summarise, round=self.round, lost=lost, void=void)
         found = {split: summarise(split, ids, counts[split]) for split in counts}
-        told = self._recordable(trees.to(self.server.diagnostics(), CPU))
+        told = trees.to(self._recordable(self.server.diagnostics()), CPU)
         if "descriptors" in self.config.examine:
             found_by = examined.descriptors_of_all(self.server, self.engine, self.round)
             told = told | {"descriptors": examined.rank_correlations(self.task, found_by)}

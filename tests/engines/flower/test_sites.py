@@ -270,7 +270,6 @@ def test_what_no_introduction_says_is_refused(what: str) -> None:
 
 
 def test_a_novel_client_may_have_no_example_to_train_on() -> None:
-    """It is served by what the server has, such as its average."""
     nobody = said("ann", members=(Member("ann", 7, 3, 3), Member("new", 0, 3, 3, novel=True)))
     assert read_introduction(as_bytes(nobody)) == nobody
 
