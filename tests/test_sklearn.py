@@ -55,6 +55,18 @@ def fitted() -> PersonalizedClassifier:
     return classifier().fit(x, y, client=client)
 
 
+def test_a_column_of_labels_is_scored_as_labels_are(fitted):
+    x, y, client = two_clients(1)
+    assert fitted.score(x, y[:, None], client=client) == fitted.score(x, y, client=client) < 1
+
+
+def test_of_targets_that_are_all_the_same_the_scale_is_one():
+    x, _, client = two_clients()
+    settings = {"hidden": 2, "rounds": 1, "settings": QUICK, "random_state": 0}
+    fit = PersonalizedRegressor("local", **settings).fit(x, np.full(120, 0.1), client=client)
+    assert fit.scale_ == 1.0
+
+
 def test_each_client_has_a_model_of_its_own(fitted):
     x, y, client = two_clients(1)
     assert fitted.clients_ == ["ann", "bob"]

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
-from sklearn.metrics import r2_score
+from sklearn.metrics import accuracy_score, r2_score
 from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
@@ -209,8 +209,8 @@ class PersonalizedClassifier(ClassifierMixin, Personalized):  # type: ignore[mis
 
     def score(self, X: Any, y: Any, sample_weight: Any = None, client: Any = None) -> float:
         """Returns the accuracy of :meth:`predict`, each row weighed by ``sample_weight``."""
-        right = self.predict(X, client=client) == np.asarray(y)
-        return float(np.average(right, weights=sample_weight))
+        found = self.predict(X, client=client)
+        return float(accuracy_score(y, found, sample_weight=sample_weight))
 
     def personalize(self, X: Any, y: Any = None) -> Self:
         """Returns a classifier with one client, who took no part in training.
@@ -249,7 +249,8 @@ class PersonalizedRegressor(RegressorMixin, Personalized):  # type: ignore[misc]
         anyhow = self.model is not None
         X, y = validate_data(self, X, y, dtype=np.float32, allow_nd=anyhow, y_numeric=True)
         self.mean_ = float(np.mean(y, dtype=np.float64))
-        self.scale_ = float(np.std(y, dtype=np.float64)) or 1.0
+        # Of equal numbers the deviation may be nearly 0 only.
+        self.scale_ = float(np.std(y, dtype=np.float64)) if np.ptp(y) else 1.0
         return self._train(X, self._standard(y), client, outputs=1, classes=None)
 
     def predict(self, X: Any, client: Any = None) -> Array:
