@@ -23,5 +23,11 @@ def made(count=2000, classes=10, clients=None, held_out=None):
     return examples if held_out is None else replace(examples, held_out=held_out)
 
 
+def class_proportions(held, y):
+    """(clients, classes) of what each client holds."""
+    counts = torch.stack([torch.bincount(y[own], minlength=int(y.max()) + 1) for own in held])
+    return counts / counts.sum(dim=1, keepdim=True)
+
+
 def all_indices(*splits):
     return torch.cat([index for split in splits for index in split]).sort().values

@@ -193,7 +193,7 @@ def partition_of(*clients):
         [torch.tensor(own, dtype=torch.int64) for own in split]
         for split in zip(*clients, strict=True)
     )
-    return Partition(*map(tuple, splits), torch.ones(len(clients), 1))
+    return Partition(*map(tuple, splits))
 
 
 CLIENTS = [([0, 1], [2], [3]), ([4], [], [5]), ([6, 7], [8], [9]), ([10], [11], [])]

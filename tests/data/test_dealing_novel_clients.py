@@ -9,7 +9,7 @@ import torch
 from hyperfed.data.shift import nearest_total_variation
 from hyperfed.data.tasks import TaskConfig, build, divide
 from hyperfed.errors import UserError
-from made_examples import all_indices, made
+from made_examples import all_indices, class_proportions, made
 
 
 def test_novel_clients_dealt_to_anew_are_dealt_all_before_they_keep_few():
@@ -41,10 +41,11 @@ def test_novel_clients_dealt_to_anew_keep_few_examples_and_their_codes():
 def test_novel_clients_may_have_another_alpha(name):
     examples = made(50_000)
     config = TaskConfig(clients=100, partition=name, alpha=0.1, novel_alpha=10.0)
-    proportions = divide(config, examples, seed=0).class_proportions
+    proportions = class_proportions(divide(config, examples, seed=0).train, examples.y)
     known, novel = proportions[:90], proportions[90:]
     assert novel.max(dim=1).values.mean() < 0.5 < known.max(dim=1).values.mean()
-    alike = divide(replace(config, novel_alpha=None), examples, seed=0).class_proportions
+    others = divide(replace(config, novel_alpha=None), examples, seed=0)
+    alike = class_proportions(others.train, examples.y)
     far, near = (
         nearest_total_variation(rows[90:], rows[:90]).mean() for rows in (proportions, alike)
     )

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from hyperfed.data.partitions import keep_few
 from hyperfed.data.tasks import TaskConfig, build, divide
 from hyperfed.errors import UserError
-from made_examples import BY_SHARES, FEW, all_indices, made
+from made_examples import BY_SHARES, FEW, all_indices, class_proportions, made
 
 
 @pytest.mark.parametrize("name", BY_SHARES)
@@ -104,7 +104,7 @@ def test_equal_dirichlet_clients_train_on_equally_many_examples():
     assert set(train) == {350}
     assert np.abs(val - 75).max() <= 10
     assert np.abs(test - 75).max() <= 10
-    assert partition.class_proportions.max(dim=1).values.mean() > 0.5
+    assert class_proportions(partition.train, made(50_000).y).max(dim=1).values.mean() > 0.5
 
 
 def test_shuffled_examples_are_dealt_out_equally_and_in_random_order():
@@ -120,16 +120,27 @@ def test_shuffled_examples_are_dealt_out_equally_and_in_random_order():
     assert divide(FEW, examples, seed=0).fingerprint == partition.fingerprint
 
 
+@pytest.mark.parametrize("clients", [60, 150])
+def test_iid_examples_are_dealt_out_equally_of_each_class_and_altogether(clients):
+    examples = made(6000)
+    partition = divide(replace(FEW, clients=clients, partition="iid"), examples, seed=0)
+    for held, size in zip(held_by(partition), (2700, 1500, 1800), strict=True):
+        assert set(held) <= {size // clients, -(-size // clients)}
+    for split in (partition.train, partition.val, partition.test):
+        counts = torch.stack([torch.bincount(examples.y[own], minlength=10) for own in split])
+        assert (counts.amax(dim=0) - counts.amin(dim=0)).max() <= 1
+    indices = all_indices(partition.train, partition.val, partition.test)
+    assert indices.tolist() == list(range(6000))
+
+
 def test_a_client_keeps_a_few_of_its_training_examples():
     examples = made(1800)
     whole = divide(FEW, examples, seed=0)
-    twelve, five = (keep_few(whole, count, examples.y, seed=0) for count in (12, 5))
+    twelve, five = (keep_few(whole, count, seed=0) for count in (12, 5))
     for client in range(60):
         many, some, few = (set(p.train[client].tolist()) for p in (whole, twelve, five))
         assert few < some < many
         assert (len(some), len(few)) == (12, 5)
-        counts = torch.bincount(examples.y[five.train[client]], minlength=10)
-        assert five.class_proportions[client].tolist() == pytest.approx((counts / 5).tolist())
         assert five.train[client].tolist() == sorted(few)
     for split in ("val", "test"):
         pairs = zip(getattr(five, split), getattr(whole, split), strict=True)
@@ -137,8 +148,8 @@ def test_a_client_keeps_a_few_of_its_training_examples():
     # What is drawn depends on seed and client, and is not simply the first.
     places = [torch.isin(w, f).tolist() for w, f in zip(whole.train, five.train, strict=True)]
     assert len(set(map(tuple, places))) > 50
-    assert keep_few(whole, 5, examples.y, seed=1).fingerprint != five.fingerprint
-    assert keep_few(whole, 99, examples.y, seed=0).fingerprint == whole.fingerprint
+    assert keep_few(whole, 5, seed=1).fingerprint != five.fingerprint
+    assert keep_few(whole, 99, seed=0).fingerprint == whole.fingerprint
 
 
 def test_configurations_differ_in_their_partition():

@@ -67,7 +67,7 @@ def test_reads_who_holds_what_and_what_for(tmp_path, name, labels):
 
 def test_columns_of_a_text_stand_in_any_order_beside_others(tmp_path):
     path = tmp_path / "dealt.csv"
-    path.write_text("note, split ,client\nfirst,0,0\n,2,0\n")
+    path.write_text("note, split ,client\nfirst,0,0\n,2,0\n", encoding="utf-8-sig")  # as Excel
     client, split = partition_files.read(path, LABELS[:2], 1)
     assert (client.tolist(), split.tolist()) == ([0, 0], [0, 2])
 
@@ -163,7 +163,7 @@ def test_a_written_division_is_the_same_task(path, settings):
 
 def test_a_text_has_a_line_for_each_example_also_for_those_that_nobody_holds(tmp_path):
     rows = [(torch.tensor(own),) for own in ([1, 3], [0], [2])]
-    partition = Partition(*rows, class_proportions=torch.zeros(1, 4))
+    partition = Partition(*rows)
     partition_files.write(tmp_path / "dealt.csv", partition, np.array([7, 8, 9, 8, 5]))
     written = (tmp_path / "dealt.csv").read_text()
     assert written == "client,split,y\n0,1,7\n0,0,8\n0,2,9\n0,0,8\n-1,-1,5\n"

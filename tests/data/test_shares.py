@@ -195,10 +195,6 @@ def test_coarse_classes_of_any_number_and_size():
     assert len({tuple(held) for held in few}) == 3  # which two are chosen is random
 
 
-def test_iid_gives_every_client_the_same():
-    np.testing.assert_array_equal(shares.iid(4, 3), np.full((4, 3), 0.25))
-
-
 def test_shards_are_those_of_the_sorted_labels():
     labels = rng(1).integers(0, 5, 400)
     clients, per_client = 10, 2

@@ -26,7 +26,7 @@ PARTITIONS = MappingProxyType(
         "majority": shares.majority,
         "shards": shares.shards,
         "coarse": shares.coarse_classes,
-        "iid": shares.iid,
+        "iid": partitions.iid,
         "shuffled": partitions.shuffled,
         "pfllib": pfllib.deal,
     }

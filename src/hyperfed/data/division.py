@@ -61,7 +61,7 @@ def divide(config: TaskConfig, examples: Examples, seed: int) -> Partition:
     dealt = _deal(config, examples, seed)
     if config.examples_per_client is None:
         return dealt
-    return partitions.keep_few(dealt, config.examples_per_client, examples.y, seed)
+    return partitions.keep_few(dealt, config.examples_per_client, seed)
 
 
 def names_of(config: TaskConfig, examples: Examples, partition: Partition) -> tuple[str, ...]:
@@ -108,9 +108,10 @@ def _deal(config: TaskConfig, examples: Examples, seed: int) -> Partition:
     part = _hold_out(config, examples, labels, examples.held_out.numpy(), seed)
     if config.partition == "shuffled":
         rng = random_source(seed, "shuffle")
-        return partitions.shuffled(
-            labels, part, rng, clients=config.client_count, classes=examples.classes
-        )
+        return partitions.shuffled(part, rng, clients=config.client_count)
+    if config.partition == "iid":
+        rng = random_source(seed, "allocate")
+        return partitions.iid(labels, part, rng, clients=config.client_count)
     rng = random_source(seed, "shares")
     drawn = _draw_shares(config, examples, labels[part == partitions.TRAIN], rng)
     return partitions.by_shares(drawn, labels, part, random_source(seed, "allocate"))
@@ -153,11 +154,10 @@ def novel_dealt_anew(
         train=partition.train[:known] + novel.train,
         val=partition.val[:known] + novel.val,
         test=partition.test[:known] + novel.test,
-        class_proportions=torch.cat([partition.class_proportions[:known], novel.class_proportions]),
     )
     if config.examples_per_client is None:
         return dealt
-    return partitions.keep_few(dealt, config.examples_per_client, examples.y, seed)
+    return partitions.keep_few(dealt, config.examples_per_client, seed)
 
 
 def _draw_shares(
@@ -196,8 +196,8 @@ def _draw_shares(
             return shares.shards(clients, classes, per_client, training_labels, rng)
         case "coarse":
             return shares.coarse_classes(clients, _coarse_of_class(examples), rng)
-        case _:
-            return shares.iid(clients, classes)
+        case partition:
+            raise AssertionError(f"{partition} has no shares")
 
 
 def _coarse_of_class(examples: Examples) -> shares.Integers:
@@ -254,13 +254,7 @@ def _divide_naturally(config: TaskConfig, examples: Examples, seed: int) -> Part
     chosen = random_source(seed, "clients").permutation(natural)[: config.client_count]
     number = np.full(natural, -1)
     number[chosen] = np.arange(config.client_count)
-    return partitions.by_client(
-        number[client],
-        examples.y.numpy(),
-        part,
-        clients=config.client_count,
-        classes=examples.classes,
-    )
+    return partitions.by_client(number[client], part, clients=config.client_count)
 
 
 def _divide_by_file(config: TaskConfig, path: Path, examples: Examples, seed: int) -> Partition:
@@ -337,9 +331,7 @@ def _by_owner(
     if config.fraction < 1:
         rng = random_source(seed, "fraction")
         part[used] = partitions.thin(part[used], owner[used], config.fraction, rng)
-    return partitions.by_client(
-        owner, examples.y.numpy(), part, clients=config.client_count, classes=examples.classes
-    )
+    return partitions.by_client(owner, part, clients=config.client_count)
 
 
 def _hold_out(

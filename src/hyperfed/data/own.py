@@ -346,8 +346,7 @@ def _split(
     if split is None and not (part == partitions.TEST).any():
         problems.append(partitions.too_few_to_test(groups, test))
         return None
-    one_class = torch.zeros(len(owner), dtype=torch.int64).numpy()
-    return partitions.by_client(groups, one_class, part, clients=int(groups.max()) + 1, classes=1)
+    return partitions.by_client(groups, part, clients=int(groups.max()) + 1)
 
 
 def _joining(novel: float, clients: int, problems: list[str]) -> int:

@@ -7,6 +7,8 @@ on, in the same proportions.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -205,14 +207,11 @@ class Partition:
         train: for each client int64 indices of its training examples, ascending.
         val: the same for validation.
         test: the same for testing.
-        class_proportions: (clients, classes) float64, of each client's training examples; rows sum
-            to one.
     """
 
     train: tuple[Tensor, ...]
     val: tuple[Tensor, ...]
     test: tuple[Tensor, ...]
-    class_proportions: Tensor
 
     @property
     def fingerprint(self) -> str:
@@ -241,39 +240,49 @@ def by_shares(
     for split in (TRAIN, VAL, TEST):
         rows = np.flatnonzero(part == split)
         owner[rows] = _owners(shares, labels[rows], rng)
-    return by_client(owner, labels, part, clients=shares.shape[0], classes=shares.shape[1])
+    return by_client(owner, part, clients=shares.shape[0])
 
 
-def shuffled(
-    labels: Integers,
-    part: Integers,
-    rng: np.random.Generator,
-    *,
-    clients: int,
-    classes: int,
-) -> Partition:
+def shuffled(part: Integers, rng: np.random.Generator, *, clients: int) -> Partition:
     """Deals everything out in random order, equally much to each (IID of McMahan et al. 2017).
 
     Clients have equally many training, validation and test examples, each to within one.
+
+    Args:
+        part: (N,) TRAIN, VAL, TEST or UNUSED.
+        rng: decides which examples a client gets.
+        clients: number of clients.
+
+    Raises:
+        UserError: more clients than training examples.
+    """
+    return iid(np.zeros_like(part), part, rng, clients=clients)
+
+
+def iid(labels: Integers, part: Integers, rng: np.random.Generator, *, clients: int) -> Partition:
+    """Deals out each class evenly, one after the other, to each client in its turn.
+
+    Clients have equally many training, validation and test examples, and of each class as well,
+    each to within one.
 
     Args:
         labels: (N,) labels of all examples.
         part: (N,) TRAIN, VAL, TEST or UNUSED.
         rng: decides which examples a client gets.
         clients: number of clients.
-        classes: number of labels.
 
     Raises:
         UserError: more clients than training examples.
     """
-    owner = np.full(len(labels), -1)
+    owner = np.full(len(part), -1)
     for split in (TRAIN, VAL, TEST):
         rows = rng.permutation(np.flatnonzero(part == split))
+        rows = rows[np.argsort(labels[rows], kind="stable")]
         owner[rows] = np.arange(len(rows)) % clients
-    return by_client(owner, labels, part, clients=clients, classes=classes)
+    return by_client(owner, part, clients=clients)
 
 
-def keep_few(partition: Partition, count: int, labels: Tensor, seed: int) -> Partition:
+def keep_few(partition: Partition, count: int, seed: int) -> Partition:
     """Leaves each client some of its training examples, drawn at random; all where it has fewer.
 
     Which they are is a function of seed and client; those of a smaller count are among those of a
@@ -282,30 +291,22 @@ def keep_few(partition: Partition, count: int, labels: Tensor, seed: int) -> Par
     Args:
         partition: who holds what.
         count: training examples that a client keeps.
-        labels: (N,) of all examples.
         seed: of the draw.
     """
     train = []
     for client, own in enumerate(partition.train):
         kept = random_source(seed, f"few {client}").permutation(len(own))[:count]
         train.append(own[np.sort(kept)])
-    classes = partition.class_proportions.shape[1]
-    counts = torch.stack([torch.bincount(labels[own], minlength=classes) for own in train])
-    proportions = counts.double() / counts.sum(dim=1, keepdim=True)
-    return replace(partition, train=tuple(train), class_proportions=proportions)
+    return replace(partition, train=tuple(train))
 
 
-def by_client(
-    owner: Integers, labels: Integers, part: Integers, *, clients: int, classes: int
-) -> Partition:
+def by_client(owner: Integers, part: Integers, *, clients: int) -> Partition:
     """Groups examples whose clients are known.
 
     Args:
         owner: (N,) client of each example; -1 where nobody holds it.
-        labels: (N,) labels; zeros, and one class, where there are none.
         part: (N,) TRAIN, VAL, TEST or UNUSED.
         clients: number of clients.
-        classes: number of labels.
 
     Raises:
         UserError: more clients than training examples, or a client without any.
@@ -320,11 +321,7 @@ def by_client(
         _grouped(np.where(part == split, owner, -1), clients) for split in (TRAIN, VAL, TEST)
     )
     _check_everyone_trains(train)
-    rows = torch.cat(train).numpy()
-    counts = np.bincount(owner[rows] * classes + labels[rows], minlength=clients * classes)
-    counts = counts.reshape(clients, classes)
-    proportions = torch.from_numpy(counts / counts.sum(axis=1, keepdims=True))
-    return Partition(train, val, test, proportions)
+    return Partition(train, val, test)
 
 
 def _check_everyone_trains(train: Sequence[Tensor]) -> None:
@@ -348,8 +345,15 @@ def deal_sizes(names: Sequence[str], clients: int, seed: int) -> tuple[str, ...]
     return tuple(names[index] for index in dealt)
 
 
-def is_number_or_fraction(novel: int | float) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether a value that a user gave is a number, which it is said to be."""
+    return isinstance(value, Real)
+
+
+def is_number_or_fraction(novel: Any) -> bool:
     """Whether it says how many clients join after training: a whole number, or below 1."""
+    if not is_number(novel):
+        return False
     return 0 <= novel < 1 or (novel >= 1 and not isinstance(novel, float | np.floating))
 
 

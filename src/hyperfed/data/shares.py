@@ -248,11 +248,6 @@ def majority(
     return _largest_fit(np.where(held, ratio, 1.0), sizes)
 
 
-def iid(clients: int, classes: int) -> Shares:
-    """Gives every client the same share of every class."""
-    return np.full((clients, classes), 1 / clients)
-
-
 def coarse_classes(clients: int, coarse: Integers, rng: np.random.Generator) -> Shares:
     """Gives each client one coarse class, shared equally by its holders (pFedHN, section 5.5).
 

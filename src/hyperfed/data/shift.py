@@ -1,6 +1,6 @@
 """How far apart clients are: distances between their class distributions.
 
-Distributions are rows (..., classes) that sum to one, such as ``Partition.class_proportions``.
+Distributions are rows (..., classes) that sum to one, such as those of its classes at each client.
 """
 
 from dataclasses import dataclass
