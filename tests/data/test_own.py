@@ -43,6 +43,55 @@ def test_a_seed_decides_the_split():
     assert len(fingerprints) == 2
 
 
+@pytest.mark.parametrize(
+    ("functions", "message"),
+    [
+        ({"score": lambda o, y: (o.argmax(1) == y).float().mean()}, r"score .*, got shape \(\)"),
+        ({"score": lambda o, y: o}, r"score .* shape \(2,\), got shape \(2, 3\) for 2 examples"),
+        ({"score": lambda o, y: 0.5}, "score must return a number of each example, .*, got 0.5"),
+        ({"score": lambda o, y: o[:, 9]}, r"score must take .*, but fails on it \(IndexError"),
+        ({"loss": nn.CrossEntropyLoss(reduction="none")}, r"loss .* shape \(\), got shape \(2,\)"),
+        ({"loss": lambda o, y: o.sum().item()}, "loss must return one number of a batch, .*, got"),
+        ({"loss": lambda o, y: o.sum().detach()}, "must return what can be differentiated"),
+        (
+            {"loss": nn.NLLLoss(ignore_index="no")},
+            r"loss must take .*, but fails on it \(TypeError",
+        ),
+    ],
+)
+def test_a_loss_and_a_score_are_tried(functions, message):
+    with pytest.raises(UserError, match=message):
+        from_arrays(X, Y, client=CLIENT, model=linear(), **functions)
+
+
+def test_a_loss_and_a_score_of_ones_own_are_taken():
+    task = from_arrays(
+        X, Y, client=CLIENT, model=linear(), loss=nn.CrossEntropyLoss(), score=lambda o, y: o[:, 0]
+    )
+    assert task.score(torch.ones(5, 3), torch.zeros(5)).shape == (5,)
+
+
+def test_sizes_may_be_called_by_numbers():
+    model = {1: linear(), 2: linear()}
+    task = from_arrays(X, Y, client=CLIENT, model=model, size=[1, 2, 1])
+    assert task.sizes == ("1", "2", "1")
+    with pytest.raises(UserError, match="size must be one of the models 1, 2, got 3"):
+        from_arrays(X, Y, client=CLIENT, model=model, size=[1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"novel": "2"}, "novel must be a whole number of clients, .*, got novel=2 of 3"),
+        ({"novel": ["zoe"]}, r"got novel=\['zoe'\] of 3 clients"),
+        ({"val": "0.1"}, "val and test must be 0 or more .*, got 0.1 and 0.15"),
+    ],
+)
+def test_what_must_be_a_number_is_told_of(options, message):
+    with pytest.raises(UserError, match=message):
+        from_arrays(X, Y, client=CLIENT, model=linear(), **options)
+
+
 def test_inputs_take_the_precision_of_the_model():
     assert from_arrays(X, Y, client=CLIENT, model=linear()).x.dtype == torch.float32
     assert from_arrays(X, Y, client=CLIENT, model=linear().double()).x.dtype == torch.float64

@@ -24,7 +24,8 @@ def made(
     if not networks:
         problems.append("model must be a network, or one for each size, got {}; pass one")
     found = {}
-    for size, network in networks.items():
+    for key, network in networks.items():
+        size = str(key)
         with seeded(seed, "target", size):
             given = _one(network)
         if isinstance(given, nn.Module):
@@ -59,16 +60,16 @@ def precision_of(models: Mapping[str, nn.Module]) -> torch.dtype:
     return trained[0].dtype if trained else torch.get_default_dtype()
 
 
-def to_try(x: Tensor) -> Tensor:
-    """Returns two examples to try networks on: of tokens those with the smallest and the largest.
+def to_try(x: Tensor) -> list[int]:
+    """Returns which two examples to try networks on: of tokens those with the least and the most.
 
     Args:
         x: (N, ...) examples, at least one.
     """
     if x.dtype != torch.int64:
-        return x[:2]
+        return list(range(len(x)))[:2]
     tokens = x.flatten(1)
-    return x[[int(tokens.amin(dim=1).argmin()), int(tokens.amax(dim=1).argmax())]]
+    return [int(tokens.amin(dim=1).argmin()), int(tokens.amax(dim=1).argmax())]
 
 
 def try_out(
@@ -77,13 +78,17 @@ def try_out(
     wanted: tuple[int, ...] | None,
     seed: int,
     problems: list[str],
-) -> None:
+) -> dict[str, Tensor]:
     """Runs each network on a batch, and tells what is wrong with it or with what it gives.
 
     Lazy layers take their shapes from the batch, and their initial weights from the seed.
     Of (classes,) it must give as many numbers per example, or more; for regression, where that is
     0, one; for labels of tokens (T, classes) as many for each of T. None asks for no number.
+
+    Returns:
+        what each of those gives that give a tensor.
     """
+    given = {}
     for size, network in models.items():
         if not trees.parameters_of(network):
             problems.append(
@@ -119,6 +124,7 @@ def try_out(
                 "part that is the output (a recurrent layer returns its state beside it)"
             )
             continue
+        given[size] = output
         if wanted is not None and not (_fits(output, *wanted) and len(output) == len(batch)):
             amounts = wanted[-1] and output.numel() == len(batch)
             problems.append(
@@ -127,6 +133,58 @@ def try_out(
                 + ("" if wanted[-1] else ", or convert y to integers if these floats are labels")
                 + (", or convert y to floats if these labels are amounts" if amounts else "")
                 + (", or y where it holds no labels of tokens" if len(wanted) > 1 else "")
+            )
+    return given
+
+
+def try_functions(
+    outputs: Mapping[str, Tensor],
+    y: Tensor,
+    loss: Callable[[Tensor, Tensor], Any] | None,
+    score: Callable[[Tensor, Tensor], Any] | None,
+    problems: list[str],
+) -> None:
+    """Runs a user's loss and score on what a network gives, and tells what is wrong with them.
+
+    Nothing is told where something else is wrong already.
+
+    Args:
+        outputs: what each network gives for examples, (B, ...), of which the first is taken.
+        y: (B, ...) targets of these.
+        loss: must return one number that can be differentiated, shape (); None is not tried.
+        score: must return a number for each example, shape (B,); None is not tried.
+        problems: what must hold and does not is appended here.
+    """
+    if problems or not outputs:
+        return
+    given = next(iter(outputs.values()))
+    output = given.detach().requires_grad_(given.is_floating_point())
+    tried = (
+        ("loss", loss, (), "one number of a batch", "take the mean over them"),
+        ("score", score, (len(y),), "a number of each example", "take no mean over them"),
+    )
+    for name, function, shape, wanted, instead in tried:
+        if function is None:
+            continue
+        try:
+            came = function(output, y)
+        except Exception as error:  # whatever a user's function raises is to be told
+            problems.append(
+                f"{name} must take a batch of outputs, shape {tuple(output.shape)}, and of y, "
+                f"shape {tuple(y.shape)}, but fails on it ({type(error).__name__}: {error}); "
+                f"change {name}, or the model"
+            )
+            continue
+        if not isinstance(came, Tensor) or came.shape != shape:
+            told = f"shape {tuple(came.shape)}" if isinstance(came, Tensor) else repr(came)
+            problems.append(
+                f"{name} must return {wanted}, a tensor of shape {shape}, got {told} for {len(y)} "
+                f"examples; {instead}"
+            )
+        elif name == "loss" and not came.requires_grad:
+            problems.append(
+                "loss must return what can be differentiated, got a tensor that was cut off from "
+                "the outputs; compute it without .item(), .detach() and NumPy"
             )
 
 

@@ -52,7 +52,8 @@ def newcomer(task: Task, x: Any, y: Any = None, *, size: str | None = None) -> T
     if size not in task.models:
         problems.append(f"size must be one of {', '.join(task.models)}, got {size}; choose one")
     if not problems and task.features is None and inputs.dtype == torch.int64:
-        try_out({str(size): task.models[str(size)]}, to_try(inputs), None, 0, problems)
+        model = {str(size): task.models[str(size)]}
+        try_out(model, inputs[to_try(inputs)], None, 0, problems)
     arrays.raise_all(problems, "these data do not fit the task")
     nothing = torch.zeros(0, dtype=torch.int64)
     once = None if task.features is None else features.computed(task.transform, inputs, keep=False)

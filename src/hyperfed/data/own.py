@@ -117,19 +117,21 @@ def from_arrays(
         except UserError as error:
             problems.append(str(error))
     if size is not None and clients:
-        given = sizes_of(size, names, model if isinstance(model, Mapping) else [BASE], problems)
+        sizes = list(map(str, model)) if isinstance(model, Mapping) else [BASE]
+        given = sizes_of(size, names, sizes, problems)
     precision = networks.precision_of(models)
     inputs = inputs.to(precision) if inputs.is_floating_point() else inputs
     targets = targets.to(precision) if targets.is_floating_point() else targets
     if usable and aligned:
-        tried = networks.to_try(inputs)
-        batch = Normalize(*channel_statistics(tried))(tried)
+        rows = networks.to_try(inputs)
+        batch = Normalize(*channel_statistics(inputs[rows]))(inputs[rows])
         sized = numbered and targets.ndim < 2 + bool(classes)  # else the problem is that of y
         wanted = (*targets.shape[1:], classes) if sized and not (loss or score) else None
         try:
             if beginning is not None:
                 batch = features.check(whole, models, beginning, batch)
-            networks.try_out(models, batch, wanted, seed, problems)
+            outputs = networks.try_out(models, batch, wanted, seed, problems)
+            networks.try_functions(outputs, targets[rows], loss, score, problems)
         except UserError as error:
             problems.append(str(error))
     arrays.raise_all(problems, "these arguments do not make a task")
@@ -315,7 +317,8 @@ def _split(
         )
         return None
     val, test = (HELD_OUT if share is None else share for share in (val, test))
-    if not (val >= 0 and test >= 0 and val + test < 1):  # nor is NaN
+    numbers = partitions.is_number(val) and partitions.is_number(test)
+    if not (numbers and val >= 0 and test >= 0 and val + test < 1):  # nor is NaN
         problems.append(
             "val and test must be 0 or more and leave examples to train on, got "
             f"{val} and {test}; lower them"

@@ -172,7 +172,7 @@ def _split(
 ) -> tuple[dict[str, nn.Module], Prefix]:
     """Returns the targets that take features, and what makes these of raw examples."""
     models, net = features.split_off(whole, prefix)
-    features.check(whole, models, net, normalize(to_try(examples.x)))
+    features.check(whole, models, net, normalize(examples.x[to_try(examples.x)]))
     return models, Prefix(normalize, net)
 
 
@@ -237,7 +237,7 @@ def targets(config: TaskConfig, examples: Examples, seed: int) -> dict[str, nn.M
             )
     if own:
         problems: list[str] = []
-        batch = _transform(config, examples)(to_try(examples.x))
+        batch = _transform(config, examples)(examples.x[to_try(examples.x)])
         try_out(models, batch, (examples.classes,), seed, problems)
         raise_all(problems, f"{name} does not suit {examples.name}")
     return models
