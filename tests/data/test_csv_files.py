@@ -56,6 +56,29 @@ def test_a_file_may_be_called_in_capitals(
     assert TaskConfig(name=loud.name).name == str(loud)  # wherever the run goes on
 
 
+@pytest.mark.usefixtures("cached")
+def test_a_column_of_several_files_is_words_by_all_of_them(tmp_path: Path) -> None:
+    (tmp_path / "said").mkdir()
+    for place, said in (("a", ["hello", "bye"]), ("b", ["123", "456"])):
+        rows = [f"{place},{word},{label}" for label, word in enumerate(said)]
+        (tmp_path / "said" / f"{place}.csv").write_text("\n".join(["client,text,label", *rows, ""]))
+    assert datasets.load(str(tmp_path / "said")).x.shape == (4, 5)
+    shutil.copytree(tmp_path / "said", tmp_path / "asked")
+    (tmp_path / "asked" / "a.csv").write_text("client,text,label\na,7,0\na,?,1\n")
+    told = "column 'text' must be finite, got NaN or infinity in 1 rows, the first is row 1"
+    with pytest.raises(UserError, match=told):
+        datasets.load(str(tmp_path / "asked"))
+
+
+@pytest.mark.parametrize("mark", [";", "\t"])
+def test_other_marks_between_columns_are_named(mark: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    rows = ["client label age", "ann 0 1,5", "bob 1 2,5", ""]
+    path.write_text("\n".join(rows).replace(" ", mark))
+    with pytest.raises(UserError, match=r"must have commas between its columns, .*, got '(;|\\t)'"):
+        datasets.load(str(path))
+
+
 def test_what_pandas_reads_part_by_part_is_one_column(tmp_path: Path) -> None:
     names = ["client", "y", "said", *(f"empty{number}" for number in range(2000))]
     nothing = "," * 2000  # the wider a table is, the fewer of its rows are a part

@@ -53,6 +53,42 @@ def test_a_frame_makes_the_same_examples(sensors: str) -> None:
     assert task.source is None
 
 
+def test_which_of_two_columns_is_the_target_must_be_said(tmp_path: Path) -> None:
+    both = table(y=np.linspace(0, 1, N))
+    with pytest.raises(UserError, match="target must be one of them, got label and y; say which"):
+        from_frame(both)
+    assert from_frame(both, target="label").classes == 3
+    told = "target must be one of them, got label and y"
+    with pytest.raises(UserError, match=told):
+        datasets.load(saved(both, tmp_path / "both.csv"))
+
+
+def test_columns_may_be_called_by_numbers() -> None:
+    frame = table().rename(columns={"client": 3, "label": 4, "age": 0, "height": 1})
+    task = from_frame(frame, client=3, target=4, features=[0, 1])
+    assert task.columns == Columns("3", "4", ("0", "1"))
+    assert from_frame(frame, client=3, target=4, features=1).x.shape == (N, 1)
+
+
+def test_the_index_of_a_frame_may_be_a_column_that_is_asked_for(tmp_path: Path) -> None:
+    frame = table().set_index("client")
+    for held in (frame, frame.set_index("age", append=True)):
+        path = saved(held, tmp_path / "held.parquet")
+        assert datasets.load(path).names == from_frame(held).names == ("c0", "c1", "c2", "c3")
+    named = frame.rename_axis("who")
+    assert from_frame(named, client="who").features == from_frame(table()).features
+    with pytest.raises(UserError, match="must have a column that says who holds each row"):
+        from_frame(named)  # an index is no feature, nor a client unless it is said
+    assert from_frame(table().rename_axis("row")).x.shape == (N, 2)
+
+
+def test_words_as_bytes_are_refused() -> None:
+    who = np.array(table()["client"], "S")
+    held = {"x": np.ones((N, 2)), "y": np.arange(N) % 3, "client": who}
+    with pytest.raises(UserError, match=r"column 'client' must hold words as text, got bytes"):
+        tables.rows_of(held, Columns(), "mine.npz")
+
+
 def test_columns_of_numbers_are_one_row_of_floats() -> None:
     task = from_frame(table(tall=np.arange(N) % 2 == 0))
     expected = np.stack([np.arange(N), np.linspace(1.5, 2, N), np.arange(N) % 2 == 0], 1)
@@ -232,7 +268,7 @@ def test_a_newcomers_arrays_are_the_features_of_a_table_in_their_order() -> None
         ({"age": [1, "a"] * 12}, {}, "got int in row 0 and str in row 1; convert it"),
         ({"age": pd.date_range("2026-01-01", periods=N)}, {}, "'age' must not hold times"),
         ({"client": None}, {}, "a column that says who holds each row, got age, height, label; na"),
-        ({"label": None}, {}, "are age, height, client:\n- one of y, target, label must be among"),
+        ({"label": None}, {}, "are age, height, client:\n- one of label, y, target must be among"),
         ({}, {"target": "labl"}, "target must be one of them, got 'labl'; did you mean 'label'?"),
         ({}, {"client": "person"}, "client must be one of them, got 'person'$"),
         ({"age": np.arange(N) * 1j}, {}, "column 'age' must hold real numbers, got complex128"),

@@ -175,10 +175,10 @@ def from_arrays(
 def from_frame(
     frame: Any,
     *,
-    client: str | None = None,
-    target: str | None = None,
-    features: str | Sequence[str] | None = None,
-    split: str | None = None,
+    client: str | int | None = None,
+    target: str | int | None = None,
+    features: str | int | Sequence[str | int] | None = None,
+    split: str | int | None = None,
     **options: Any,
 ) -> "Task":
     """Makes a task of a table, whose columns :mod:`hyperfed.data.tables` reads.
@@ -187,7 +187,7 @@ def from_frame(
         frame: a pandas ``DataFrame`` with one row per example, or what has a ``to_pandas``, such as
             a table of polars or pyarrow.
         client: the column that says who holds a row; ``client`` where None.
-        target: the column to be learned; ``y``, ``target`` or ``label`` where None.
+        target: the column to be learned; ``label``, ``y`` or ``target`` where None.
         features: the column or columns it is learned from; ``x`` where None, or else all others.
         split: the column that says what a row is for; ``split``, if there is one, where None.
         options: ``model`` and all else that :func:`from_arrays` takes.
@@ -195,9 +195,9 @@ def from_frame(
     Raises:
         UserError: lists all that is wrong with the table or the arguments.
     """
-    given = [features] if isinstance(features, str) else features
-    named = None if given is None else tuple(given)
-    columns = tables.Columns(client, target, named, split)
+    given = [features] if isinstance(features, str | int) else features
+    named = None if given is None else tuple(map(str, given))
+    columns = tables.Columns(_called(client), _called(target), named, _called(split))
     frame = tables.frame_of(frame)
     if not tables.is_frame(frame):
         raise UserError(
@@ -215,6 +215,11 @@ def from_frame(
         y, options["labels"] = tables.numbered(y)
     task = from_arrays(rows.x, y, client=rows.client, **usual | options)
     return replace(task, columns=replace(columns, features=rows.features))
+
+
+def _called(column: str | int | None) -> str | None:
+    """Returns the name of a column as text, which pandas may have as a number."""
+    return None if column is None else str(column)
 
 
 @dataclass(frozen=True, repr=False)

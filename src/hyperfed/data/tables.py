@@ -37,8 +37,8 @@ Array = npt.NDArray[Any]
 SUFFIXES = (".npz", ".parquet", ".csv")
 """How the names of files with a table end."""
 
-TARGETS = ("y", "target", "label")
-"""Columns that are what is to be learned where nothing else is said: the first that is there."""
+TARGETS = ("label", "y", "target")
+"""Columns one of which is what is to be learned where nothing else is said."""
 
 NOTHING = np.zeros(0)
 
@@ -58,7 +58,7 @@ class Columns:
 
     Attributes:
         client: who holds a row; ``client`` where None, if there is one.
-        target: what is to be learned; the first of :data:`TARGETS` where None.
+        target: what is to be learned; the one of :data:`TARGETS` that is there where None.
         features: what it is learned from; ``x`` where None, or else all others.
         split: what a row is for; ``split`` where None, if there is one.
     """
@@ -150,10 +150,17 @@ UNREADABLE = (
 """What pyarrow and pandas raise of damaged or forged files."""
 
 
-def read_csv(paths: Sequence[Path], columns: Columns) -> tuple[Any, list[int]]:
+def read_csv(
+    paths: Sequence[Path], columns: Columns, words: Set[str] = frozenset()
+) -> tuple[Any, list[int]]:
     """Reads CSV files as one table, of which pandas is not to guess what ids and labels are.
 
     One that is called ``.tsv`` has tabs between its columns.
+
+    Args:
+        paths: the files.
+        columns: which is what.
+        words: the other columns that are not to be guessed.
 
     Returns:
         a ``DataFrame``, and the number of rows of each file.
@@ -162,22 +169,26 @@ def read_csv(paths: Sequence[Path], columns: Columns) -> tuple[Any, list[int]]:
         UserError: one cannot be read, or has other columns than the first.
     """
     import pandas
+    from pandas.api.types import is_string_dtype
 
     # "NA" or "None" may be a label or a name; only an empty cell has none. And cells belong to the
     # names above them: of a longer row pandas would take the first ones for names of rows.
     read: dict[str, Any] = {"keep_default_na": False, "na_values": [""], "index_col": False}
-    words = ids(columns)
+    words = words | ids(columns)
     parts: list[Any] = []
     for path in paths:
         read["sep"] = "\t" if ".tsv" in path.suffixes[-2:] else ","
         try:
             header = list(pandas.read_csv(path, nrows=0, **read))
+            _check_separated(header, path)
             kinds = dict.fromkeys(words, str)
             with warnings.catch_warnings():
                 warnings.simplefilter("error", pandas.errors.ParserWarning)
                 parts.append(pandas.read_csv(path, dtype=kinds, low_memory=False, **read))
             # As they are written: of the second of two names pandas makes another.
             written = pandas.read_csv(path, header=None, nrows=1, dtype=str, **read)
+        except UserError:
+            raise
         except pandas.errors.ParserWarning as error:
             raise UserError(
                 f"{path} must have a name for each cell of a row, got {len(header)} above longer "
@@ -196,9 +207,22 @@ def read_csv(paths: Sequence[Path], columns: Columns) -> tuple[Any, list[int]]:
                 f"{path} must have the columns of {paths[0]}, {', '.join(parts[0])}, got "
                 f"{', '.join(header)}; rename or add them"
             )
+    of_words = [{name for name in part if is_string_dtype(part[name])} for part in parts]
+    if mixed := set.union(*of_words) - set.intersection(*of_words):  # words by the whole of it
+        return read_csv(paths, columns, words | mixed)
     table = parts[0] if len(parts) == 1 else pandas.concat(parts, ignore_index=True)
     type_words(table, columns)
     return table, [len(part) for part in parts]
+
+
+def _check_separated(header: Sequence[str], path: Path) -> None:
+    """Raises ``UserError`` where the names of all columns were read as that of one."""
+    if len(header) == 1 and (found := re.search(r"[;\t|]", header[0])):
+        raise UserError(
+            f"{path} must have commas between its columns, or tabs where it is called .tsv, got "
+            f"{found[0]!r}; write it anew, as pandas.read_csv(path, sep={found[0]!r}) with "
+            'decimal="," where numbers have one, and to_csv(path, index=False) do'
+        )
 
 
 def ids(columns: Columns) -> set[str]:
@@ -271,7 +295,7 @@ def rows_of(
     problems: list[str] = []
     if is_frame(table):
         # A frame made of an array numbers its columns, and others have names of several parts.
-        table = table.set_axis([str(name) for name in table.columns], axis=1)
+        table = _with_index(table.set_axis([str(name) for name in table.columns], axis=1), columns)
     names = [str(name) for name in table]
     picked = _picked(table, names, columns, problems, label=label)
     arrays.raise_all(problems, f"the columns of {what} are {', '.join(names) or 'none'}")
@@ -296,6 +320,16 @@ def rows_of(
         classes=classes,
         text=text,
     )
+
+
+def _with_index(table: Any, columns: Columns) -> Any:
+    """Returns a ``DataFrame`` with those levels of its index as columns that are called as one.
+
+    So pandas reads a parquet file again that it wrote of a table with such an index.
+    """
+    wanted = (ids(columns) | {*(columns.features or ())}) - {*table.columns}
+    levels = [name for name in table.index.names if name in wanted]
+    return table.reset_index(level=levels) if levels else table
 
 
 def numbered(y: Array, *, numbers: bool = False) -> tuple[Array, tuple[str, ...]]:
@@ -325,7 +359,12 @@ def _picked(
 
     def one(key: str, given: str | None, usual: Sequence[str], *, needed: bool) -> str | None:
         if given is None:
-            return next((name for name in usual if name in names), None)
+            there = [name for name in usual if name in names]
+            if len(there) > 1:
+                problems.append(
+                    f"{key} must be one of them, got {' and '.join(there)}; say which is the {key}"
+                )
+            return there[0] if there else None
         if given in names:
             return given
         if needed:
@@ -383,6 +422,12 @@ def _values(column: Any, name: str, problems: list[str]) -> Array:
         return NOTHING
     if values.dtype.kind == "U":
         return values.astype(object)
+    if values.dtype.kind == "S":
+        problems.append(
+            f"column {name!r} must hold words as text, got bytes, {values.dtype}; decode them "
+            "(numpy.char.decode)"
+        )
+        return NOTHING
     if values.dtype.kind in "mM":
         problems.append(f"column {name!r} must not hold times, got {values.dtype}; make numbers")
         return NOTHING
