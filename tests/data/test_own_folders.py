@@ -155,11 +155,37 @@ def test_ids_of_metadata_that_would_be_one_are_refused(tmp_path: Path) -> None:
     assert padded.names == ("7", "8", "10")
     together = with_metadata(tmp_path / "together", a=["07", "7", "08"])
     apart = with_metadata(tmp_path / "apart", a=["07", "08"], b=["7", "8"])
+    decimal = with_metadata(tmp_path / "decimal", a=["1.1", "1.10", "1.2"])
+    with pytest.raises(UserError, match=r"one way, got 1\.1 and 1\.10 in column 'client'"):
+        datasets.load(decimal)
     for folder in (together, apart):
         with pytest.raises(UserError, match="one way, got 07 and 7 in column 'client'"):
             datasets.load(folder)
     with pytest.raises(UserError, match="one way, got 07 and 7 in column 'client'"):
         site.read(together)
+
+
+@UNCLOSED
+@pytest.mark.usefixtures("cached")
+@pytest.mark.parametrize(("column", "expected"), [("label", ("cat", "dog")), ("other", None)])
+def test_labels_of_metadata_may_be_words_and_clients_are_none(
+    tmp_path: Path, column: str, expected: tuple[str, ...] | None
+) -> None:
+    folder = Path(with_metadata(tmp_path / "all", a=["7", "8", "7", "9"]))
+    file = folder / "a" / "metadata.csv"
+    said = file.read_text().replace(",0\n", ",cat\n").replace(",1\n", ",dog\n")
+    said = said[:-1] + "dog"  # the last, without an end of its line
+    file.write_text(said.replace("label", column))
+    if expected is None:
+        for read in (lambda: datasets.load(str(folder)), lambda: site.read(folder)):
+            with pytest.raises(UserError, match=r"got none .*beside a metadata file the names of"):
+                read()
+        return
+    examples = datasets.load(str(folder))
+    assert (examples.labels, examples.y.tolist()) == (expected, [0, 1, 0, 1])
+    assert examples.names == ("7", "8", "9")
+    at_site = site.read(folder, labels=("dog", "cat"))
+    assert (at_site.labels, at_site.y.tolist()) == (("dog", "cat"), [1, 0, 1, 0])
 
 
 @UNCLOSED

@@ -215,7 +215,7 @@ def _check_guesses(paths: Sequence[Path]) -> None:
         return
     guessed = pandas.concat([pandas.read_csv(path) for path in paths], ignore_index=True)
     written = pandas.concat([pandas.read_csv(path, dtype=str) for path in paths], ignore_index=True)
-    for name in guessed.select_dtypes("integer"):
+    for name in guessed.select_dtypes("number"):
         ways = written.groupby(guessed[name])[name].unique()
         if odd := [sorted(each) for each in ways if len(each) > 1]:
             raise OSError(

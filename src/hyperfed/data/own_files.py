@@ -188,9 +188,10 @@ def _images(
             f"{', '.join([*absent, *(columns.features or ())])}; name those, and no features"
         )
     column = columns.client or "client"
-    examples = readers.images(rows, name, client=column, label=columns.target)
-    kind = features[columns.target or readers.label_column(features, name)]
-    labels = readers.class_names(kind)
+    besides = (column, columns.split or "split")
+    target = columns.target or readers.label_column(features, name, besides)
+    examples = readers.images(rows, name, client=column, label=target)
+    labels = readers.labels_of(splits, target, features[target], name)[1]
     client = examples.client
     names: tuple[str, ...] = ()
     if column in features:

@@ -7,7 +7,7 @@ Splits whose name starts with "test" are held out.
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hyperfed.data.arrays import is_text
 from hyperfed.data.examples import Examples, channel_statistics, channels_moved_first
 from hyperfed.data.hub import bar
 from hyperfed.data.partitions import places
@@ -85,8 +86,10 @@ def images(rows: Rows, name: str, *, client: str = "client", label: str | None =
     """
     splits = rows(None)
     features = next(iter(splits.values())).features
-    image_column, found = _image_column(features, name), label or label_column(features, name)
-    y, classes = _labels(splits, found, features[found], name)
+    image_column = _image_column(features, name)
+    found = label or label_column(features, name, besides=(client,))
+    y, names = labels_of(splits, found, features[found], name)
+    classes = len(names) or int(y.max()) + 1
     owner = None
     if client in features:
         owner = torch.from_numpy(ids_of(splits, client, name)[1])
@@ -321,23 +324,34 @@ def _image_column(features: Mapping[str, Any], name: str) -> str:
     return found[0]
 
 
-def label_column(features: Mapping[str, Any], name: str) -> str:
-    """Finds the label: the only class-label column, else the only integer one, else ``label``."""
-    labels = [column for column, kind in features.items() if type(kind).__name__ == "ClassLabel"]
+def label_column(features: Mapping[str, Any], name: str, besides: Sequence[str] = ()) -> str:
+    """Finds the label: the only class-label column, else ``label``, else the only integer one.
+
+    Args:
+        features: column -> its kind.
+        name: of the data set.
+        besides: columns that are no labels, such as whose an image is.
+
+    Raises:
+        UserError: there is none, or more than one choice.
+    """
+    kinds = {column: kind for column, kind in features.items() if column not in besides}
+    labels = [column for column, kind in kinds.items() if type(kind).__name__ == "ClassLabel"]
     integers = [
         column
-        for column, kind in features.items()
+        for column, kind in kinds.items()
         if "int" in str(getattr(kind, "dtype", "")) and column not in labels
     ]
+    if len(labels) != 1 and "label" in kinds:
+        return "label"
     for found in (labels, integers):
         if len(found) == 1:
             return found[0]
-        if "label" in found:
-            return "label"
     raise UserError(
         f"{name} must have one label column, a class label or an integer, "
         f"got {', '.join(labels or integers) or 'none'} (columns: {', '.join(features)}); "
-        "rename the one to learn to 'label'"
+        "rename the one to learn to 'label', or add it: beside a metadata file the names of "
+        "folders are no labels"
     )
 
 
@@ -346,8 +360,24 @@ def class_names(kind: Any) -> tuple[str, ...]:
     return tuple(getattr(kind, "names", None) or ())
 
 
-def _labels(splits: Mapping[str, Any], column: str, feature: Any, name: str) -> tuple[Tensor, int]:
+def labels_of(
+    splits: Mapping[str, Any], column: str, feature: Any, name: str
+) -> tuple[Tensor, tuple[str, ...]]:
+    """Returns (N,) labels of a column, from 0, and their names; () of numbers without any.
+
+    Args:
+        splits: name -> rows.
+        column: of labels; of words, which are numbered in their order, too.
+        feature: its kind.
+        name: of the data set.
+
+    Raises:
+        UserError: a row without a label, or one that is neither a number nor a word.
+    """
     written = column_of(splits, column)
+    if len(written) and is_text(written):
+        words, number = np.unique(written.astype(str), return_inverse=True)
+        return torch.from_numpy(number), tuple(map(str, words))
     if written.dtype.kind not in "iu" or not len(written):  # also where one is missing
         raise UserError(
             f"labels of {name} must be one whole number for each image, got {written.dtype} in "
@@ -359,13 +389,13 @@ def _labels(splits: Mapping[str, Any], column: str, feature: Any, name: str) -> 
             f"labels of {name} must be 0 or more, got {int(y.min())} in column {column!r}; "
             "remove the splits or rows without labels"
         )
-    classes = len(class_names(feature)) or int(y.max()) + 1
-    if int(y.max()) >= classes:
+    names = class_names(feature)
+    if names and int(y.max()) >= len(names):
         raise UserError(
-            f"labels of {name} must be below {classes}, as many as it names, got {int(y.max())} in "
-            f"column {column!r}; correct them"
+            f"labels of {name} must be below {len(names)}, as many as it names, got {int(y.max())} "
+            f"in column {column!r}; correct them"
         )
-    return y, classes
+    return y, names
 
 
 def ids_of(splits: Mapping[str, Any], column: str, name: str) -> tuple[Array, Array]:

@@ -316,10 +316,13 @@ def _columns(splits: Mapping[str, Any], path: Path) -> dict[str, Any]:
             raise UserError(f"the lists in column x of {path} must hold numbers alone; convert it")
         columns["names"] = readers.class_names(features["y"])
     else:
-        examples = readers.images(lambda config: splits, str(path), client="")
+        label = readers.label_column(features, str(path), ("client", "split"))
+        examples = readers.images(lambda config: splits, str(path), client="", label=label)
         columns |= {"x": examples.x, "y": examples.y, "classes": examples.classes}
-        label = readers.label_column(features, str(path))
         columns["names"] = readers.class_names(features[label])
+        words = readers.labels_of(splits, label, features[label], str(path))[1]
+        if words != columns["names"]:  # which other sites may order otherwise
+            columns |= {"y": np.array(words, dtype=object)[examples.y.numpy()], "classes": None}
     if "split" in names:
         columns["split"] = np.array(_listed(splits, "split"))
     elif len(splits) > 1:
