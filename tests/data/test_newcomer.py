@@ -1,10 +1,12 @@
 """A client that was never seen brings arrays of its own."""
 
+import datasets
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
-from hyperfed.data.newcomer import newcomer
+from hyperfed.data.newcomer import newcomer, read_like
 from hyperfed.data.own import from_arrays
 from hyperfed.errors import UserError
 from own_data import CLIENT, X, Y, linear
@@ -55,6 +57,37 @@ def test_whole_numbers_are_no_labels_of_a_newcomer_to_a_regression():
     assert came.y.dtype == task.y.dtype
 
 
+@pytest.mark.parametrize("names", [["1", "2", "3"], ["run", "sit", "walk"]])
+def test_labels_of_a_newcomers_file_that_are_numbers_with_names_come_by_these(tmp_path, names):
+    task = from_arrays(X, np.array(names)[Y], client=CLIENT, model=linear())
+    kinds = {"x": datasets.List(datasets.Value("float64")), "y": datasets.ClassLabel(names=names)}
+    columns = {"x": X[:5].tolist(), "y": [2, 1, 0, 1, 2]}
+    path = tmp_path / "came.parquet"
+    datasets.Dataset.from_dict(columns, datasets.Features(kinds)).to_parquet(path)
+    rows = read_like(task, path)
+    assert newcomer(task, rows.x, rows.y).y.tolist() == [2, 1, 0, 1, 2]
+    plain = from_arrays(X, Y, client=CLIENT, model=linear())
+    assert newcomer(plain, rows.x, read_like(plain, path).y).y.tolist() == [2, 1, 0, 1, 2]
+    columns["y"][3] = -1  # as the library writes that there is none
+    datasets.Dataset.from_dict(columns, datasets.Features(kinds)).to_parquet(path)
+    with pytest.raises(UserError, match=r"does not hold usable labels:\n- labels must lie in 0..2"):
+        read_like(task, path)
+
+
+def test_a_newcomers_labels_have_the_shape_of_the_tasks():
+    task = from_arrays(X, Y, client=CLIENT, model=linear())
+    with pytest.raises(UserError, match=r"y must have shape \(N,\), got \(7, 3\) .*y\.argmax"):
+        newcomer(task, X[:7], np.eye(3, dtype=int)[Y[:7]])
+    words = np.tile(Y[:, None], (1, 4))
+    tokens = from_arrays(
+        np.ones((100, 4), int), words, client=CLIENT, model=nn.Embedding(2, 3), novel=1
+    )
+    assert newcomer(tokens, np.ones((7, 4), int), words[:7]).y.shape == (7, 4)
+    for y in (words[:7, :3], Y[:7]):
+        with pytest.raises(UserError, match=r"targets like the task's, \(4,\) for each example"):
+            newcomer(tokens, np.ones((7, 4), int), y)
+
+
 def test_a_newcomer_chooses_among_several_sizes():
     task = from_arrays(X, Y, client=CLIENT, model={"small": linear, "large": linear})
     assert newcomer(task, X[:7], size="small").size_of(0) == "small"
@@ -69,7 +102,7 @@ def test_a_newcomer_chooses_among_several_sizes():
         (np.ones((7, 4), int), Y[:7], r"got \(4,\) int64"),
         (X[:7], Y[:7] + 2, r"labels must lie in 0..2, got 3 at index 1 .4 such."),
         (X[:7], Y[:6], "got x 7, y 6"),
-        (X[:7], Y[:7, None], r"y must have shape \(N,\), .* got \(7, 1\)"),
+        (X[:7], Y[:7, None], r"y must have shape \(N,\), got \(7, 1\)"),
         ({"x": X[:7]}, Y[:7], "x must be one array .*, got dict"),
         (X[:0], None, "at least one example, got none"),
         (X[:7] * np.nan, Y[:7], "x must be finite"),

@@ -28,8 +28,8 @@ from hyperfed.apps.flower.commands import move, node, serve, superexec
 from hyperfed.apps.printing import Json, print_json, print_made, print_tables, say, table
 from hyperfed.apps.status import show_status
 from hyperfed.apps.training import ALL, own_process, submit_run, tell_of_columns, train, train_all
-from hyperfed.data import partition_files, tables, tasks
-from hyperfed.data.newcomer import rows_like
+from hyperfed.data import partition_files, tasks
+from hyperfed.data.newcomer import read_like
 from hyperfed.errors import LostEverybodyError, UserError, one_line
 from hyperfed.metrics import named
 from hyperfed.runs import clients, config, experiments, records, seeds, tried
@@ -249,7 +249,7 @@ def personalize(
 ) -> None:
     """Make the model of a client that was never seen. Its own data are all that it takes."""
     with closing(Run.open(run_dir)) as run:
-        rows = rows_like(run.task, tables.read(data, run.task.columns), str(data))
+        rows = read_like(run.task, data)
         model = run.personalize(rows.x, rows.y, size=size)
         export_model(model, run.task, out)
         if rows.y is None:

@@ -1,12 +1,14 @@
 """The data of a client that was never seen: a task of its own, like the one trained on."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from hyperfed.data import arrays, features, tables
+from hyperfed.data import arrays, features, own_files, tables
 from hyperfed.data.examples import hash_of
 from hyperfed.data.networks import to_try, try_out
 from hyperfed.data.own import Task
@@ -84,9 +86,38 @@ def _targets_like(task: Task, y: Any, inputs: Tensor, problems: list[str]) -> Te
     if not task.classes:  # of a few numbers all may be whole, and are no labels for that
         y = arrays.to_tensor(y, "y")
         y = y if y.is_complex() else y.to(task.y.dtype)
-    targets, _ = arrays.targets(y, task.classes or None, problems, tokens=True)
+    fine, ours = len(problems), tuple(task.y.shape[1:])
+    targets, _ = arrays.targets(y, task.classes or None, problems, tokens=bool(ours))
+    if len(problems) == fine and tuple(targets.shape[1:]) != ours:
+        problems.append(
+            f"y must hold targets like the task's, {ours} for each example, got "
+            f"{tuple(targets.shape[1:])}; convert it"
+        )
     arrays.same_length(problems, x=inputs, y=targets)
     return targets.to(task.y.dtype)
+
+
+def read_like(task: Task, path: Path) -> tables.Rows:
+    """Reads a newcomer's file, which has the columns of the task's and may lack the target.
+
+    Labels that are numbers with names, as parquet files of ``datasets`` (Hugging Face) have them,
+    come by these names where the task's have some.
+
+    Args:
+        task: what the method was trained on.
+        path: a parquet, CSV or ``.npz`` file.
+
+    Raises:
+        UserError: it cannot be read, or as :func:`rows_like`.
+    """
+    rows = rows_like(task, tables.read(path, task.columns), str(path))
+    names = own_files.label_names(path, task.columns or tables.Columns())
+    if rows.y is None or not names or not task.labels:
+        return rows
+    problems: list[str] = []
+    numbers, _ = arrays.targets(rows.y, len(names), problems)
+    arrays.raise_all(problems, f"{path} does not hold usable labels")
+    return replace(rows, y=np.array(names, dtype=object)[numbers.numpy()])
 
 
 def rows_like(task: Task, table: Any, what: str) -> tables.Rows:
