@@ -364,7 +364,7 @@ def read_npz(path: Path, *, needed: Sequence[str]) -> dict[str, npt.NDArray[Any]
     Raises:
         UserError: no such file, not an archive, or missing arrays.
     """
-    advice = f"write it with numpy.savez(path, {', '.join(f'{name}=...' for name in needed)})"
+    advice = f"write it with numpy.savez({', '.join(['path', *(f'{n}=...' for n in needed)])})"
     check_file(path)
     try:
         # Opened here, because np.load leaves the file of a damaged archive open.
@@ -407,6 +407,8 @@ def _check_sizes(archive: Any) -> None:
             if read is None:
                 raise ValueError(f"{entry.filename} is of a version of NumPy that we do not read")
             shape, _, dtype = read(file)
+            if dtype.hasobject:
+                raise ValueError(f"{entry.filename} holds objects of Python; give it a dtype")
             if prod(shape) * dtype.itemsize > entry.file_size:
                 raise ValueError(f"{entry.filename} announces more than it holds")
 

@@ -147,7 +147,7 @@ def _few(numbers: Sequence[int] | Integers) -> str:
 def _read_csv(path: Path) -> Mapping[str, Any]:
     check_file(path)
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:  # Excel marks its beginning
             lines = list(csv.reader(file))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(
