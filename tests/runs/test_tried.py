@@ -50,23 +50,26 @@ def test_the_best_has_the_best_mean_over_seeds_on_validation_data() -> None:
     rows[0] = replace(rows[0], test=0.9)
     of = [point for point in (LOW, MIDDLE, HIGH) for _ in (0, 1)]
     expected = [f"a: best by validation data with {RATE}=0.01 (40.0 %)"]
-    assert list(best(rows, of, of)) == expected
-    assert list(best(rows[:5], of[:5], of)) == expected  # of the last one's seeds one diverged
+    assert list(best(rows, of, of, 2)) == expected
+    assert list(best(rows[:5], of[:5], of, 2)) == expected  # of the last one's seeds one diverged
+    apart = [rows[0], rows[3]], [of[0], of[3]]  # of each one seed, not the same
+    none = "a: no validation data say which is the best, as none came to something with each of its"
+    assert list(best(*apart, of, 2)) == [f"{none} seeds"]
 
 
 def test_where_the_best_lies_at_an_end_of_what_was_tried_it_says_so() -> None:
     rows = [row("a", 0, accuracy) for accuracy in (0.2, 0.5, 0.3)]
     of = [(*LOW, "rounds=9"), (*HIGH, "rounds=10"), (*MIDDLE, "rounds=10")]
-    (told,) = best(rows, of, of)
+    (told,) = best(rows, of, of, 1)
     assert told == (
         f"a: best by validation data with {RATE}=0.1 rounds=10 (40.0 %); "
         f"{RATE}=0.1 is the greatest tried: try more; rounds=10 is the greatest tried: try more"
     )
     errors = [replace(it, metric=RMSE) for it in rows]  # whose first is now the best
-    (told,) = best(errors, of, of)
+    (told,) = best(errors, of, of, 1)
     assert told.startswith(f"a: best by validation data with {RATE}=1e-3 rounds=9 (0.1000); ")
     assert f"{RATE}=1e-3 is the least tried: try less" in told
-    alone = [*best(rows[2:], of[2:], [of[2], (*HIGH, "rounds=9")])]  # the other came to nothing
+    alone = [*best(rows[2:], of[2:], [of[2], (*HIGH, "rounds=9")], 1)]  # the other came to nothing
     assert alone == [
         f"a: best by validation data with {RATE}=0.01 rounds=10 (20.0 %); "
         f"{RATE}=0.01 is the least tried: try less; rounds=10 is the greatest tried: try more"
@@ -76,10 +79,10 @@ def test_where_the_best_lies_at_an_end_of_what_was_tried_it_says_so() -> None:
 def test_words_have_no_ends_and_each_method_has_a_best_of_its_own() -> None:
     rows = [row("a", 0, 0.4), row("a", 0, 0.3), row("b", 0, 0.3), row("b", 0, 0.4)]
     of = [("preset=paper",), ("preset=default",)] * 2
-    told = list(best(rows, of, of))
+    told = list(best(rows, of, of, 1))
     assert told == [
         "a: best by validation data with preset=paper (30.0 %)",
         "b: best by validation data with preset=default (30.0 %)",
     ]
     blind = [replace(it, val=None) for it in rows[:2]]
-    assert list(best(blind, of[:2], of)) == ["a: no validation data say which is the best"]
+    assert list(best(blind, of[:2], of, 1)) == ["a: no validation data say which is the best"]

@@ -129,7 +129,7 @@ def train_all(
             of.append(it.point)
     if lost is not None and not results:
         raise lost
-    _print_all(results, of, points, several=len(each) > 1, as_json=as_json)
+    _print_all(results, of, points, trained=len(each), as_json=as_json)
     if not as_json:
         print(out, flush=True)
     if lost is not None and len(points) == 1:
@@ -141,18 +141,26 @@ def _print_all(
     of: Sequence[tried.Point],
     points: Sequence[tried.Point],
     *,
-    several: bool,
+    trained: int,
     as_json: bool,
 ) -> None:
-    """Prints what runs came to, over several seeds too, and which of the points is the best."""
+    """Prints what runs came to, over several seeds too, and which of the points is the best.
+
+    Args:
+        results: of each run.
+        of: its point.
+        points: all that were tried.
+        trained: how many seeds each was to be trained with.
+        as_json: whether in JSON.
+    """
     rows = comparison.compare([read_run(Path(result["folder"])) for result in results])
-    of_groups = seeds.over_seeds(rows) if several else []
+    of_groups = seeds.over_seeds(rows) if trained > 1 else []
     if as_json:
         over = [one.by_name for one in of_groups]
         print_json({"runs": results, "over_seeds": over} if of_groups else results)
         return
     print_tables(*comparison.tables(rows), *seeds.tables(of_groups))
-    for line in tried.best(rows, of, points) if len(points) > 1 else ():
+    for line in tried.best(rows, of, points, trained) if len(points) > 1 else ():
         print(line)
 
 

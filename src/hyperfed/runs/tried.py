@@ -45,7 +45,9 @@ def points(tried: Sequence[str], each: Sequence[Sequence[str]]) -> list[Point]:
     return list(product(*grid.values()))
 
 
-def best(rows: Sequence[Row], of: Sequence[Point], tried: Sequence[Point]) -> Iterator[str]:
+def best(
+    rows: Sequence[Row], of: Sequence[Point], tried: Sequence[Point], seeds: int
+) -> Iterator[str]:
     """Says of each method which point is the best, by the mean of validation data over seeds.
 
     And where one of its numbers is the least or the greatest that was tried. A point of which some
@@ -55,6 +57,7 @@ def best(rows: Sequence[Row], of: Sequence[Point], tried: Sequence[Point]) -> It
         rows: of runs that are done.
         of: the point of each.
         tried: all points, those of runs that came to nothing too.
+        seeds: how many each point was trained with.
     """
     for method in dict.fromkeys(row.method for row in rows):
         own = [(row, point) for row, point in zip(rows, of, strict=True) if row.method == method]
@@ -63,11 +66,12 @@ def best(rows: Sequence[Row], of: Sequence[Point], tried: Sequence[Point]) -> It
         for row, point in own:
             if row.val is not None:
                 values.setdefault(point, []).append(row.val)
-        if not values:
-            yield f"{method}: no validation data say which is the best"
-            continue
-        seeds = max(map(len, values.values()))
         means = {point: fmean(found) for point, found in values.items() if len(found) == seeds}
+        if not means:
+            yield f"{method}: no validation data say which is the best" + (
+                ", as none came to something with each of its seeds" if values else ""
+            )
+            continue
         first = max(means, key=lambda point: metric.order(means[point]))
         told = f"{method}: best by validation data with {' '.join(first)}"
         ends = [end for place in range(len(first)) if (end := _end(first, place, tried))]
