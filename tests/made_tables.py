@@ -120,7 +120,7 @@ def untested(path: Path) -> None:
     nobody = summarise(
         round=4, split="test", clients=[0, 1, 2, 3], count=[0] * 4, correct=[0] * 4,
         loss=[0.0] * 4, masked_correct=[0] * 4, zeroed_correct=[0] * 4,
-        bytes_down=0, bytes_up=0, seconds=0.0,
+        bytes_down=3_000_000, bytes_up=1_000_000, seconds=0.0,
     )  # fmt: skip
     (path / "metrics.jsonl").unlink()
     RunFolder(path).append(nobody)

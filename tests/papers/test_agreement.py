@@ -45,6 +45,18 @@ def metrics(**changes: Any) -> Callable[[Path], None]:
     return edit
 
 
+def validated(accuracy: float) -> Callable[[Path], None]:
+    """Has validation data say the same as test data, and the summary this."""
+
+    def edit(path: Path) -> None:
+        file = path / "metrics.jsonl"
+        tested = file.read_text()
+        file.write_text(tested.replace('"split":"test"', '"split":"val"') + tested)
+        summary(val_accuracy=accuracy)(path)
+
+    return edit
+
+
 def without_metrics(path: Path) -> None:
     (path / "metrics.jsonl").unlink()
 
@@ -91,6 +103,11 @@ LIES: dict[str, tuple[Callable[[Path], None], str]] = {
     "a better worst tenth": (metrics(worst_decile_accuracy=0.7), "the worst_decile of test data"),
     "a smaller deviation": (metrics(accuracy_client_std=0.1), "the client_std of test data"),
     "another metric": (summary(metric="rmse"), "metric must be that of the metrics, accuracy"),
+    "a higher accuracy on validation data": (
+        validated(0.999),
+        "val_accuracy must be that of the metrics, 0.6, is 0.999",
+    ),
+    "fewer bytes": (summary(bytes_down=1), "bytes_down must be that of the metrics, "),
     "no bytes": (summary(bytes_down=None), "bytes_down must be a whole number, is None"),
     "bytes below zero": (summary(bytes_up=-1), "bytes_up must be a whole number, is -1"),
     "seconds in words": (summary(seconds="many"), "seconds must be a number, is 'many'"),
@@ -158,7 +175,8 @@ def test_clients_without_examples_and_a_record_without_a_number_of_later_version
     path = record(tmp_path, "fedavg", 0, [6, 6, 6, 6], best=2)
     last = summarise(
         round=4, split="test", clients=[0, 1, 2, 3], count=[0] * 4, correct=[0] * 4, loss=[0.0] * 4,
-        masked_correct=[0] * 4, zeroed_correct=[0] * 4, bytes_down=0, bytes_up=0, seconds=0.0,
+        masked_correct=[0] * 4, zeroed_correct=[0] * 4, seconds=0.0,
+        bytes_down=3_000_000, bytes_up=1_000_000,
     )  # fmt: skip
     RunFolder(path).append(last)
     summary(worst_decile_accuracy=None, test_masked_accuracy=None)(path)

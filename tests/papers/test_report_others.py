@@ -23,7 +23,7 @@ def test_records_of_no_table_are_compared_on_the_same_clients_where_one_trains_a
         last = summarise(
             round=4, split="test", clients=[0, 1, 2, 3], count=[10] * 4, correct=[1] * 4,
             loss=[1.0] * 4, masked_correct=[1] * 4, zeroed_correct=[1] * 4,
-            bytes_down=0, bytes_up=0, seconds=0.0,
+            bytes_down=3_000_000, bytes_up=1_000_000, seconds=0.0,
         )  # fmt: skip
         RunFolder(later).append(last)
     text = written(folder, "report.md")

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from hyperfed.errors import UserError, one_line
+from hyperfed.methods import METHODS
 from hyperfed.metrics import ACCURACY
 from hyperfed.runs import folder
 from hyperfed.runs.folder import RunRecord
 from hyperfed.runs.measures import over_clients, weighted_mean
-from hyperfed.runs.numbers import numbers, numbers_of_sizes
-from hyperfed.runs.records import Evaluation
+from hyperfed.runs.numbers import numbers, numbers_of_choice, numbers_of_sizes
+from hyperfed.runs.records import REHEARSAL, Evaluation, deciding
 
 COUNTS = ("seed", "rounds", "best_round", "bytes_down", "bytes_up")
 """Whole numbers that every summary has."""
@@ -107,6 +108,8 @@ def _check_numbers(
     best, metric = tested[summary["best_round"]], summary.get("metric", ACCURACY.name)
     novel = next((e for e in evaluations if e.split == "novel"), None)
     expected = {"metric": best.metric} | numbers(best, novel, summary.get(f"others_{metric}"))
+    expected |= {key: getattr(tested[rounds], key) for key in ("bytes_down", "bytes_up")}
+    expected |= _chosen_by(config["method"]["name"], evaluations, best.round)
     if isinstance(sizes := summary.get("sizes", []), list) and len(sizes) == len(best.clients):
         expected |= numbers_of_sizes(best, sizes)
     elif sizes:
@@ -116,6 +119,19 @@ def _check_numbers(
     for key, value in expected.items():
         if key in found and not _same(found[key], value):
             raise _wrong(f"the summary's {key}", f"that of the metrics, {value}", found[key])
+
+
+def _chosen_by(method: str, evaluations: Sequence[Evaluation], best: int) -> dict[str, Any]:
+    """Returns what a summary may say of the data by which its best round was chosen.
+
+    That is nothing where a method rehearses and the metrics do not tell of it, as before they did.
+    """
+    split = deciding(evaluations)
+    rehearses = method in METHODS and METHODS[method].Server.rehearse is not None
+    if rehearses and split != REHEARSAL:
+        return {}
+    found = (e for e in evaluations if (e.round, e.split) == (best, split))
+    return next((numbers_of_choice(e) for e in found), {})
 
 
 def _check_clients(of: Evaluation) -> None:

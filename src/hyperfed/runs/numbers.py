@@ -28,6 +28,15 @@ def numbers(test: Evaluation, novel: Evaluation | None, others: Number) -> dict[
     return found | numbers_of_novel(test, novel)
 
 
+def numbers_of_choice(val: Evaluation) -> dict[str, Any]:
+    """Returns the numbers by one of which the best round was chosen.
+
+    Args:
+        val: of known clients at the best round, of the split that decides.
+    """
+    return {f"val_{name}": val.value(name) for name in _named(val)}
+
+
 def numbers_of_novel(test: Evaluation, novel: Evaluation | None) -> dict[str, Any]:
     """Returns the part of these numbers that is of clients that joined afterwards.
 
