@@ -1,5 +1,8 @@
 """Networks that run with the weights of a tree, against those that hold these weights."""
 
+import copy
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -45,6 +48,28 @@ def test_a_network_runs_with_the_weights_of_a_tree_wherever_it_keeps_them() -> N
         torch.testing.assert_close(output, other.train(train)(x))
         torch.testing.assert_close(model["norm.running_mean"], other.norm.running_mean)
     torch.testing.assert_close(trees.model_of(ours), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("copied", [lambda net: net, copy.deepcopy, trees.copied])
+def test_parts_that_come_in_another_mode_train_as_if_they_had_come_in_this(
+    copied: Callable[[nn.Module], nn.Module],
+) -> None:
+    """Such as a pretrained body; what of it is frozen stays in evaluation, however it came."""
+    still = nn.BatchNorm1d(FEATURES).requires_grad_(False)
+    body = nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Dropout(0.5)).eval()
+    whole = copied(nn.Sequential(still, body).double())
+    model = trees.model_of(whole)
+    x = 3 + torch.randn(8, FEATURES, dtype=torch.float64, generator=generator(0, "x"))
+    with seeded(0, "dropout"):
+        first, buffers = functional.forward(whole, model, x)
+    before = still.eval()(x)
+    with seeded(0, "dropout"):
+        torch.testing.assert_close(first, copy.deepcopy(body).train()(before))
+    torch.testing.assert_close(buffers["1.0.running_mean"], 0.1 * before.mean(dim=0))
+    functional.apply(whole, model, x)
+    with seeded(0, "dropout"):
+        again, _ = functional.forward(whole, model, x)
+    assert torch.equal(first, again)  # whether there was an evaluation or not
 
 
 def test_what_has_one_value_for_each_channel_is_normalised_as_in_evaluation() -> None:

@@ -77,7 +77,10 @@ def _spared(norms: Iterable[_BatchNorm]) -> Iterator[None]:
 
 
 class _Places:
-    """Where a network keeps each entry of its model, found once.
+    """Where a network keeps each entry of its model, found once, at its first use.
+
+    From then on all its parts are in the mode of the network itself. They may come in another, such
+    as a pretrained body in evaluation within a new network.
 
     ``torch.func.functional_call`` finds them anew at every call, which takes as long as the forward
     pass of a small network. A tensor that has two places has the name of the first.
@@ -103,6 +106,7 @@ class _Places:
         self.norms = [part for part in trained if isinstance(part, _BatchNorm)]
         self._of_buffers = [place for place in self.places if place[0] in self.buffers]
         self._still = [part for part in frozen if any(True for _ in part.buffers(recurse=False))]
+        module.train(module.training)
         self.hold_still()
 
     def hold_still(self) -> None:
