@@ -360,6 +360,18 @@ def test_images_of_a_data_set_are_normalised_before_a_network_of_a_file(tmp_path
         tasks.build(beside, seed=0)
 
 
+def test_features_of_an_example_do_not_depend_on_which_others_come_with_it():
+    net = made()
+    net.body[1] = nn.BatchNorm1d(8, track_running_stats=False, dtype=torch.float64)
+    net.body.requires_grad_(False)
+    told = r"by itself, but its batch-norm {} keeps no statistics"
+    for prefix, name in ((net.body, "1"), (nn.Sequential(net.body), r"0\.1")):
+        with pytest.raises(UserError, match=told.format(name)):
+            a_task(net if prefix is net.body else nn.Linear(8, 3).double(), prefix)
+    with pytest.raises(UserError, match=told.format("BatchNorm1d")):
+        a_task(nn.Linear(6, 3).double(), nn.BatchNorm1d(6, track_running_stats=False).double())
+
+
 def test_sites_hold_features_themselves():
     config = tasks.TaskConfig(model="mlp", prefix="features")
     frame = Frame(known=2, novel=0, shape=(6,), dtype="torch.float32", classes=3)

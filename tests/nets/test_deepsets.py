@@ -168,6 +168,26 @@ def test_texts() -> None:
     assert encoder(torch.randint(30, (3, 7))).shape == (4,)
 
 
+def normed(norm: nn.Module, *, frozen: bool = False) -> nn.Sequential:
+    """With a normalisation before the first linear layer and another one after it."""
+    stem = nn.Sequential(nn.Conv1d(1, 4, 3), norm).requires_grad_(not frozen)
+    tail = nn.BatchNorm1d(6, track_running_stats=False)
+    return nn.Sequential(stem, nn.Flatten(), nn.Linear(12, 6), tail, nn.Linear(6, 3)).double()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_bounded_one_has_no_layer_that_mixes_samples_in_evaluation(frozen: bool) -> None:
+    mixing = normed(nn.BatchNorm1d(4, track_running_stats=False), frozen=frozen)
+    with pytest.raises(UserError, match=r"by itself, but the target's batch-norm 0\.1 keeps no"):
+        DeepSet(mixing, 3, units=4, bounded=True)
+    assert DeepSet(mixing, 3, units=4).eval()(draw(6, 1, 5)).shape == (3,)
+    for norm in (nn.BatchNorm1d(4), nn.InstanceNorm1d(4), nn.GroupNorm(2, 4)):
+        encoder = DeepSet(normed(norm, frozen=frozen), 3, units=4, bounded=True).eval()
+        x = draw(6, 1, 5)
+        alone = torch.stack([encoder(row[None]) for row in x])
+        torch.testing.assert_close(encoder(x), alone.mean(0), **CLOSE)
+
+
 def test_errors() -> None:
     with pytest.raises(UserError, match=r"a linear layer, got a Conv2d without one; choose"):
         DeepSet(nn.Conv2d(1, 1, 3), 4)

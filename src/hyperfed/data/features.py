@@ -17,6 +17,7 @@ from hyperfed.data.examples import Normalize, fingerprint_of_frozen, hash_of
 from hyperfed.data.hub import bar
 from hyperfed.errors import UserError
 from hyperfed.federation import EVALUATION_BATCH
+from hyperfed.nets.anatomy import mixing_norms
 from hyperfed.nets.pretrained import is_peft
 
 Beginning = str | nn.Module | Callable[[Tensor], Tensor]
@@ -120,9 +121,15 @@ def check(
         batch: some normalised examples.
 
     Raises:
-        UserError: it fails on the batch, gives no row for each example, or something else in the
-            network takes examples, too.
+        UserError: it fails on the batch, gives no row for each example, has batch-norm without
+            statistics, or something else in the network takes examples, too.
     """
+    if isinstance(net, nn.Module) and (names := mixing_norms(net)):
+        raise UserError(
+            "a prefix must make features of each example by itself, but its batch-norm "
+            f"{names[0] or type(net).__name__} keeps no statistics and takes those of all that "
+            "come together; give it track_running_stats=True, or choose a part before it"
+        )
     try:
         features = Prefix(Normalize((), ()), net)(batch)
     except Exception as error:  # whatever a user's network raises is to be told

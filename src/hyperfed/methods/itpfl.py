@@ -248,9 +248,11 @@ class Client(federation.Client):
     def describe(self, encoder: Model) -> Tree:
         """Returns {"descriptor": (l,)}, the mean over batches of all inputs; no label is read.
 
-        A novel client adds its noise here.
+        A novel client adds its noise here. What that is to hide goes through the network sample by
+        sample, whatever layers of the user's mix the samples of a batch.
         """
-        inputs = (batch.x for batch in self.draw_batches(Epochs(1, self.config.batch_size)))
+        size = 1 if self.novel and self.config.bounded else self.config.batch_size
+        inputs = (batch.x for batch in self.draw_batches(Epochs(1, size)))
         descriptor = mean_output(self.network("encoder"), encoder, inputs)
         if self.novel:
             moved = sensitivity(bound=1, lipschitz=1, samples=len(self.train))

@@ -88,6 +88,18 @@ def batch_norm_names(model: nn.Module) -> tuple[str, ...]:
     )
 
 
+def mixing_norms(model: nn.Module) -> list[str]:
+    """Names batch-norm that keeps no statistics, frozen or not.
+
+    In evaluation, too, what it makes of an example depends on which others are in the batch.
+    """
+    return [
+        name
+        for name, part in model.named_modules()
+        if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.running_mean is None
+    ]
+
+
 def layers_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Divides a model's entries into layers, as pFedLA weighs them.
 

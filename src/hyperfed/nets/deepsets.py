@@ -10,7 +10,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from hyperfed import trees
 from hyperfed.errors import UserError
-from hyperfed.nets.anatomy import trained_layers
+from hyperfed.nets.anatomy import mixing_norms, trained_layers
 from hyperfed.nets.pretrained import compute_in_own_precision
 
 
@@ -25,7 +25,8 @@ class DeepSet(nn.Module):
     Bounded (section 7): every sample goes through all layers by itself, onto the unit sphere, and
     the descriptor is the plain mean, both in float64. In whatever precision the layers compute,
     replacing one of n samples moves it by at most 2 / n. A maximum could move by as much as its
-    whole range, whatever n.
+    whole range, whatever n; and so could a mean, by layers that mix the samples of a batch. Batch-
+    norm does in training, and in evaluation where it keeps no statistics, which is refused.
 
     It starts as He et al. (2015) start networks with ReLU. From PyTorch's own start, in which each
     layer makes differences smaller, all clients get nearly one descriptor, and keep it in training.
@@ -43,7 +44,8 @@ class DeepSet(nn.Module):
         bounded: whether samples are mapped onto the unit sphere and averaged.
 
     Raises:
-        UserError: the target has no linear layer, or a size is out of range.
+        UserError: the target has no linear layer, a size is out of range, or it is bounded and
+            batch-norm before that layer keeps no statistics.
     """
 
     def __init__(
@@ -61,6 +63,12 @@ class DeepSet(nn.Module):
         ]
         self.bounded = bounded
         self.features = _features(target, units, dtype)
+        if bounded and (names := mixing_norms(self.features)):
+            raise UserError(
+                "a bounded deep set must encode each sample by itself, but the target's batch-norm "
+                f"{names[0].removeprefix('0.')} keeps no statistics and takes those of all; give "
+                "it track_running_stats=True, or leave out what is private (private, epsilon)"
+            )
         self.layers = _layers([units, *widths[:-1], descriptor_size]).to(dtype)
         for _, part in trained_layers(self):
             if isinstance(part, nn.Linear | _ConvNd):

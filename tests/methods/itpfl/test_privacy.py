@@ -93,6 +93,28 @@ def test_replacing_a_sample_moves_what_is_sent_by_at_most_2_over_n() -> None:
         assert (reply_of(changed, 3) - before).norm() <= 2 / 9
 
 
+class Mixing(torch.nn.Module):
+    """Sees each sample beside the mean of its batch, which no type of a layer tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = torch.nn.Linear(FEATURES, 4)
+        self.head = torch.nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.head(torch.tanh(self.body(x - x.mean(dim=0) / 2)))
+        return output
+
+
+def test_what_noise_is_to_hide_goes_through_the_network_sample_by_sample() -> None:
+    """Of known clients, who answer without noise, in batches."""
+    ours = federation(net=Mixing, settings={"private": True, "batch_size": 100})
+    for client, mixed in ((3, False), (1, True)):
+        x = inputs(ours, client)
+        seen = x - (x.mean(dim=0) if mixed else x) / 2
+        close(reply_of(ours, client), encode(encoder_of(ours), seen, bounded=True))
+
+
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 def test_the_sensitivity_holds_in_whatever_precision_clients_compute(
     precision: str, monkeypatch: pytest.MonkeyPatch
@@ -108,7 +130,7 @@ def test_the_sensitivity_holds_in_whatever_precision_clients_compute(
     linear = torch.nn.Linear(FEATURES, CLASSES, bias=False)
     task = make_task(examples=(5, 5, 5, 400), novel=1, models={"base": linear})
     settings = SETTINGS | {"epsilon": 0.3, "batch_size": 32}
-    one = 1e6 * torch.randn(20, FEATURES, generator=generator(0))
+    one = 1e6 * torch.randn(4, FEATURES, generator=generator(0))
     for row in [each for pair in zip(one, -one, strict=True) for each in pair]:
         x = task.x.float()
         x[task.train[3][7]] = row
