@@ -124,6 +124,21 @@ def test_a_maximum_has_no_such_sensitivity() -> None:
     assert (encoder(changed) - encoder(x)).norm() > 10 * sensitivity(1, 1, 400)
 
 
+def test_of_what_it_keeps_of_a_target_only_trained_weights_of_convolutions_are_drawn() -> None:
+    """A frozen one is in the target's own memory, also where its bias is trained."""
+    torch.manual_seed(0)
+    frozen, made, trained = nn.Conv1d(1, 4, 3), weight_norm(nn.Conv1d(4, 4, 3)), nn.Conv1d(4, 4, 3)
+    frozen.weight.requires_grad_(False)
+    norm = nn.BatchNorm1d(4)
+    nn.init.normal_(norm.weight)
+    target = nn.Sequential(frozen, made, trained, norm, nn.Flatten(), nn.Linear(12, 3)).double()
+    before = {name: value.clone() for name, value in target.state_dict().items()}
+    kept = DeepSet(target, 3, units=4).features[0].state_dict()
+    for name, value in target.state_dict().items():
+        assert torch.equal(value, before[name]), name
+        assert name.startswith("5.") or torch.equal(value, kept[name]) == (name != "2.weight"), name
+
+
 @pytest.mark.parametrize("name", ["lenet", "omniglot_net", "mlp", "lenet_bn", "pfedkt_cnn"])
 @pytest.mark.parametrize("bounded", [False, True])
 def test_it_encodes_for_every_target(name: str, bounded: bool) -> None:

@@ -28,8 +28,9 @@ class DeepSet(nn.Module):
     whole range, whatever n; and so could a mean, by layers that mix the samples of a batch. Batch-
     norm does in training, and in evaluation where it keeps no statistics, which is refused.
 
-    It starts as He et al. (2015) start networks with ReLU. From PyTorch's own start, in which each
-    layer makes differences smaller, all clients get nearly one descriptor, and keep it in training.
+    Its linear layers and convolutions start as He et al. (2015) start networks with ReLU. From
+    PyTorch's own start, in which each layer makes differences smaller, all clients get nearly one
+    descriptor, and keep it in training.
 
     Attributes:
         features: the target with ``units`` outputs in its first linear layer, and without the
@@ -38,7 +39,7 @@ class DeepSet(nn.Module):
 
     Args:
         target: the target network. Its layers must be used in the order of their definition. It is
-            copied, without its weights but for frozen ones and those of adapters beside them.
+            copied; of what it keeps, the weights of convolutions that are trained are drawn anew.
         descriptor_size: l.
         units: outputs of the layer before pooling; an even number.
         bounded: whether samples are mapped onto the unit sphere and averaged.
@@ -71,8 +72,9 @@ class DeepSet(nn.Module):
             )
         self.layers = _layers([units, *widths[:-1], descriptor_size]).to(dtype)
         for _, part in trained_layers(self):
-            if isinstance(part, nn.Linear | _ConvNd):
-                nn.init.kaiming_normal_(part.weight, nonlinearity="relu")
+            weight = trees.parameters_of(part).get("weight")
+            if weight is not None and isinstance(part, nn.Linear | _ConvNd):
+                nn.init.kaiming_normal_(weight, nonlinearity="relu")
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the descriptor (l,) of a batch (B, ...) of inputs as the target takes them.
