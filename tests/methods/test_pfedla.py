@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from toys import (
     client_loss,
     logits,
     make_task,
+    torch_sgd,
 )
 
 CLOSE: dict[str, Any] = {"rtol": 1e-8, "atol": 1e-12}
@@ -571,6 +573,18 @@ def test_a_novel_client_starts_from_the_mean_of_the_models_of_its_size() -> None
         torch.testing.assert_close(ours[name], value[1], **CLOSE)  # client 1 alone is as large
     initial = task.outline().initial("L")
     assert (ours["body.weight"] - initial["body.weight"]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_novel_client_of_a_size_that_nobody_has_starts_from_its_initial_model(steps: int) -> None:
+    task = replace(two_sizes(novel=1), sizes=("S", "S", "S", "L"))
+    federation = Federation("pfedla", task, **ONE_STEP, **SERVER, novel_steps=steps)
+    for number in range(2):  # the server has met everyone
+        federation.round([0, 1, 2], number)
+    expected = task.outline().initial("L")
+    if steps:
+        expected = torch_sgd(task, 3, expected, 1, lr=0.1)
+    torch.testing.assert_close(federation.personal(3), expected, **CLOSE)
 
 
 def test_of_several_sizes_each_client_s_hypernetwork_makes_one_step() -> None:

@@ -18,7 +18,8 @@ Evaluated: the mixture (with the retained layers). The paper's objective (eq. 7)
 mixture; whether its section 4 tests that or the model trained from it is left open:
 ``evaluated="trained"`` tests the latter, theta_i. A novel client, of which the paper has none, is
 sent the mean of all theta_j, and may train it for ``novel_steps`` steps. In a task with several
-target sizes a client is mixed from the clients of its own size.
+target sizes a client is mixed from the clients of its own size; where none has it, a novel client
+is sent that size's initial model.
 """
 
 from collections.abc import Mapping
@@ -226,18 +227,23 @@ class Server(federation.Server):
             self.members[size][ids] = size == clients.size
 
     def personalize(self, clients: Cohort) -> Tree | Each:
-        """Sends the mixtures, or the mean of all models to a novel client."""
+        """Sends the mixtures; to novel clients one model for all of a size."""
         size = clients.size
         if clients.novel:
-            mean = trees.weighted_mean(self.trained[size], self.members[size])
+            model = self.novel_model(size)
             if not self.config.novel_steps:
-                return mean
+                return model
             batches = Steps(self.config.novel_steps, self.config.batch_size)
-            return Each(clients.ask(Client.train_model, mean, batches=batches))
+            return Each(clients.ask(Client.train_model, model, batches=batches))
         if self.config.evaluated == "trained":
             return Each(trees.take(self.trained[size], clients.ids))
         mixture, sent = self.mix(clients)
         return Each(trees.detach(mixture), sent)
+
+    def novel_model(self, size: str) -> Model:
+        """Returns the mean of all models of a size, its initial one where nobody has it."""
+        trained, members = self.trained[size], self.members[size]
+        return trees.weighted_mean(trained, members) if members.any() else trees.take(trained, 0)
 
     def diagnostics(self) -> Tree:
         """Returns alpha of every client as {"weights": {size: {layer: (n, n)}}}.
