@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from hyperfed import functional, trees
 from hyperfed.system.randomness import generator, seeded
@@ -119,6 +120,18 @@ def test_features_of_tokens_that_count_nothing_are_zero(tail: nn.Module, masked:
     assert torch.equal(found, expected.flatten(1))
     _, plain = functional.outputs_and_features(net, trees.model_of(net), x)
     assert torch.equal(plain, seen.flatten(1))
+
+
+@pytest.mark.parametrize("made", [weight_norm, spectral_norm])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_layer_whose_weight_is_made_from_another_is_the_last(
+    made: Callable[[nn.Module], nn.Module], bias: bool
+) -> None:
+    net = nn.Sequential(made(nn.Linear(FEATURES, 4)), made(nn.Linear(4, 2, bias=bias))).double()
+    x = torch.randn(6, FEATURES, dtype=torch.float64, generator=generator(0, "x"))
+    output, found = functional.outputs_and_features(net, trees.model_of(net), x)
+    torch.testing.assert_close(found, net.eval()[0](x))
+    torch.testing.assert_close(output, net(x))
 
 
 def test_buffers_that_a_network_assigns_to_are_kept_in_training_alone() -> None:

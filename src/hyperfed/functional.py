@@ -140,8 +140,8 @@ def outputs_and_features(
 ) -> tuple[Tensor, Tensor]:
     """Runs ``module`` as :func:`apply` does and also returns what goes into its last layer.
 
-    The last layer is the last module, as defined, that has parameters to train: the head of one
-    layer.
+    The last layer is the last module, as defined, that has parameters to train, or a weight that is
+    made from such: the head of one layer.
 
     Args:
         module: the architecture; its own weights are not used. It must not be shared by threads.
@@ -157,7 +157,7 @@ def outputs_and_features(
     Raises:
         UserError: what is last is not a layer but its adapter.
     """
-    *_, last = filter(trees.is_trained, module.modules())
+    *_, (_, last) = trees.trained_parts(module)
     if last in trees.adapter_parts(module):
         raise UserError(
             f"features are what goes into a target's last layer, but of a {type(module).__name__} "

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from hyperfed.errors import UserError
 from hyperfed.nets import MLP, LeNet, LeNetBN, OmniglotNet, descriptors
@@ -190,6 +191,16 @@ def test_a_target_of_regression_is_seen_as_it_is() -> None:
     torch.testing.assert_close(net(x, y), hidden @ last.weight.T + last.bias)
     expected = y[:, None] * label_map.linear.weight[:, 0] + label_map.linear.bias
     torch.testing.assert_close(label_map(x, y), expected)
+
+
+def test_a_layer_whose_weight_is_made_from_another_is_the_first_or_the_last() -> None:
+    """Also without a bias, where it has no parameter of its own."""
+    layers = [weight_norm(nn.Linear(*shape, bias=False)) for shape in ((6, 5), (5, 2))]
+    net = copy_of(nn.Sequential(layers[0], nn.ReLU(), layers[1]))
+    x, first, last = draw(len(LABELS), 6), net.net[0], net.net[2]
+    hidden = x @ first.weight[:, :6].T + first.weight[:, 6 + LABELS].T
+    expected = hidden.relu() @ last.weight.T + last.bias
+    torch.testing.assert_close(net(x, LABELS), expected, rtol=1e-10, atol=1e-12)
 
 
 def test_a_target_without_a_linear_layer_cannot_be_copied() -> None:

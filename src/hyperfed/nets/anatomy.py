@@ -139,11 +139,7 @@ def layers_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
 def trained_layers(network: nn.Module) -> list[tuple[str, nn.Module]]:
     """Returns (name, module) of those that have parameters to train, adapters' apart."""
     beside = trees.adapter_parts(network)
-    return [
-        (name, part)
-        for name, part in network.named_modules()
-        if trees.is_trained(part) and part not in beside
-    ]
+    return [(name, part) for name, part in trees.trained_parts(network) if part not in beside]
 
 
 class _Part(NamedTuple):
@@ -158,15 +154,10 @@ class _Part(NamedTuple):
 def _parts(model: nn.Module) -> Iterator[_Part]:
     """Yields the modules of a network in the order of definition.
 
-    What a weight is made from (``torch.nn.utils.parametrizations``) is of the module that has it.
+    What a weight is made from is of the module that has the weight.
     """
     trained, moving = trees.parameters_of(model), trees.buffers_of(model)  # a tied one once
-    owner = {
-        part: module
-        for module in model.modules()
-        if is_parametrized(module)
-        for part in module.get_submodule("parametrizations").modules()
-    }
+    owner = trees.owners(model)
     parameters: defaultdict[nn.Module, list[str]] = defaultdict(list)
     buffers: defaultdict[nn.Module, list[str]] = defaultdict(list)
     for prefix, module in model.named_modules():

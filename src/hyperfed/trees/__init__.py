@@ -39,7 +39,9 @@ from hyperfed.trees.modules import (
     frozen_parts,
     is_trained,
     model_of,
+    owners,
     parameters_of,
+    trained_parts,
 )
 
 __all__ = [
@@ -68,6 +70,7 @@ __all__ = [
     "leaves",
     "mapped",
     "model_of",
+    "owners",
     "parameters_of",
     "partition",
     "pull_back",
@@ -78,6 +81,7 @@ __all__ = [
     "subtract",
     "take",
     "to",
+    "trained_parts",
     "tree_map",
     "weighted_mean",
 ]

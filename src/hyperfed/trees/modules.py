@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from hyperfed.trees.arithmetic import Model
 
@@ -23,6 +24,28 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
 def is_trained(part: nn.Module) -> bool:
     """Returns whether a part of a network has parameters of its own that are trained."""
     return any(parameter.requires_grad for parameter in part.parameters(recurse=False))
+
+
+def owners(module: nn.Module) -> dict[nn.Module, nn.Module]:
+    """Returns {part: the module whose it is} of all that weights of a network are made from.
+
+    Such as by ``torch.nn.utils.parametrizations.weight_norm``.
+    """
+    owner: dict[nn.Module, nn.Module] = {}
+    for part in module.modules():
+        if is_parametrized(part) and part not in owner:
+            owner |= dict.fromkeys(part.get_submodule("parametrizations").modules(), part)
+    return owner
+
+
+def trained_parts(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Returns (name, part) of those with parameters of their own to train, as they are defined.
+
+    What a weight is made from is of the part that has the weight.
+    """
+    owner = owners(module)
+    trained = {owner.get(part, part) for part in filter(is_trained, module.modules())}
+    return [(name, part) for name, part in module.named_modules() if part in trained]
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor]:
