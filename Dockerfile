@@ -15,6 +15,7 @@ RUN useradd --uid 10001 --create-home hyperfed && install -d -o hyperfed -m 0700
 
 COPY constraints.txt pyproject.toml README.md LICENSE /build/
 COPY src /build/src
+COPY experiments /build/experiments
 RUN pip install -c /build/constraints.txt ${TORCH_ARGS} torch \
  && pip install -c /build/constraints.txt "/build[flower]" \
  && rm -r /build

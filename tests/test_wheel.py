@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -19,18 +20,42 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture
 def installed(tmp_path):
     """A folder with the package as a wheel has it."""
-    (wheel,) = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
+    return unpacked(ROOT, tmp_path)
+
+
+def unpacked(checkout, folder):
+    """Returns a folder below ``folder`` with what a wheel of a checkout has."""
+    (wheel,) = WheelBuilder(str(checkout)).build(directory=str(folder), versions=["standard"])
     with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path / "installed")
-    return tmp_path / "installed"
+        archive.extractall(folder / "installed")
+    return folder / "installed"
 
 
 def files(folder):
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
+def copy(source, target):
+    """Does what COPY of a Dockerfile does: of a folder what is in it, of a file itself."""
+    if source.is_dir():
+        shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+    else:
+        target.mkdir(exist_ok=True)
+        shutil.copy(source, target)
+
+
 def test_a_wheel_has_the_papers_tables(installed):
     assert files(installed / "hyperfed" / "experiments") == files(ROOT / "experiments")
+
+
+def test_a_wheel_is_built_of_what_the_dockerfile_copies(installed, tmp_path):
+    before, _, _ = (ROOT / "Dockerfile").read_text().partition("RUN pip install")
+    for line in before.splitlines():
+        if line.startswith("COPY "):
+            *sources, target = line.split()[1:]
+            for source in sources:
+                copy(ROOT / source, tmp_path / target.strip("/"))
+    assert files(unpacked(tmp_path / "build", tmp_path / "image")) == files(installed)
 
 
 @pytest.mark.slow
