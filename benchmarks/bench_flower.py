@@ -22,7 +22,7 @@ from hyperfed.runs import config
 from hyperfed.runs.run import Run
 
 if find_spec("flwr") is None:
-    pytest.skip("NOT MEASURED: pip install 'hyperfed[flower]'", allow_module_level=True)
+    pytest.skip("NOT MEASURED: pip install -e '.[flower]'", allow_module_level=True)
 
 from engines.flower.deployment import Deployment, deployed
 from processes import descendants, name_of

@@ -49,7 +49,7 @@ def test_one_copy_of_a_frozen_backbone(
 ) -> None:
     of = {"ray": "ray", "flower": "flwr"}.get(engine)
     if of and find_spec(of) is None:
-        pytest.skip(f"NOT MEASURED: pip install 'hyperfed[{engine}]'")
+        pytest.skip(f"NOT MEASURED: pip install -e '.[{engine}]'")
     clients = FEW if tiny else MANY
     script = str(Path(__file__).with_name("frozen.py"))
     command = [sys.executable, script, engine, FROZEN, str(clients)]

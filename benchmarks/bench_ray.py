@@ -64,7 +64,7 @@ def sizes(tiny: bool) -> Sizes:
 @pytest.fixture
 def engines(sizes: Sizes) -> Iterator[dict[str, Engine]]:
     if find_spec("ray") is None:
-        pytest.skip("NOT MEASURED: pip install 'hyperfed[ray]'")
+        pytest.skip("NOT MEASURED: pip install -e '.[ray]'")
     held_out = sizes.cohort  # nobody is evaluated here
     task = make_task(sizes.cohort, train=sizes.cohort * sizes.examples, held_out=held_out)
     options: dict[str, Any] = {"seed": 0, "workers": WORKERS, "cores_per_client": 1}

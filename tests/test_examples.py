@@ -75,7 +75,7 @@ runpy.run_path(sys.argv[1])["main"](rounds=1, epochs=1)
 
 @pytest.mark.slow
 def test_the_adapters_are_trained_by_every_method_and_one_is_handed_out(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft", reason="pip install 'hyperfed[peft]'")
+    peft = pytest.importorskip("peft", reason="pip install -e '.[peft]'")
     said = run(tmp_path, "-c", ADAPTERS, str(ROOT / "examples" / "adapters.py"))
     whole, own = map(int, re.findall(r"Of (\d+) numbers of the network (\d+)", said)[0])
     assert own < whole / 5

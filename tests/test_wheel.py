@@ -78,7 +78,7 @@ def test_a_table_is_reproduced_without_a_checkout(installed, tmp_path):
 
 class TestHome:
     def test_ones_own_experiments_go_before_those_of_the_package(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(experiments, "INSTALLED", tmp_path / "installed")
+        monkeypatch.setattr(experiments, "PAPERS", (tmp_path / "installed",))
         monkeypatch.chdir(tmp_path)
         assert experiments.home() == Path("experiments")  # there are no others
         (tmp_path / "installed").mkdir()
@@ -86,6 +86,11 @@ class TestHome:
         assert experiments.home() == tmp_path / "installed"  # here there are none
         (tmp_path / "experiments" / "mine.toml").write_text('method = "local"\n')
         assert experiments.home() == Path("experiments")
+
+    def test_outside_a_checkout_its_tables_are_found(self, tmp_path, monkeypatch):
+        """So it is with ``pip install -e``, which copies nothing."""
+        monkeypatch.chdir(tmp_path)
+        assert experiments.home() == ROOT / "experiments"
 
     def test_a_folder_without_any_says_so(self, tmp_path):
         with pytest.raises(

@@ -145,7 +145,7 @@ def test_every_example_is_in_its_row_where_there_are_several_batches():
 
 @pytest.mark.xdist_group("adapters")  # which import it
 def test_the_part_of_a_model_of_peft_has_the_name_it_had_before():
-    peft = pytest.importorskip("peft", reason="pip install 'hyperfed[peft]'")
+    peft = pytest.importorskip("peft", reason="pip install -e '.[peft]'")
     net = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5), nn.Linear(5, 3)).double()
     lora = peft.LoraConfig(r=2, target_modules=["1"], modules_to_save=["2"])
     model = peft.get_peft_model(net, lora)

@@ -34,7 +34,7 @@ pytestmark = [
     pytest.mark.xdist_group("adapters"),  # which share what takes seconds to import
     pytest.mark.skipif(
         find_spec("peft") is None or find_spec("transformers") is None,
-        reason="NOT TESTED: pip install 'hyperfed[peft]'",
+        reason="NOT TESTED: pip install -e '.[peft]'",
     ),
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
 ]

@@ -171,7 +171,7 @@ def test_what_onnx_needs_is_told(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     pytest.importorskip("onnx", reason="NOT TESTED: what to install, as onnx is not there")
     task = images()
-    with pytest.raises(UserError, match=r"not installed \(onnxscript\); pip install 'hyperfed\[on"):
+    with pytest.raises(UserError, match=r"not installed \(onnxscript\); pip install 'onnx>="):
         export_model(task.models["base"], task, tmp_path / "model.onnx")
 
 

@@ -231,7 +231,7 @@ def test_the_project_of_wandb_is_the_environments_or_ours(monkeypatch, tmp_path)
 @pytest.mark.parametrize("name", sorted(TRACKERS))
 def test_what_is_not_installed_is_told_before_anything_is_written(name, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, PACKAGES[name], None)
-    with pytest.raises(hyperfed.UserError, match=rf"pip install 'hyperfed\[{name}\]'"):
+    with pytest.raises(hyperfed.UserError, match=f"pip install '{name}>="):
         hyperfed.train("fedavg", out=tmp_path / "runs", track=name, **SMALL)
     assert not list(Path(tmp_path).iterdir())
 

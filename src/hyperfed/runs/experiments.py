@@ -40,8 +40,8 @@ from hyperfed.errors import UserError, fields_wrong, nearest
 from hyperfed.system import toml
 from hyperfed.system.files import check_file
 
-INSTALLED = Path(__file__).parents[1] / "experiments"
-"""Where an installed package has the papers' tables; a checkout has them at its root."""
+PAPERS = tuple(Path(__file__).parents[up] / "experiments" for up in (1, 3))
+"""Where the papers' tables are: in a package from a wheel, and in a checkout, at its root."""
 
 Settings = dict[str, Any]
 """Keys of a run as TOML nests them."""
@@ -434,10 +434,10 @@ def read(path: Path) -> Experiment:
 def home() -> Path:
     """Returns the folder where experiments are looked for: ``experiments`` here, if it holds any.
 
-    Otherwise it is that of the papers' tables that is installed with the package.
+    Otherwise it is that of the papers' tables, which come with the package.
     """
     here = Path("experiments")
-    return here if any(here.rglob("*.toml")) or not INSTALLED.is_dir() else INSTALLED
+    return here if any(here.rglob("*.toml")) else next(filter(Path.is_dir, PAPERS), here)
 
 
 def find(id: str, folder: Path) -> Experiment:

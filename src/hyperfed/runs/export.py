@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from hyperfed.data.examples import Normalize
 from hyperfed.data.features import Prefix
 from hyperfed.errors import UserError
+from hyperfed.system.extras import how_to_install
 from hyperfed.system.files import atomic_write
 from hyperfed.task import Task
 
@@ -195,7 +196,7 @@ def _onnx(portable: Portable, example: Tensor, about: str) -> bytes:
     except ImportError as error:
         raise UserError(
             "format=onnx must have onnx and onnxscript, which are not installed "
-            f"({error.name}); pip install 'hyperfed[onnx]'"
+            f"({error.name}); {how_to_install('onnx')}"
         ) from error
     with _quietly(), _traced("onnx"):
         program = torch.onnx.export(

@@ -21,6 +21,7 @@ from hyperfed.runs.config import flat, to_dict
 from hyperfed.runs.folder import RunFolder
 from hyperfed.runs.records import Evaluation
 from hyperfed.runs.settings import RunConfig, TrackerName
+from hyperfed.system.extras import how_to_install
 from hyperfed.system.files import atomic_write, refused
 
 Record = Callable[[Mapping[str, Evaluation]], None]
@@ -284,7 +285,7 @@ def _package(name: str) -> Any:
     except ImportError as error:
         raise UserError(
             f"track={name} must have {name}, which is not installed ({error}); "
-            f"pip install 'hyperfed[{name}]'"
+            f"{how_to_install(name)}"
         ) from error
 
 

@@ -38,7 +38,7 @@ from toys import Federation, Normed, Stemmed, lengths, make_task, recorded, shor
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.xdist_group("ray"),
-    pytest.mark.skipif(find_spec("ray") is None, reason="NOT TESTED: pip install 'hyperfed[ray]'"),
+    pytest.mark.skipif(find_spec("ray") is None, reason="NOT TESTED: pip install -e '.[ray]'"),
 ]
 
 

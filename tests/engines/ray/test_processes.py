@@ -23,7 +23,7 @@ pytestmark = [
     linux,
     pytest.mark.slow,
     pytest.mark.xdist_group("ray processes"),
-    pytest.mark.skipif(find_spec("ray") is None, reason="NOT TESTED: pip install 'hyperfed[ray]'"),
+    pytest.mark.skipif(find_spec("ray") is None, reason="NOT TESTED: pip install -e '.[ray]'"),
 ]
 
 KEYS = ["rounds=5", "evaluate_every=1", "task.clients=4", "cohort=3", "method.local_steps=2"]

@@ -46,6 +46,7 @@ from hyperfed.runs.export import export_model
 from hyperfed.runs.settings import RunConfig
 from hyperfed.system import toml
 from hyperfed.system.devices import find_device
+from hyperfed.system.extras import how_to_install
 from hyperfed.system.files import PRIVATE
 from hyperfed.system.locks import Lock
 
@@ -59,7 +60,7 @@ try:
     from flwr.serverapp import Grid, ServerApp
 except ModuleNotFoundError as error:
     raise UserError(
-        "engine=flower must have Flower, which is not installed; pip install 'hyperfed[flower]'"
+        f"engine=flower must have Flower, which is not installed; {how_to_install('flower')}"
     ) from error
 
 server = ServerApp()

@@ -25,6 +25,7 @@ from hyperfed.runs import config as configuration
 from hyperfed.runs.folder import RunFolder
 from hyperfed.runs.settings import RunConfig
 from hyperfed.system import toml
+from hyperfed.system.extras import how_to_install
 
 POLL = 20
 """Seconds between two questions for the status, each of which starts a program of Flower's."""
@@ -80,7 +81,7 @@ class SuperLink:
         if find_spec("flwr") is None:
             raise UserError(
                 "engine=flower must have Flower, which is not installed; "
-                "pip install 'hyperfed[flower]'"
+                f"{how_to_install('flower')}"
             )
         engine = config.engine
         if engine.superlink is None:

@@ -14,6 +14,7 @@ import weakref
 from typing import Any
 
 from hyperfed.errors import UserError
+from hyperfed.system.extras import how_to_install
 
 LOOPBACK = "127.0.0.1"
 REACHABLE_SECONDS = 5.0
@@ -95,8 +96,7 @@ def library() -> Any:
         if error.name != "ray":
             raise
         raise UserError(
-            "engine=ray must find the library Ray, which is not installed; "
-            "pip install 'hyperfed[ray]'"
+            f"engine=ray must find the library Ray, which is not installed; {how_to_install('ray')}"
         ) from error
     return ray
 
