@@ -32,6 +32,8 @@ def test_what_a_file_does_not_name_is_strict(tmp_path: Path) -> None:
     path.write_text("")
     assert read(path) == read(None)
     assert "export" in read(None).refused_steps
+    path.write_text(f"refused_steps = {[*Policy().refused_steps, 'keep', 'join']}")
+    assert {"class_counts", "keep"} < {*read(path).refused_steps}
     assert not {"fedproto", "fedpac"} & {*(read(None).methods or ())}
 
 
@@ -44,6 +46,10 @@ def test_what_a_file_does_not_name_is_strict(tmp_path: Path) -> None:
         ('methods = ["fedavgg"]', "names fedavgg"),
         ("[settings]\nlocal_lr = [1]", "settings.local_lr"),
         ("[settings]\nlocal_stepz = [1, 2]", "bounds local_stepz"),
+        ("[settings]\nlocal_steps = [1000, 10]", "bound local_steps .* has 1000 before 10"),
+        ('refused_steps = ["exprt"]', "refuses exprt; did you mean 'export'"),
+        ('refused_steps = ["memory"]', "refuses memory"),  # of a client, but no step
+        ("val = 0.5\ntest = 0.5", r"leave examples to train on, .* = 0\.5 \+ 0\.5"),
         ("methods = ", "must be a TOML file"),
         (f"smallest_batch = {'9' * 5000}", "must be a TOML file"),
         ("x = " + "[" * 100_000, "must be a TOML file"),

@@ -19,7 +19,8 @@ from pydantic import TypeAdapter, ValidationError
 from hyperfed.data.roster import first_of
 from hyperfed.data.site import SiteData
 from hyperfed.engines.flower.policy import Policy
-from hyperfed.errors import UserError
+from hyperfed.errors import UserError, nearest
+from hyperfed.federation import Client
 from hyperfed.methods import METHODS
 from hyperfed.metrics import METRICS, ON_REQUEST
 from hyperfed.system import toml
@@ -54,22 +55,49 @@ def read(path: Path | None) -> Policy:
         raise UserError(f"{path} must be a policy, but {first_of(error)}") from error
     except (OSError, ValueError) as error:
         raise UserError(f"--policy must be a TOML file, but {path} is not ({error})") from error
-    if unknown := set(policy.methods or ()) - METHODS.keys():
-        raise UserError(f"{path} must name methods of hyperfed, but names {min(unknown)}")
-    known = {field.name for method in METHODS.values() for field in fields(method.Config)}
-    if unknown := policy.settings.keys() - known:
-        raise UserError(f"{path} must bound settings of methods, but bounds {min(unknown)}")
-    if strange := set(policy.metrics) - set(ON_REQUEST):
-        raise UserError(
-            f"{path} must name metrics that are counted for on request, {', '.join(ON_REQUEST)}, "
-            f"but names {min(strange)}"
-        )
+    if wrong := _wrong_names(policy) or _wrong_numbers(policy):
+        raise UserError(f"{path} must {wrong}")
     if policy.methods is None:
         return replace(policy, methods=strict.methods)
     return policy
 
 
 _POLICY_JSON = TypeAdapter(dict[str, object])
+
+
+def _wrong_names(policy: Policy) -> str:
+    """Returns what a policy must name, and what it does; "" where nothing is called otherwise."""
+    if unknown := set(policy.methods or ()) - METHODS.keys():
+        return f"name methods of hyperfed, but names {min(unknown)}"
+    # A name that no step has refuses nothing, in place of what it was meant for.
+    steps = {name for method in METHODS.values() for name in _steps(method.Client)}
+    if unknown := set(policy.refused_steps) - steps:
+        name = min(unknown)
+        return f"refuse steps of methods, but refuses {name}{nearest(name, steps)}"
+    known = {field.name for method in METHODS.values() for field in fields(method.Config)}
+    if unknown := policy.settings.keys() - known:
+        return f"bound settings of methods, but bounds {min(unknown)}"
+    if unknown := set(policy.metrics) - set(ON_REQUEST):
+        return (
+            f"name metrics that are counted for on request, {', '.join(ON_REQUEST)}, but names "
+            f"{min(unknown)}"
+        )
+    return ""
+
+
+def _steps(client: type[Client]) -> set[str]:
+    """Returns the names of what the server may ask of a client."""
+    return {name for name in dir(client) if hasattr(getattr(client, name), "step")}
+
+
+def _wrong_numbers(policy: Policy) -> str:
+    """Returns what numbers of a policy must do together, and which do not; "" for none."""
+    for name, (least, most) in policy.settings.items():
+        if least > most:
+            return f"bound {name} by least and most, but has {least:g} before {most:g}"
+    if policy.val + policy.test >= 1:
+        return f"leave examples to train on, but has val + test = {policy.val:g} + {policy.test:g}"
+    return ""
 
 
 TELLS = {
