@@ -221,6 +221,21 @@ def test_another_methods_key_is_unknown():
     assert bullet.startswith("method.local_steps: must be a key of this run")
 
 
+@pytest.mark.parametrize("named", ["method=plain", "method.name=plain", "method={name='plain'}"])
+def test_another_method_than_the_one_that_was_named_is_refused(tmp_path, named):
+    told = 'method: must be named once, came "hyper" and "plain"; leave one out'
+    # Whose method.lr is, nobody knows.
+    assert errors("hyper", named, "method.lr=-1", "rounds=0") == [
+        told,
+        "rounds: must be greater than 0; came 0",
+    ]
+    assert load("hyper", "method=hyper") == load("hyper")
+    with pytest.raises(UserError, match="2 errors") as caught:  # such as all settings of a run
+        from_keys({**to_dict(load("plain", "method.rate=2")), "rounds": 0})
+    assert told in str(caught.value)
+    assert load(write(tmp_path, 'method = "hyper"'), named).method == "plain"  # a file's own
+
+
 def test_a_value_of_another_type_is_not_bent_into_shape():
     assert len(errors("hyper", "rounds='5'", "seed=true", "engine.workers=2.0")) == 3
 

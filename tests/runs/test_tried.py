@@ -8,7 +8,7 @@ from finished_runs import row
 from hyperfed.errors import UserError
 from hyperfed.metrics import RMSE
 from hyperfed.runs.experiments import MOST_SEEDS
-from hyperfed.runs.tried import best, points
+from hyperfed.runs.tried import best, points, source
 
 RATE = "method.local_lr"
 LOW, MIDDLE, HIGH = ((f"{RATE}={rate}",) for rate in ("1e-3", "0.01", "0.1"))
@@ -42,6 +42,13 @@ def test_what_is_no_grid_is_refused(tried: list[str], message: str) -> None:
     each = [["cohort=2", f"seed={seed}"] for seed in (0, 1)]
     with pytest.raises(UserError, match=message):
         points(tried, each)
+
+
+def test_a_method_that_is_tried_takes_the_place_of_the_one_that_is_named() -> None:
+    assert source((), "fedavg") == source(LOW, "fedavg") == "fedavg"
+    assert source((*LOW, "method=fedper"), "fedavg") == "fedper"
+    assert source(("method.name=fedper",), "fedavg") == "fedper"
+    assert source(("method=fedper",), "mine.toml") == "mine.toml"  # with its other settings
 
 
 def test_the_best_has_the_best_mean_over_seeds_on_validation_data() -> None:

@@ -172,8 +172,9 @@ def _load_all(
     for method in METHODS if source == ALL else [source]:
         try:
             asked += [
-                _Asked(config.load(method, [*settings, *point]), point, len(each) > 1)
+                _Asked(config.load(named, [*settings, *point]), point, len(each) > 1)
                 for point in points
+                for named in [method if source == ALL else tried.source(point, method)]
                 for settings in each
             ]
         except config.TooShortError as error:

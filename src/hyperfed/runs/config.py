@@ -60,15 +60,19 @@ def load(source: str, overrides: Sequence[str] = ()) -> RunConfig:
             which ends in ``.toml``, or of a table and its cell, ``FILE.toml:CELL``
             (:mod:`hyperfed.runs.experiments`).
         overrides: ``key=value`` each. A value is read as a TOML literal; a bare word is a string.
-            Of a key that is given twice the last counts.
+            Of a key that is given twice the last counts. A file may be run with another ``method``,
+            in the place of a method that was named there can be no other.
 
     Raises:
         UserError: lists all errors at once.
     """
     problems: list[str] = []
-    file = experiments.split(source)
-    written = _read(Path(file[0]), file[1]) if file else {"method.name": source}
-    return _build(written | dict(_parse(overrides, problems)), problems)
+    changed = dict(_parse(overrides, problems))
+    if file := experiments.split(source):
+        written = _read(Path(file[0]), file[1]) | changed
+    else:
+        written = _of_method(source, changed, problems)
+    return _build(written, problems)
 
 
 def from_keys(method: str, keys: Mapping[str, Any]) -> RunConfig:
@@ -77,7 +81,21 @@ def from_keys(method: str, keys: Mapping[str, Any]) -> RunConfig:
     Raises:
         UserError: lists all errors at once.
     """
-    return _build({"method.name": method, **flat(keys)}, [])
+    problems: list[str] = []
+    return _build(_of_method(method, flat(keys), problems), problems)
+
+
+def _of_method(method: str, keys: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+    """Returns the keys of a method that was named. They may name it again, and no other.
+
+    Where they do, nobody knows whose settings ``method.*`` are.
+    """
+    other = keys.get("method.name", method)
+    if other != method:
+        came = f"{toml.literal(method)} and {toml.literal(other)}"
+        problems.append(f"method: must be named once, came {came}; leave one out")
+        keys = {key: value for key, value in keys.items() if not key.startswith("method.")}
+    return {**keys, "method.name": method}
 
 
 def override(config: RunConfig, overrides: Sequence[str], *, allowed: Sequence[str]) -> RunConfig:

@@ -7,6 +7,7 @@ from math import prod
 from statistics import fmean
 
 from hyperfed.errors import UserError
+from hyperfed.runs import config, experiments
 from hyperfed.runs.comparison import Row
 from hyperfed.runs.experiments import MOST_SEEDS
 
@@ -43,6 +44,19 @@ def points(tried: Sequence[str], each: Sequence[Sequence[str]]) -> list[Point]:
     if problems:
         raise UserError("\n".join(f"what is tried {problem}" for problem in problems))
     return list(product(*grid.values()))
+
+
+def source(point: Point, named: str) -> str:
+    """Returns what a point is a run of: the method that is tried, in the place of the one named.
+
+    A file that is named has more than its method, and stays.
+
+    Args:
+        point: what is tried.
+        named: a method, or an experiment file.
+    """
+    method = config.parse(point).get("method.name", named)
+    return named if experiments.split(named) else str(method)
 
 
 def best(

@@ -189,6 +189,19 @@ class TestTried:
         found = {(c["seed"], c["method"]["local_lr"], c["method"]["batch_size"]) for c in runs}
         assert found == {(s, lr, b) for s in (3, 4) for lr in (1e-5, 0.05) for b in (8, 4)}
 
+    def test_methods_are_tried_as_all_else_is(self, cli, tmp_path):
+        grid = ("--try", "method=local,fedper")
+        code, _, err = cli("run", "fedavg", *SMALL, "task.novel=0", *grid, "--out", tmp_path)
+        assert code == 0
+        begun = ["local, method=local (1 of 2)", "fedper, method=fedper (2 of 2)"]
+        assert [line for line in err.splitlines() if line in begun] == begun
+        assert {path.name for path in tmp_path.iterdir()} == {"local", "fedper"}
+
+    def test_one_of_all_methods_is_not_named_again(self, cli, tmp_path):
+        for again in (["method=fedper"], ["--try", "method=fedper,local"]):
+            told = failure(cli("run", "all", *again, "--out", tmp_path))
+            assert 'method: must be named once, came "local" and "fedper"' in told
+
     def test_what_diverges_is_left_out_unless_all_does(self, cli, tmp_path):
         with_rates = ("--try", "method.local_lr=1e30,0.05", "--out", tmp_path)
         code, out, err = cli("run", "fedavg", *SMALL, *with_rates)
