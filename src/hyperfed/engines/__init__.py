@@ -4,6 +4,7 @@ A new engine is one file and one line in the table below.
 """
 
 from collections.abc import Callable, Mapping
+from ipaddress import ip_address
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, ConfigDict, NonNegativeFloat, PositiveFloat, PositiveInt
@@ -56,8 +57,9 @@ class EngineConfig:
         chunk: clients that ``vmap`` computes together; None for all that can be.
         graphs: has ``vmap`` record steps as CUDA graphs, also those of single clients.
         superlink: host:port of Flower's SuperLink, for ``flower``.
-        root_certificates: file of the certificate that it is known by; None for no encryption,
-            which only a trial on one host can do without.
+        root_certificates: file of the certificates that it is known by; None for the system's, or,
+            where it is on this host (``localhost`` or an address of the loopback), for a trial
+            without encryption.
         sites: how many must be there before a run begins.
         timeout: seconds that a site has to answer a message.
         address: host:port of a Ray cluster's head, or ``auto``, for ``ray``, which has this process
@@ -78,6 +80,20 @@ class EngineConfig:
     timeout: PositiveFloat = 600.0
     address: str | None = None
     gpus_per_worker: Annotated[NonNegativeFloat, AfterValidator(_a_share_or_whole)] = 0.0
+
+    @property
+    def encrypts(self) -> bool:
+        """Whether what is said to the SuperLink is encrypted: always, where it leaves this host."""
+        return self.root_certificates is not None or not _is_here(self.superlink or "")
+
+
+def _is_here(address: str) -> bool:
+    """Returns whether host:port is of this host, by the loopback."""
+    host = address.rpartition(":")[0].strip("[]").casefold()
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:  # another name
+        return False
 
 
 def build(

@@ -345,6 +345,35 @@ def test_the_command_says_what_is_missing(
     assert command("run", "pefll", "engine=loop", "rounds=x") == 2
 
 
+@pytest.mark.parametrize(
+    ("address", "here"),
+    [
+        ("127.0.0.1:9093", True),
+        ("[::1]:9093", True),
+        ("LocalHost:9093", True),
+        ("fed.example.org:9093", False),
+        ("localhost.example.org:9093", False),
+        ("192.0.2.7:9093", False),
+        ("[2001:db8::7]:9093", False),
+    ],
+)
+def test_what_leaves_this_host_is_encrypted(address: str, here: bool, tmp_path: Path) -> None:
+    def reached(*settings: str) -> Any:
+        keys = ["engine=flower", f"engine.superlink={address}", *settings]
+        loaded = config.load("pefll", keys)
+        connection = submit.SuperLink.of(loaded).connection()
+        return loaded.engine.encrypts, tomllib.loads(connection)["superlink"]["run"]
+
+    assert reached() == (not here, {"address": address, "insecure": here})
+    (tmp_path / "ca.crt").touch()
+    known = {"root-certificates": f"{tmp_path}/ca.crt", "insecure": False, "address": address}
+    assert reached(f"engine.root_certificates={tmp_path}/ca.crt") == (True, known)
+
+
+def test_where_flowers_own_command_says_where_it_is_nodes_have_their_keys() -> None:
+    assert config.load("pefll", ["engine=flower"]).engine.encrypts
+
+
 @pytest.mark.parametrize(("status", "code"), [("completed", 0), ("failed", 3), ("stopped", 3)])
 def test_the_exit_code_is_that_of_the_run_and_not_of_flwr(
     status: str, code: int, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch

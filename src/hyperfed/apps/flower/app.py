@@ -329,8 +329,7 @@ def serve(grid: Grid, context: Context) -> None:
 
 def _link(grid: Grid, config: RunConfig) -> GridLink:
     # Of a SuperLink that does not encrypt, nodes have a new key whenever they start.
-    encrypts = config.engine.superlink is None or config.engine.root_certificates is not None
-    return GridLink(grid, keyed=encrypts)
+    return GridLink(grid, keyed=config.engine.encrypts)
 
 
 @newcomers.main()

@@ -65,11 +65,13 @@ class SuperLink:
 
     Attributes:
         address: host:port.
-        root_certificates: file of the certificate that it is known by; None for no encryption.
+        encrypts: whether it is reached by TLS.
+        root_certificates: file of the certificates that it is then known by; None for the system's.
     """
 
     address: str
-    root_certificates: Path | None = None
+    encrypts: bool
+    root_certificates: Path | None
 
     @classmethod
     def of(cls, config: RunConfig) -> "SuperLink":
@@ -91,14 +93,14 @@ class SuperLink:
         root = engine.root_certificates
         if root is not None and not Path(root).is_file():
             raise UserError(f"engine.root_certificates must be a file, but there is no {root}")
-        return cls(engine.superlink, None if root is None else Path(root).resolve())
+        known_by = None if root is None else Path(root).resolve()
+        return cls(engine.superlink, engine.encrypts, known_by)
 
     def connection(self) -> str:
         """Returns the table of Flower's own configuration that names it."""
-        secure: dict[str, Any] = {"insecure": True}
+        entries: dict[str, Any] = {"address": self.address, "insecure": not self.encrypts}
         if self.root_certificates is not None:
-            secure = {"root-certificates": str(self.root_certificates)}
-        entries = {"address": self.address, **secure}
+            entries["root-certificates"] = str(self.root_certificates)
         lines = [f"{key} = {toml.literal(value)}" for key, value in entries.items()]
         return "\n".join(["[superlink]", 'default = "run"', "", "[superlink.run]", *lines, ""])
 
@@ -205,8 +207,9 @@ def _submit(
         if not started.get("success") or "run-id" not in started:
             raise UserError(
                 f"the SuperLink at {link.address} must take the run, but: "
-                f"{started.get('error-message') or started.get('output')}; see that it runs, and "
-                "that engine.root_certificates is its own"
+                f"{started.get('error-message') or started.get('output')}; see that it runs, "
+                "encrypts where it is not on this host, and that engine.root_certificates is its "
+                "own"
             )
         run = str(started["run-id"])
         try:
