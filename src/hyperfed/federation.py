@@ -87,6 +87,7 @@ def step(
     private: bool = False,
     bounded: Bounded | None = None,
     reads: Reads = 1.0,
+    draws_as: Callable[..., Tree] | None = None,
 ) -> Callable[[S], S]: ...
 
 
@@ -100,6 +101,7 @@ def step(
     private: bool = False,
     bounded: Bounded | None = None,
     reads: Reads = 1.0,
+    draws_as: Callable[..., Tree] | None = None,
 ) -> S | Callable[[S], S]:
     """Marks a function of a :class:`Client` that the network may call. Takes and returns trees.
 
@@ -119,12 +121,15 @@ def step(
             a reply: a share of each batch, rounded up; "val", the validation examples where there
             are any; "kept", what an earlier step of the round left in ``scratch["x"]``; or 0 of a
             step that looks at no data at all, such as a draw, which private training leaves alone.
+        draws_as: another step, whose batches and other draws this one has: it does the same, and
+            replies with something else.
     """
     bounded = bounded or (None if like is None else "change")
+    drawn = None if draws_as is None else draws_as.__name__
 
     def mark(function: S) -> S:
         function.__dict__["step"] = StepInfo(
-            function.__name__, like, evaluates, deferrable, private, bounded, reads
+            function.__name__, like, evaluates, deferrable, private, bounded, reads, drawn
         )
         return function
 
@@ -142,6 +147,7 @@ class StepInfo:
     private: bool
     bounded: Bounded | None = None
     reads: Reads = 1.0
+    draws_as: str | None = None
 
 
 class Client:

@@ -9,13 +9,15 @@ import torch
 from hyperfed import federation, trees
 from hyperfed.engines.calls import Call, execute, find_step
 from hyperfed.engines.local.loop import LoopEngine
+from hyperfed.engines.local.vmap import VmappedEngine
 from hyperfed.engines.replies import BadReplyError
 from hyperfed.federation import step
+from hyperfed.functional import forward
 from hyperfed.system.randomness import generator
 from hyperfed.training import Batches, Epochs, Steps
 from hyperfed.trees import Tree
 from probe import Client, Config, engine_of
-from toys import make_task
+from toys import Dropping, TwoLayers, make_task
 
 
 @pytest.mark.parametrize("batches", [Steps(3, 4), Epochs(2, 4)])
@@ -79,6 +81,38 @@ def test_a_step_draws_batches_of_its_own_as_those_asked_for_are_drawn(
         expected += [task.x[task.train[1][next(order)], 0] for _ in range(length)]
         expected.append(torch.rand((), generator=source))
     assert torch.equal(drawn, torch.stack(expected).to(drawn.dtype))
+
+
+@pytest.mark.parametrize("kind", [LoopEngine, VmappedEngine])
+def test_a_step_may_draw_as_another_does(kind: type[LoopEngine]) -> None:
+    """Whatever draws: batches, its own generator, and networks."""
+
+    class Twins(federation.Client):
+        @step
+        def draws(self, model: Tree) -> Tree:
+            (batch,) = self.batches
+            forwarded, _ = forward(self.module, model, batch.x)
+            own = torch.rand((), generator=self.generator, dtype=torch.float64)
+            return {"forwarded": forwarded, "own": own}
+
+        @step(draws_as=draws)
+        def too(self, model: Tree) -> Tree:
+            return self.draws(model)
+
+        @step
+        def otherwise(self, model: Tree) -> Tree:
+            return self.draws(model)
+
+    for net in (TwoLayers, Dropping):
+        task = make_task(net, examples=(12, 12))
+        cohort = kind(task, Twins, None, seed=3).cohort([0, 1], 5, training=True)
+        first, second, third = (
+            cohort.ask(asked, task.initial("base"), batches=Steps(1, 4))
+            for asked in (Twins.draws, Twins.too, Twins.otherwise)
+        )
+        torch.testing.assert_close(second, first, rtol=0, atol=0)
+        for name, value in third.items():
+            assert not torch.equal(value, first[name])
 
 
 def test_only_an_evaluation_reads_test_data() -> None:

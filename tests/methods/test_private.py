@@ -19,9 +19,10 @@ from hyperfed.methods.parts.hypernet_training import clip_together
 from hyperfed.runs.capability import NO_UPDATES
 from hyperfed.runs.private import AggregateNoise
 from hyperfed.task import Task
+from hyperfed.training import Steps
 from hyperfed.trees import Tree
 from hyperfed.trees.aggregation import MEAN, MeanNoise
-from toys import ONE_STEP, Federation, Normed, TwoLayers, client_loss, make_task, short
+from toys import ONE_STEP, Federation, Normed, TwoLayers, client_loss, close, make_task, short
 
 TASK = make_task(examples=(8, 8, 8))
 OTHERS = replace(TASK, x=-2 * TASK.x, y=(TASK.y + 1) % 3)
@@ -64,6 +65,24 @@ def test_what_a_server_knows_has_come_through_the_noise_or_the_method_is_refused
         return
     ours, theirs = (knows(method, task, where, **settings) for task in (TASK, OTHERS))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("method", ["fedala", "fedavg", "fedprox", "pfedla"])
+def test_what_a_newcomer_trains_for_itself_is_told_to_nobody(method: str) -> None:
+    """So it has no noise, costs nothing, and is what training as in a round makes of the model."""
+    private = PrivateUpdates("local", 0.1, 1.0, 1e9, 1e-3)
+    noisy, clear = (
+        Federation(method, make_task(novel=1), {"private": where}, **short(method, novel_steps=5))
+        for where in (private, None)
+    )
+    cohort = noisy.engine.cohort([3], 0, training=False)
+    served = cohort.ask(noisy.method.Client.export, noisy.server.personalize(cohort))
+    assert [(e.step, e.up) for e in cohort.state.exchanges[:-1]] == [("join", 0)]
+    assert noisy.engine.released == {}
+    trained = clear.engine.cohort([3], 0, training=False).ask(
+        clear.method.Client.train_model, clear.task.initial("base"), batches=Steps(5, 4)
+    )
+    close(served, trained)
 
 
 def test_a_number_that_noise_does_not_reach_is_found() -> None:

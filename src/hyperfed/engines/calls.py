@@ -70,7 +70,7 @@ class Call:
 
     @property
     def keys(self) -> tuple[int, int, str, int]:
-        """What the call's draws are a function of, beside the seed."""
+        """What faults are a function of, beside the seed."""
         return self.client, self.round, self.step, self.turn
 
 
@@ -105,6 +105,12 @@ def find_step(client: type[Client], name: str) -> tuple[Callable[..., Tree], Ste
             "mark a function of that name there with @step"
         )
     return function, info
+
+
+def keys_of_draws(call: Call, client: type[Client]) -> tuple[int, int, str, int]:
+    """Returns what the draws of a call to a method's Client are a function of, beside the seed."""
+    _, info = find_step(client, call.step)
+    return call.client, call.round, info.draws_as or info.name, call.turn
 
 
 def execute(
@@ -148,7 +154,7 @@ def execute(
     """
     labelled = is_labelled(task, call.client)
     lengths = batch_lengths(call.batches, len(task.train[call.client]))
-    batches = draw(call, task, seed).split_with_sizes(lengths)
+    batches = draw(call, client, task, seed).split_with_sizes(lengths)
 
     noise = noise_of(call, seed, secret=secret)
     answer = perform(
@@ -161,7 +167,7 @@ def execute(
         memory=memory,
         scratch=scratch,
         batches=(Split(task, rows, labelled=labelled).batch() for rows in batches),
-        generator=generator(seed, "client", *call.keys),
+        generator=generator(seed, "client", *keys_of_draws(call, client)),
         labelled=labelled,
         releases=Releases(
             call.released, lambda sigma: call.question(sigma, data(call.client)), noise, limits
@@ -312,12 +318,12 @@ def hash_of_settings(config: Any, seed: int) -> str:
     return hash_of(type(config).__module__, repr(config), str(seed))
 
 
-def draw(call: Call, task: Task, seed: int) -> Tensor:
+def draw(call: Call, client: type[Client], task: Task, seed: int) -> Tensor:
     """Returns the rows of the task's examples in all batches that a server asked for, in one."""
     plan, rows = call.batches, task.train[call.client]
     if plan is None or not plan.count:
         return rows[:0]
-    source = generator(seed, "batches", *call.keys)
+    source = generator(seed, "batches", *keys_of_draws(call, client))
     count = sum(plan.lengths(len(rows)))
     # Clones, since a part of an order keeps all of it in memory.
     orders = [

@@ -22,7 +22,7 @@ and W. Aggregated: the mean of the trained models, weighted by training examples
 theta_hat, mixed anew from the latest global model, as in the authors' code, before the client
 trains: one pass for W, or all of the first training where it has taken part but once, and nothing
 is kept; one that was never asked uses the global model. A novel client has nothing to mix: it
-fine-tunes the global model for ``novel_steps`` steps.
+fine-tunes the global model for ``novel_steps`` steps, and nothing is sent back.
 
 We had no text of the paper: the algorithm is that of its summary and of the authors' code, which
 
@@ -45,7 +45,7 @@ from torch import Tensor
 from torch.func import grad_and_value
 
 from hyperfed import federation
-from hyperfed.federation import Cohort, Each, Outline, average, step
+from hyperfed.federation import Cohort, Outline, average, step
 from hyperfed.methods.parts.presets import DEFAULT, PFLLIB
 from hyperfed.nets.anatomy import head_names
 from hyperfed.training import Batch, LocalConfig, Steps, fit, pass_lengths
@@ -97,6 +97,12 @@ class Client(federation.Client):
         ).model
         self.memory["own"], _ = partition(trained, self.higher)
         return trained
+
+    @step(draws_as=train_model)
+    def join(self, model: Model) -> Tree:
+        """Does the same and replies with nothing."""
+        self.scratch["personal"] = self.train_model(model)
+        return {}
 
     @step
     def aggregate(self, model: Model) -> Tree:
@@ -176,12 +182,12 @@ class Server(federation.Server):
         batches = self.config.batches
         self.model = average(clients, Client.train_model, self.model, batches)
 
-    def personalize(self, clients: Cohort) -> Tree | Each:
+    def personalize(self, clients: Cohort) -> Model:
         """Sends the global model, of which each client makes its own."""
         model: Model = self.model[clients.size]
         if not clients.novel:
             clients.ask(Client.aggregate, model)
         elif self.config.novel_steps:
             batches = Steps(self.config.novel_steps, self.config.batch_size)
-            return Each(clients.ask(Client.train_model, model, batches=batches))
+            clients.ask(Client.join, model, batches=batches)
         return model

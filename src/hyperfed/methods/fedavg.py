@@ -5,7 +5,8 @@ Paper: https://arxiv.org/abs/1602.05629, algorithm 1.
 Sent: the whole model, batch-norm buffers included, both ways. Kept: nothing. Aggregated: the mean
 of the trained models, weighted by training examples. Evaluated: the global model. A novel client
 uses the global model too, after ``novel_steps`` steps of fine-tuning on its own data (none by
-default). A task with several target sizes has one global model for each.
+default), of which nothing is sent back. A task with several target sizes has one global model for
+each.
 """
 
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from pydantic import ConfigDict, NonNegativeInt
 from pydantic.dataclasses import dataclass
 
 from hyperfed import federation
-from hyperfed.federation import Cohort, Each, Outline, average, step
+from hyperfed.federation import Cohort, Outline, average, step
 from hyperfed.methods.parts.presets import DEFAULT, PEFLL, PFEDHN
 from hyperfed.training import LocalConfig, Steps, fit
 from hyperfed.trees import Model, Tree
@@ -49,6 +50,17 @@ class Client(federation.Client):
             self.objective, model, self.batches, self.config.local, trainable=self.parameters
         ).model
 
+    @step(draws_as=train_model)
+    def join(self, model: Model) -> Tree:
+        """Does the same and replies with nothing."""
+        self.scratch["personal"] = self.train_model(model)
+        return {}
+
+    def personal_model(self, received: Model) -> Model:
+        """Returns what a novel client trained, or the global model."""
+        personal: Model = self.scratch.get("personal", received)
+        return personal
+
 
 class Server(federation.Server):
     """Holds the global model, ``self.model[size]``."""
@@ -62,10 +74,10 @@ class Server(federation.Server):
         batches = self.config.batches
         self.model = average(clients, Client.train_model, self.model, batches)
 
-    def personalize(self, clients: Cohort) -> Tree | Each:
-        """Sends the global model."""
+    def personalize(self, clients: Cohort) -> Model:
+        """Sends the global model; a novel client may train it first."""
         model: Model = self.model[clients.size]
         if clients.novel and self.config.novel_steps:
             batches = Steps(self.config.novel_steps, self.config.batch_size)
-            return Each(clients.ask(Client.train_model, model, batches=batches))
+            clients.ask(Client.join, model, batches=batches)
         return model

@@ -9,8 +9,8 @@ Sent: the whole model, batch-norm buffers included, both ways. Kept: nothing. Ag
 of the trained models, weighted by training examples: algorithm 2 draws clients in proportion to
 their examples and weighs them alike, but the authors' code draws them alike and weighs them so.
 Evaluated: the global model. A novel client uses the global model too, after ``novel_steps`` steps
-on its own h (none by default). A task with several target sizes has one global model for each. With
-mu = 0 this is FedAvg.
+on its own h (none by default), of which nothing is sent back. A task with several target sizes has
+one global model for each. With mu = 0 this is FedAvg.
 
 The paper also lets slow clients do less work, which the authors simulate; here all do as much.
 """
@@ -22,7 +22,7 @@ from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt
 from pydantic.dataclasses import dataclass
 
 from hyperfed import federation
-from hyperfed.federation import Cohort, Each, Outline, average, step
+from hyperfed.federation import Cohort, Outline, average, step
 from hyperfed.methods.parts.presets import DEFAULT
 from hyperfed.training import LocalConfig, Steps, fit, proximal
 from hyperfed.trees import Model, Tree
@@ -68,6 +68,17 @@ class Client(federation.Client):
         near = proximal(self.objective, model, self.config.proximity, self.parameters)
         return fit(near, model, self.batches, self.config.local, trainable=self.parameters).model
 
+    @step(draws_as=train_model)
+    def join(self, model: Model) -> Tree:
+        """Does the same and replies with nothing."""
+        self.scratch["personal"] = self.train_model(model)
+        return {}
+
+    def personal_model(self, received: Model) -> Model:
+        """Returns what a novel client trained, or the global model."""
+        personal: Model = self.scratch.get("personal", received)
+        return personal
+
 
 class Server(federation.Server):
     """Holds the global model, ``self.model[size]``."""
@@ -81,10 +92,10 @@ class Server(federation.Server):
         batches = self.config.batches
         self.model = average(clients, Client.train_model, self.model, batches)
 
-    def personalize(self, clients: Cohort) -> Tree | Each:
-        """Sends the global model; a novel client trains it first."""
+    def personalize(self, clients: Cohort) -> Model:
+        """Sends the global model; a novel client may train it first."""
         model: Model = self.model[clients.size]
         if clients.novel and self.config.novel_steps:
             batches = Steps(self.config.novel_steps, self.config.batch_size)
-            return Each(clients.ask(Client.train_model, model, batches=batches))
+            clients.ask(Client.join, model, batches=batches)
         return model

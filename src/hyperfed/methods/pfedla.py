@@ -123,6 +123,12 @@ class Client(federation.Client):
             self.memory["model"] = model
         return model
 
+    @step(draws_as=train_model)
+    def join(self, model: Model) -> Tree:
+        """Does the same, keeps the model in any case and replies with nothing."""
+        self.memory["model"] = self.train_model(model)
+        return {}
+
     def personal_model(self, received: Model) -> Model:
         """Returns the received layers, and the client's own in the place of those not received."""
         return self.recall("model", self.initial) | received
@@ -227,14 +233,15 @@ class Server(federation.Server):
             self.members[size][ids] = size == clients.size
 
     def personalize(self, clients: Cohort) -> Tree | Each:
-        """Sends the mixtures; to novel clients one model for all of a size."""
+        """Sends the mixtures; a novel client one model for all of a size, which it may train."""
         size = clients.size
         if clients.novel:
             model = self.novel_model(size)
             if not self.config.novel_steps:
                 return model
             batches = Steps(self.config.novel_steps, self.config.batch_size)
-            return Each(clients.ask(Client.train_model, model, batches=batches))
+            clients.ask(Client.join, model, batches=batches)
+            return {}
         if self.config.evaluated == "trained":
             return Each(trees.take(self.trained[size], clients.ids))
         mixture, sent = self.mix(clients)

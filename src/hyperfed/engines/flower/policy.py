@@ -17,7 +17,7 @@ from hyperfed.engines.calls import Call, draw, find_step
 from hyperfed.engines.masking import SMALLEST, Masking
 from hyperfed.engines.updates import PrivateUpdates
 from hyperfed.errors import UserError
-from hyperfed.federation import Client, StepInfo, step
+from hyperfed.federation import Client, step
 from hyperfed.task import Split, Task
 from hyperfed.training import Batch, Batches, Epochs
 from hyperfed.trees import Tree
@@ -171,7 +171,7 @@ class Policy:
             if fewest := min((count for count in sizes if count), default=0):
                 self.check_held_out(fewest, "counts of an evaluation")
             return fewest
-        behind = self._check_drawn(call, info, config, task, seed)
+        behind = self._check_drawn(call, client, config, task, seed)
         if info.reads == 0:
             return 0
         if info.reads == "val":
@@ -185,7 +185,9 @@ class Policy:
             self._check_number(behind, self.smallest_reply, "a reply")
         return behind
 
-    def _check_drawn(self, call: Call, info: StepInfo, config: Any, task: Task, seed: int) -> int:
+    def _check_drawn(
+        self, call: Call, client: type[Client], config: Any, task: Task, seed: int
+    ) -> int:
         """Returns how many training examples a call's batches are of; without any all there are.
 
         Raises ``RefusedError`` for batches that are not allowed.
@@ -194,9 +196,9 @@ class Policy:
         if call.batches is None:
             return examples
         self.check_batches(call.batches, examples)
-        if info.like is not None:
+        if find_step(client, call.step)[1].like is not None:
             self._check_plan(call.batches, config.batches, examples)
-        return len({*draw(call, task, seed).tolist()})
+        return len({*draw(call, client, task, seed).tolist()})
 
     def check_held_out(self, examples: int, of: str) -> None:
         """Raises ``RefusedError`` for what would be told of so few validation or test examples."""

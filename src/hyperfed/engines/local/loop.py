@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hyperfed import trees
-from hyperfed.engines.calls import Answer, Call, execute, hash_of_data
+from hyperfed.engines.calls import Answer, Call, execute, hash_of_data, keys_of_draws
 from hyperfed.engines.cohort import CohortState, Engine, EngineCohort, Question
 from hyperfed.engines.faults import Faults
 from hyperfed.engines.made_up import made_up
@@ -176,7 +176,7 @@ class LoopEngine:
         released = self.released.get(call.client, {})
         payload = tuple(trees.to(tree, self.device) for tree in call.payload)
         try:
-            with self._randomness("module", *call.keys), self.arithmetic():
+            with self._randomness("module", *keys_of_draws(call, self.client)), self.arithmetic():
                 return execute(
                     replace(call, payload=payload, released=released),
                     task=self.task,

@@ -27,6 +27,7 @@ from hyperfed.engines.calls import (
     draw,
     hash_of_settings,
     is_labelled,
+    keys_of_draws,
     let_out,
     noise_of,
     perform,
@@ -229,8 +230,9 @@ class VmappedEngine(LoopEngine):
         lengths = batch_lengths(first.batches, len(task.train[first.client]))
 
         def one(own: Tree, place: Tensor) -> Tree:
-            generators = (generator(self.seed, "client", *call.keys) for call in calls)
-            with Draws([*generators], place) as draws:
+            keys = (keys_of_draws(call, self.client) for call in calls)
+            generators = [generator(self.seed, "client", *key) for key in keys]
+            with Draws(generators, place) as draws:
                 return of(own, round=first.round, generator=draws.generator)
 
         def together(stacked: Tree) -> Tree:
@@ -287,7 +289,7 @@ class VmappedEngine(LoopEngine):
             "payload": {str(n): trees.to(tree, self.device) for n, tree in enumerate(payload)},
             "memory": _stack(memories),
             "scratch": _stack(scratches),
-            "batches": torch.stack([draw(call, task, self.seed) for call in calls]),
+            "batches": torch.stack([draw(call, self.client, task, self.seed) for call in calls]),
             "rows": _stack(rows),
             # Also of each: an update in place must not write one client's into what is not.
             "initial": trees.repeat(task.initial(kind.size), len(calls)),
