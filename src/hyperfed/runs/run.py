@@ -300,20 +300,13 @@ class Run(Served):
             self._reporter.tell("training")
             with self._computing():
                 self._one_round()
-            if (
-                self.private
-                and self.private.where == "central"
-                and isinstance(self.task, RemoteTask)
-            ):
-                self._checkpoint()  # what was spent is on the disk before anybody sees what for
             now = self.done or self.round % self.config.evaluate_every == 0
             if now:
                 self._reporter.tell("evaluating")
             with self._computing():
                 evaluation = self._evaluate() if now else {}
             self._unproven &= not now  # it has asked all known clients
-            long_ago = monotonic() - self._saved >= CHECKPOINT_SECONDS
-            if self.done or long_ago or self.round % self.config.checkpoint_every == 0:
+            if self._is_to_be_saved():
                 self._checkpoint()
             yield Progress(self.round, self.config.rounds, self._rounds.tally.news(), evaluation)
         if self.done:
@@ -325,6 +318,13 @@ class Run(Served):
 
     def _over(self) -> bool:
         return self.done or self._stop
+
+    def _is_to_be_saved(self) -> bool:
+        """Whether this round, and its evaluation, are followed by a checkpoint."""
+        if self.private and self.private.where == "central" and isinstance(self.task, RemoteTask):
+            return True  # clients would pay anew for a round that is done anew
+        long_ago = monotonic() - self._saved >= CHECKPOINT_SECONDS
+        return self.done or long_ago or self.round % self.config.checkpoint_every == 0
 
     # Parts of a round.
 

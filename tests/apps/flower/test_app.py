@@ -294,6 +294,36 @@ def test_what_a_trusted_server_told_stays_told_whatever_checkpoint_it_goes_on_fr
         begun()
 
 
+def test_a_trusted_server_goes_on_wherever_it_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = ["rounds=4", "cohort=4", "task.clients=4", "task.novel=0", "method.local_steps=1"]
+    keys += ["evaluate_every=2", "privacy.epsilon=2", "privacy.where=central"]
+    settings = config.load("fedavg", [*keys, "engine=flower", "engine.sites=1"])
+    run_config = {"settings": toml.dumps(config.to_dict(settings))}
+    node = {"state": str(tmp_path / "site"), "clients": "0-3"}
+    link = DirectLink({1: site_of(run_config, node)})
+
+    def begun() -> Run:
+        return app.begin(settings, link, str(tmp_path / "run"))
+
+    run = begun()
+    training = run.train()
+    next(training), next(training)
+    run.close()  # as in round 3
+    run = begun()
+    assert (run.round, run.best.round) == (2, 2)
+
+    def killed(self: Run) -> None:
+        raise SystemExit
+
+    monkeypatch.setattr(Run, "_evaluate", killed)
+    with pytest.raises(SystemExit):
+        list(run.train())
+    run.close()
+    assert begun().round == 3
+
+
 def test_too_few_sites_are_an_error(tmp_path: Path) -> None:
     settings = config.load("pefll", ["engine=flower", "engine.timeout=0.01"])
     with pytest.raises(UserError, match=r"engine.sites=1 .* but 0 did"):
