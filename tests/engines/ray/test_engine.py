@@ -1,7 +1,9 @@
 """The engine of actors: equal to the loop, whatever dies, and closed to the network."""
 
+import copy
 import itertools
 import os
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -268,6 +270,25 @@ def test_memories_stay_in_the_store_until_a_client_writes(reused: type[Reused]) 
     engine.memory = trees.clone({1: after[1]})  # as from a checkpoint
     cohort = engine.cohort([0, 1], 4, training=False)
     assert cohort.ask(Client.count)["count"].tolist() == [1, 3]
+
+
+def test_memories_outlive_the_session_in_whose_store_they_were(
+    reused: type[Reused], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines = [reused(make_task(), Client, Config(), seed=0, workers=2) for _ in range(3)]
+    first, same, later = engines
+    monkeypatch.setattr(later, "_session", ("another node", "another job"))
+    cohort = first.cohort([0], 0, training=True)
+    cohort.ask(Client.count)
+    first.commit(cohort)
+    for engine in (same, later):
+        engine.memory = first.memory
+        assert engine.cohort([0], 1, training=False).ask(Client.count)["count"].item() == 2
+    kept = [engine._kept[0].ref for engine in engines]
+    assert [ref == kept[0] for ref in kept] == [True, True, False]
+    for copied in (pickle.loads(pickle.dumps(first.memory)), copy.deepcopy(first.memory)):
+        assert {client: type(tree) for client, tree in copied.items()} == {0: dict}
+        assert copied[0]["count"].item() == 1
 
 
 # What goes wrong at a client.

@@ -42,13 +42,22 @@ START_SECONDS = 120.0
 Ref: TypeAlias = Any
 """Ray's reference to an object of the store; None stands for an empty tree."""
 
+Session: TypeAlias = tuple[str, str]
+"""What tells one connection of this process to a cluster, and so references, from the next."""
+
 
 class _StoredTree(dict[str, Any]):
-    """A tree that was got from the object store, and knows where it is there."""
+    """A tree that was got from the object store, and knows where it is there, in which session.
 
-    def __init__(self, tree: Tree, ref: Ref) -> None:
+    Its copies and pickles are plain trees, which need no session.
+    """
+
+    def __init__(self, tree: Tree, ref: Ref, session: Session) -> None:
         super().__init__(tree)
-        self.ref = ref
+        self.ref, self.session = ref, session
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
 
 
 @dataclass
@@ -139,6 +148,8 @@ class RayEngine:
         connection = connect(address)
         self._connection: Connection | None = connection
         self._ray = connection.ray
+        context = self._ray.get_runtime_context()
+        self._session: Session = context.get_node_id(), context.get_job_id()
         # Engines of one process take turns: on a cluster of their own none waits for the others.
         self._cpus = 0 if connection.started else self.cores_per_client
         self.workers = self._count_workers(workers)
@@ -148,19 +159,19 @@ class RayEngine:
         """What clients remember after the latest commit, {client: tree}.
 
         The tensors lie in the object store and are not to be written to. Assigning what was got
-        here moves no data.
+        here, or from another engine of the same connection, moves no data.
         """
         missing = [memory for memory in self._kept.values() if memory.tree is None]
         stored = self._get([memory.ref for memory in missing]) if missing else []
         for memory, packed in zip(missing, stored, strict=True):
-            memory.tree = _StoredTree(unpack(packed), memory.ref)
+            memory.tree = _StoredTree(unpack(packed), memory.ref, self._session)
         return {c: memory.tree for c, memory in self._kept.items() if memory.tree is not None}
 
     @memory.setter
     def memory(self, memory: dict[int, Tree]) -> None:
         self._kept = {
             client: _Memory(tree.ref, tree)
-            if isinstance(tree, _StoredTree)
+            if isinstance(tree, _StoredTree) and tree.session == self._session
             else _Memory(self._ray.put(pack(tree)) if tree else None)
             for client, tree in memory.items()
         }
