@@ -64,6 +64,16 @@ def test_it_goes_on_with_what_it_is_told_and_comes_to_the_same(
     assert ours == theirs
 
 
+def test_a_run_without_a_checkpoint_goes_on_with_checkpoints_more_often(tmp_path: Path) -> None:
+    run = Run.start(config.from_keys("fedper", KEYS), tmp_path)
+    training = run.train()
+    next(training), next(training)
+    run.close()
+    assert run.folder is not None
+    resumed = hyperfed.resume(run.folder.path, progress=False, checkpoint_every=1)
+    assert [e.round for e in resumed.evaluations if e.split == "val"] == [1, 2, 3, 4]
+
+
 def code_of(*arguments: object) -> Any:
     with pytest.raises(SystemExit) as left:
         cli.main([*map(str, arguments)])

@@ -97,7 +97,7 @@ def check_evaluations(
     Args:
         evaluations: all that were recorded.
         round: that of the checkpoint, 0 where there is none.
-        config: says when there are evaluations.
+        config: the settings by which they were made.
         folder: has both.
 
     Raises:

@@ -132,10 +132,14 @@ class Run(Served):
             UserError: not a run's folder, a damaged or foreign checkpoint, or other data.
         """
         folder = _run_folder(path)
-        return cls._open(folder, task, here(configuration.load(str(folder.config))))
+        written = configuration.load(str(folder.config))
+        return cls._open(folder, task, here(written), written)
 
     @classmethod
-    def _open(cls, folder: RunFolder, task: Task | None, config: RunConfig) -> "Run":
+    def _open(
+        cls, folder: RunFolder, task: Task | None, config: RunConfig, written: RunConfig
+    ) -> "Run":
+        """Reads a run that has settings from now on, and had those that are written there."""
         if task is None and config.engine.name == "flower":  # whose data are not here
             task = tasks.remote(config.task, Roster.read(folder.sites), config.seed)
         run = cls(config, task, folder)
@@ -146,7 +150,7 @@ class Run(Served):
             run._restore(tree, meta)
         run._read_accounts()  # a killed run may have told of its first round without a checkpoint
         evaluations = folder.evaluations()
-        check_evaluations(evaluations, run.round, run.config, folder)
+        check_evaluations(evaluations, run.round, written, folder)
         run.evaluations = [e for e in evaluations if e.round <= run.round]
         if folder.summary.exists():
             run.summary = dict(read_run(folder.path).summary or {})
@@ -191,7 +195,7 @@ class Run(Served):
                     "hyperfed.resume(device=...)"
                 )
             folder.clean()
-            run = cls._open(folder, task, moved)
+            run = cls._open(folder, task, moved, config)
             if moved != config:
                 configuration.dump(moved, folder.config)
                 was, now = (configuration.flat(configuration.to_dict(c)) for c in (config, moved))
