@@ -153,6 +153,22 @@ def test_a_newcomer_s_exchanges_are_answers_and_a_second_time_is_refused() -> No
         run.evaluate_novel(draws=2)
 
 
+def test_a_newcomer_is_served_by_a_run_without_novel_clients_too() -> None:
+    """Who answers more often than those who trained, and has noise for that."""
+    keys: dict[str, Any] = {"own": {"novel_rounds": 9}, "rounds": 2, "cohort": 1.0}
+    run = train("pfedhn", **keys)
+    run.personalize(run.task.x[:9], run.task.y[:9])
+    (account,) = run._newcomers.values()
+    with_novel = begun("pfedhn", **keys, task=TASK | {"novel": 1}).private
+    assert with_novel is not None
+    assert run.private is not None
+    assert account[0]["multipliers"].tolist() == [with_novel.multiplier] * 9
+    assert with_novel.multiplier > run.private.multiplier
+    told = run.privacy()
+    assert told is not None
+    assert told["epsilon_spent"] == pytest.approx(8, rel=1e-6)
+
+
 @pytest.mark.parametrize("method", ["pfedhn", "mh_pfedhn"])
 def test_a_newcomer_begins_at_a_draw_of_its_own_for_nothing(
     method: str, monkeypatch: pytest.MonkeyPatch

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from time import monotonic
 from types import ModuleType
@@ -20,6 +21,7 @@ from hyperfed.engines import Engine, EngineCohort
 from hyperfed.engines.local.loop import LoopEngine, on_cores
 from hyperfed.engines.made_up import made_up
 from hyperfed.engines.replies import UNUSABLE
+from hyperfed.engines.updates import PrivateUpdates
 from hyperfed.errors import UserError, one_line
 from hyperfed.federation import Server
 from hyperfed.methods import METHODS
@@ -207,7 +209,7 @@ class TrainedMethod:
             home=self.engine,
             precision=self.config.precision,
             device=str(self.engine.device),
-            private=self.private,
+            private=self._private_to_newcomers,
         )
         if task.unlabelled:
             self._check_unlabelled()
@@ -259,6 +261,18 @@ class TrainedMethod:
                 f"{self.config.method} needs labels to personalise, but a novel client has none; "
                 "give them, or choose a method that can do without"
             ) from error
+
+    @cached_property
+    def _private_to_newcomers(self) -> PrivateUpdates | None:
+        """How newcomers' answers are made private, who may answer more often than known clients.
+
+        A run with novel clients has noise for that. One without did not train with noise for
+        newcomers who may never come; theirs is what it would have been with them, as it is of those
+        who come to sites.
+        """
+        if self.private is None or self.task.novel:
+            return self.private
+        return private.plan(self.config, made_up(self.task, novel=1), self.method)
 
     def _made_up_client(self, *, unlabelled: bool) -> EngineCohort:
         """Returns the cohort of a novel client with made-up examples."""

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from engines.flower import test_kept_models
 from engines.flower.test_kept_models import CLIENTS, LENIENT, Federation, configured, data
 from hyperfed.data.examples import hash_of
 from hyperfed.data.roster import Introduction, Member, RemoteTask, Roster, enrol, joined
@@ -23,7 +24,7 @@ from hyperfed.runs.export import export_model
 from hyperfed.runs.newcomers import Newcomer
 from hyperfed.runs.run import Run
 from hyperfed.task import Task
-from toys import CLASSES, FEATURES
+from toys import CLASSES, FEATURES, make_task
 
 NODE, NAMES = 9, ("eve", "max", "zoe")
 SIZES = ("S", "M")
@@ -203,6 +204,22 @@ def test_what_newcomers_let_out_is_on_their_account_and_no_one_elses(tmp_path: P
     stingy = Late(there, replace(LENIENT, epsilon=0.5), state="stingy").serve()
     assert {it.model for it in stingy} == {"not kept"}
     assert all("epsilon" in it.why for it in stingy)
+
+
+def test_noise_is_as_much_at_a_site_as_where_a_newcomer_is_personalized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a run without novel clients, which reckoned with fewer answers."""
+    monkeypatch.setattr(test_kept_models, "data", lambda: make_task(examples=(12, 15, 20, 14)))
+    monkeypatch.setattr(test_kept_models, "CLIENTS", {1: (0, 2), 2: (1, 3)})
+    private = configured("pfedhn", privacy={"epsilon": 1.0}, own={"novel_rounds": 3})
+    late = Late(Federation(private, tmp_path), LENIENT)
+    assert {it.model for it in late.serve()} == {"kept"}
+    late.personalized("eve")
+    accounts = late.there.run._newcomers.values()
+    (multipliers,) = {tuple(held[0]["multipliers"].tolist()) for held in accounts}
+    assert len(accounts) == 4
+    assert len(multipliers) == 3
 
 
 def test_what_was_let_out_before_a_failure_is_on_the_account(tmp_path: Path) -> None:
