@@ -459,6 +459,7 @@ class Sites:
         self.sites = [LoopEngine(task, client, config, seed=seed) for _ in range(2)]
         self.numbers = count()
         self.waiting: list[Question] = []
+        self.traffic: dict[str, int] = {}
         self.private = self.masking = None
 
     @property

@@ -276,7 +276,7 @@ def test_a_private_run_cannot_be_made_longer_by_hand(tmp_path: Path) -> None:
         hyperfed.resume(run.folder.path)
 
 
-def test_a_checkpoint_from_before_it_told_of_settings_is_gone_on_from(
+def test_a_checkpoint_from_before_it_told_of_settings_and_messages_is_gone_on_from(
     runs: dict[str, Path], tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
@@ -287,6 +287,6 @@ def test_a_checkpoint_from_before_it_told_of_settings_is_gone_on_from(
     assert hyperfed.resume(folder).summary["rounds"] == 4
     shutil.rmtree(folder)
     shutil.copytree(runs["resume"], folder)
-    del meta["settings"]
+    del meta["settings"], meta["traffic"]
     save_state(folder / "checkpoint" / "state.safetensors", tree, meta)
     assert hyperfed.resume(folder).summary["rounds"] == 4

@@ -93,6 +93,13 @@ class Engine(Protocol):
     def released(self, released: dict[int, Tree]) -> None: ...
 
     @property
+    def traffic(self) -> dict[str, int]:
+        """Bytes of all messages to sites and back, {"down": ..., "up": ...}; {} where none travel.
+
+        A run that goes on writes to it what was sent before.
+        """
+
+    @property
     def private(self) -> PrivateUpdates | None:
         """How the answers of clients are made private; None where they are not."""
 

@@ -525,6 +525,7 @@ class Run(Served):
             **self._identity,
             "round": self.round,
             "bytes": self._bytes,
+            "traffic": self.engine.traffic,
             "seconds": self.seconds,
             **self._rounds.meta(),
         }
@@ -585,6 +586,8 @@ class Run(Served):
         if not 0 <= self.round <= self.config.rounds:
             raise ValueError(f"round {self.round} of {self.config.rounds}")
         self._bytes = {way: index(meta["bytes"][way]) for way in ("down", "up")}
+        before = meta.get("traffic", {})  # an older checkpoint says nothing of it
+        self.engine.traffic.update({way: index(count) for way, count in before.items()})
         self._earlier = meta["seconds"] + 0.0
         self._rounds.load(meta)
         if "best" in tree:

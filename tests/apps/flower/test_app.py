@@ -146,12 +146,16 @@ def test_a_run_of_the_app_equals_one_on_this_machine_and_can_be_resumed(tmp_path
 
     folder = tmp_path / "run"
     run = app.begin(settings, link(), str(folder))
+    sent = {}
     for progress in run.train():
+        if progress.round == 4:
+            sent = dict(run.engine.traffic)
         if progress.round == 5:  # after the checkpoint of round 4
             break
     later = config.continued(settings, {"engine.timeout": 0.2})
     resumed = app.begin(later, link(), str(folder))
     assert (resumed.round, resumed.config) == (4, later)
+    assert resumed.engine.traffic == sent
     list(resumed.train())
     loop = Run(config.load("fedper", [*keys, "engine=loop"]))
     list(loop.train())
@@ -164,6 +168,7 @@ def test_a_run_of_the_app_equals_one_on_this_machine_and_can_be_resumed(tmp_path
     assert resumed.summary["test_accuracy"] == loop.summary["test_accuracy"]
     assert resumed.summary["novel_accuracy"] == loop.summary["novel_accuracy"]
     assert resumed.summary["sites"] == 2
+    assert resumed.summary["message_bytes_down"] > 1.4 * sent["down"] > 0
     with pytest.raises(UserError, match="must not be done"):
         app.begin(settings, link(), str(folder))
 

@@ -97,6 +97,7 @@ class LoopEngine:
             torch.backends.cudnn.deterministic = True
             torch.backends.cudnn.allow_tf32 = False
         self.waiting: list[Question] = []
+        self.traffic: dict[str, int] = {}
         self.cores = torch.get_num_threads()
         self._numbers = count()
         self._own = threading.local()

@@ -139,6 +139,7 @@ class RayEngine:
         self.cores_per_client, self.gpus_per_worker = cores_per_client or 1, gpus_per_worker
         self.precision, self._actors_device = precision, device
         self.waiting: list[Question] = []
+        self.traffic: dict[str, int] = {}
         self.released: dict[int, Tree] = {}
         self._numbers = count()
         self._cohorts: dict[int, _Drafts] = {}
