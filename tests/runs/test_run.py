@@ -41,27 +41,28 @@ def trained(name: str = "pfedhn", out: Path | None = None, task: Any = None, **k
 
 @pytest.mark.parametrize(("cores", "seen"), [(1, {1}), (None, {2})])
 def test_server_and_clients_compute_on_the_cores_of_the_settings(
-    cores: int | None, seen: set[int], monkeypatch: pytest.MonkeyPatch
+    cores: int | None, seen: set[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     found = []
 
     def noting(function: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*arguments: Any) -> Any:
+        def noted(*arguments: Any, **options: Any) -> Any:
             found.append(torch.get_num_threads())
-            return function(*arguments)
+            return function(*arguments, **options)
 
         return noted
 
-    for name in ("round", "personalize"):
+    for name in ("round", "personalize", "state"):
         monkeypatch.setattr(pfedhn.Server, name, noting(getattr(pfedhn.Server, name)))
     told = property(noting(pfedhn.Client.objective.fget))
     monkeypatch.setattr(pfedhn.Client, "objective", told)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        run = trained("pfedhn", cohort=1, rounds=2, engine={"cores": cores})
+        run = trained("pfedhn", tmp_path, cohort=1, rounds=2, engine={"cores": cores})
         assert torch.get_num_threads() == 2
         run.model(0)
+        run.personalize(run.task.x[:8], run.task.y[:8])
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)

@@ -200,17 +200,18 @@ class TrainedMethod:
         # Every newcomer is client 0 of its own task: its data tell its draws (of noise, say) apart.
         seed = derive(self.config.seed, "newcomer", task.fingerprint)
         # Its data are in this process, wherever those of the known clients are.
-        engine = engines.build(
-            replace(self.config.engine, name="loop"),
-            task,
-            self.method.Client,
-            self.config.settings,
-            seed=seed,
-            home=self.engine,
-            precision=self.config.precision,
-            device=str(self.engine.device),
-            private=self._private_to_newcomers,
-        )
+        with on_cores(self.config.engine.cores):
+            engine = engines.build(
+                replace(self.config.engine, name="loop"),
+                task,
+                self.method.Client,
+                self.config.settings,
+                seed=seed,
+                home=self.engine,
+                precision=self.config.precision,
+                device=str(self.engine.device),
+                private=self._private_to_newcomers,
+            )
         if task.unlabelled:
             self._check_unlabelled()
         with closing(engine), self._at_best() as server:
