@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import hyperfed
 from hyperfed import trees
@@ -407,6 +408,23 @@ def test_layers_are_retained_in_the_order_of_their_own_weights(
     cohort = federation.engine.cohort(range(4), 0, training=True)
     _, sent = federation.server.mix(cohort)
     assert sent == [{n for layer in LAYERS.keys() - kept for n in LAYERS[layer]}] * 4
+
+
+class Made(Normed):
+    """With a body whose weight is made from others, and statistics that belong to no layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = spectral_norm(weight_norm(self.body))
+        self.norm = torch.nn.BatchNorm1d(4, affine=False)
+
+
+def test_what_a_retained_weight_is_made_from_is_not_sent_either() -> None:
+    settings = ONE_STEP | SERVER | {"retained_layers": ("body",)}
+    federation = Federation("heurpfedla", make_task(Made), **settings)
+    _, sent = federation.server.mix(federation.engine.cohort([0, 1], 0, training=True))
+    names = trees.model_of(federation.task.models["base"])
+    assert sent == [{name for name in names if not name.startswith("body.")}] * 2
 
 
 @pytest.mark.parametrize(("layers", "retain"), [(("head",), 0), (("norm", "body"), 1)])

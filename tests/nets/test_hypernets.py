@@ -7,7 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.nn.utils.parametrize import register_parametrization
 
+from hyperfed import trees
 from hyperfed.errors import UserError
 from hyperfed.nets import (
     Chunked,
@@ -50,6 +53,16 @@ def hand_made(x: Tensor, layers: list[tuple[Tensor, Tensor]]) -> Tensor:
             row = (weight * inputs).sum(1) + bias  # noqa: PLW2901
         rows.append(row)
     return torch.stack(rows)
+
+
+def doubled(layer: nn.Linear) -> nn.Linear:
+    """The layer with a weight that is twice what is trained."""
+
+    class Double(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return 2 * weight
+
+    return register_parametrization(layer, "weight", Double())
 
 
 class TestShapesOf:
@@ -479,6 +492,33 @@ class TestDrawWeights:
         ours = draw_weights(nn.Embedding(50, 40, padding_idx=3), generator(10, "weights"))
         zero = (ours["weight"] == 0).all(dim=1)
         assert zero.nonzero().flatten().tolist() == [3]
+
+    @pytest.mark.parametrize(
+        ("made", "expected"),
+        [
+            (weight_norm, lambda drawn: drawn),
+            (spectral_norm, lambda drawn: drawn / torch.linalg.matrix_norm(drawn, 2)),
+            (doubled, lambda drawn: 2 * drawn),  # with no way back to what it is made from
+        ],
+    )
+    @pytest.mark.parametrize("within", [False, True])
+    def test_a_weight_that_is_made_from_others_is_made_from_one_drawn_as_ever(
+        self, made, expected, within
+    ):
+        layer = made(nn.Linear(9, 4))
+        net = nn.Sequential(nn.ReLU(), layer) if within else layer
+        before = {name: value.clone() for name, value in net.state_dict().items()}
+        ours = draw_weights(net, generator(10, "weights"))
+        torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
+        trees.fill(net, ours)
+        for _ in range(30):  # spectral_norm measures a weight each time that it is read
+            _ = layer.weight
+        source = generator(10, "weights")
+        bias, drawn = (
+            torch.empty(shape).uniform_(-1 / 3, 1 / 3, generator=source) for shape in (4, (4, 9))
+        )
+        assert torch.equal(layer.bias, bias)
+        torch.testing.assert_close(layer.weight, expected(drawn), rtol=0.02, atol=0)
 
     def test_draws_what_it_is_asked_for_and_leaves_other_layers_as_they_are(self):
         net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))

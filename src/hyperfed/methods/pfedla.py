@@ -35,7 +35,7 @@ from hyperfed import federation, trees
 from hyperfed.errors import UserError
 from hyperfed.federation import BASE, Cohort, Each, Outline, step
 from hyperfed.methods.parts.presets import DEFAULT
-from hyperfed.nets.anatomy import layers_of
+from hyperfed.nets.anatomy import layers_of, own_entries
 from hyperfed.nets.layer_weights import LayerWeights
 from hyperfed.nets.shapes import shapes_of
 from hyperfed.training import Momentum, PersonalConfig, Steps
@@ -140,6 +140,7 @@ class Server(federation.Server):
     def __init__(self, outline: Outline, config: Config) -> None:
         super().__init__(outline, config)
         self.layers = {size: layers_of(net) for size, net in outline.models.items()}
+        self.own = {size: own_entries(net) for size, net in outline.models.items()}
         if config.weigh == "models":
             self.layers = {
                 size: {"model": tuple(name for names in layers.values() for name in names)}
@@ -204,10 +205,7 @@ class Server(federation.Server):
             for name in names
         }
         # What a module without parameters holds is mixed as the layer before; it is no part of it.
-        part = [
-            {name for name in names if name.rpartition(".")[0] == module}
-            for module, names in layers.items()
-        ]
+        part = [self.own[size].get(layer, ()) for layer in layers]
         sent = [
             set(model).difference(*(part[at] for at, keeps in enumerate(row) if keeps))
             for row in retained.tolist()

@@ -136,6 +136,14 @@ def layers_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return layers
 
 
+def own_entries(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Names what each layer of :func:`layers_of` holds itself.
+
+    That is without the buffers that it has from modules without parameters.
+    """
+    return {part.name: part.parameters + part.buffers for part in _parts(model) if part.parameters}
+
+
 def trained_layers(network: nn.Module) -> list[tuple[str, nn.Module]]:
     """Returns (name, module) of those that have parameters to train, adapters' apart."""
     beside = trees.adapter_parts(network)

@@ -1,5 +1,6 @@
 """What hypernetworks are made of: their layers, how these start, and spectral normalisation."""
 
+import copy
 import math
 from collections.abc import Mapping
 
@@ -7,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm as _normalise_spectrum
-from torch.nn.utils.parametrize import is_parametrized
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from hyperfed import trees
 from hyperfed.errors import UserError
@@ -72,25 +73,51 @@ def draw_weights(
         net: the network; it is not changed.
         generator: a CPU generator.
         start: the entries to return, some or all of the network's; its own where not given. What
-            belongs to another layer stays as it is here.
+            belongs to another layer stays as it is here. Of a weight that is made from others
+            (``torch.nn.utils.parametrizations``) they are those, such that it is as drawn.
 
     Returns:
         ``{parameter name: tensor}``, for ``functional_call``.
     """
     device = next(net.parameters()).device
     weights = trees.to(trees.model_of(net) if start is None else trees.clone(dict(start)), CPU)
-    for prefix, layer in net.named_modules():
+    for prefix, part in net.named_modules():
+        made = is_parametrized(part)
+        layer = copy.deepcopy(part).to(CPU) if made else part  # to read its weight may change it
         for name, _ in layer.named_parameters(prefix, recurse=False):
-            if name not in weights:
-                continue
-            if isinstance(layer, nn.Embedding):
-                weights[name].normal_(generator=generator)
-                if layer.padding_idx is not None:  # no gradient would move it from what is drawn
-                    weights[name][layer.padding_idx].zero_()
-            elif isinstance(layer, nn.Linear | nn.modules.conv._ConvNd):
-                bound = 1 / math.sqrt(layer.weight[0].numel())  # of the weight's fan-in
-                weights[name].uniform_(-bound, bound, generator=generator)
+            if name in weights:
+                _draw(layer, weights[name], generator)
+        makers = f"{prefix}.parametrizations.".removeprefix(".")
+        if made and any(name.startswith(makers) for name in weights):
+            drawn = trees.model_of(_makers(layer, generator))
+            anew = {makers + name: value for name, value in drawn.items()}
+            weights |= {name: value for name, value in anew.items() if name in weights}
     return trees.to(weights, device)
+
+
+def _draw(layer: nn.Module, value: Tensor, generator: torch.Generator) -> None:
+    """Draws a parameter of a layer in place; that of a layer of another kind stays."""
+    if isinstance(layer, nn.Embedding):
+        value.normal_(generator=generator)
+        if layer.padding_idx is not None:  # no gradient would move it from what is drawn
+            value[layer.padding_idx].zero_()
+    elif isinstance(layer, nn.Linear | nn.modules.conv._ConvNd):
+        bound = 1 / math.sqrt(layer.weight[0].numel())  # of the weight's fan-in
+        value.uniform_(-bound, bound, generator=generator)
+
+
+def _makers(layer: nn.Module, generator: torch.Generator) -> nn.ModuleDict:
+    """Draws the weights of a layer that are made from others; returns what makes them, anew.
+
+    Of a new layer, too, the weight is drawn first, and what makes it (``weight_norm`` and the like)
+    found from that.
+    """
+    makers = nn.ModuleDict()
+    for entry, parts in layer.get_submodule("parametrizations").named_children():
+        value = getattr(layer, entry).detach().clone()
+        _draw(layer, value, generator)
+        makers[entry] = ParametrizationList([*parts.children()], nn.Parameter(value))
+    return makers
 
 
 def expected_spread(network: nn.Sequential) -> float:
