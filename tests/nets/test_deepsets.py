@@ -178,6 +178,31 @@ def test_parts_behind_the_first_linear_layer_are_left_out_with_all_that_is_in_th
     assert encoder(draw(3, 5)).shape == (4,)
 
 
+class Dropping(nn.Module):
+    """Drops in its trunk whatever can be dropped, also by one layer in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+        self.lstm = nn.LSTM(4, 4, num_layers=2, dropout=0.5, batch_first=True)
+        self.attention = nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True)
+        self.again = self.dropout
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, _ = self.lstm(self.dropout(x))
+        hidden, _ = self.attention(hidden, hidden, hidden)
+        output: Tensor = self.head(self.again(hidden.mean(dim=1)))
+        return output
+
+
+def test_it_drops_nothing_for_a_descriptor_is_told_and_then_differentiated() -> None:
+    target = Dropping().double()
+    encoder, x = DeepSet(target, 3, units=4), draw(6, 5, 4)
+    torch.testing.assert_close(encoder.train()(x), encoder.eval()(x), **CLOSE)
+    assert (target.dropout.p, target.lstm.dropout, target.attention.dropout) == (0.5,) * 3
+
+
 def test_texts() -> None:
     encoder = DeepSet(CharLSTM(30, 4, 8, 1), 4, units=6)
     assert encoder(torch.randint(30, (3, 7))).shape == (4,)

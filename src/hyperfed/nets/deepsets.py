@@ -30,7 +30,8 @@ class DeepSet(nn.Module):
 
     Its linear layers and convolutions start as He et al. (2015) start networks with ReLU. From
     PyTorch's own start, in which each layer makes differences smaller, all clients get nearly one
-    descriptor, and keep it in training.
+    descriptor, and keep it in training. Its layers drop nothing, in training either: where it
+    learns end to end, a descriptor is told in one pass and differentiated in another.
 
     Attributes:
         features: the target with ``units`` outputs in its first linear layer, and without the
@@ -104,14 +105,24 @@ def _features(target: nn.Module, units: int, dtype: torch.dtype) -> nn.Module:
         )
     first, layer = linear[0]
     # From the end: what is in a part is found only while the part itself is there.
-    for name, part in reversed(list(network.named_modules())):
+    for name in reversed(dict(network.named_modules())):
         if name == first:
             break
-        if name in trained or isinstance(part, _DropoutNd):
+        if name in trained:
             network.set_submodule(name, nn.Identity())
     network.set_submodule(first, nn.Linear(layer.in_features, units).to(dtype))
+    _drop_nothing(network)
     compute_in_own_precision(network)
     return network
+
+
+def _drop_nothing(network: nn.Module) -> None:
+    """Switches off what layers drop at random."""
+    for part in network.modules():
+        if isinstance(part, _DropoutNd):
+            part.p = 0.0
+        elif isinstance(part, nn.RNNBase | nn.MultiheadAttention):
+            part.dropout = 0.0
 
 
 def _layers(widths: list[int]) -> nn.Sequential:
