@@ -4,9 +4,9 @@ Our own: PeFLL (Scott et al., ICLR 2024), whose descriptor network and hypernetw
 exchanges, with what other methods of the field do once each:
 
 - **All start from one model, which learns by plain averaging.** The biases of the hypernetwork's
-  output are the target's initial weights, and move by the mean of the cohort's deltas, as FedAvg's
-  model does (McMahan et al., 2017). The output's matrices, at first zero, make what clients differ
-  by.
+  output are the target's initial weights, and move by the mean of the cohort's deltas, each client
+  counting once (FedAvg's model moves by their mean weighted by examples: McMahan et al., 2017). The
+  output's matrices, at first zero, make what clients differ by.
 - **The matrices learn at the pace of averaging.** They descend plainly, at a rate of 1 like the
   biases, from features of length 1: a client's model moves by its own delta, and by those of others
   as much as their features are alike. Where deltas have nothing in common that descriptors tell,
@@ -72,7 +72,8 @@ class Config(pefll.Config, PersonalConfig):
             learns by it alone.
         descriptor_size: as of PeFLL; it does not grow with the number of clients here.
         start: of no consequence here, where all models begin as the target whatever it says.
-        common_lr: by how much of a cohort's mean delta the common model moves; 1 as in FedAvg.
+        common_lr: by how much of a cohort's mean delta, each client counting once, the common model
+            moves; at 1 by all of it.
         pseudo_count: examples of every class that a client counts beside its own, so that no class
             is impossible; None leaves the biases as they are made. Of a task with classes, and a
             target whose last trained parameter is a bias for each of them.
