@@ -14,7 +14,7 @@ import torch
 from engines.flower.sites import DirectLink, remote, sites_of
 from hyperfed import privacy
 from hyperfed.apps import cli
-from hyperfed.engines.flower import diary
+from hyperfed.engines.flower import diary, store
 from hyperfed.engines.flower.policy import Policy
 from hyperfed.engines.replies import NoAnswerError
 from hyperfed.methods import METHODS
@@ -340,6 +340,17 @@ def test_a_site_says_when_it_was_asked_last_and_what_it_refused_today(
     ]
     assert command(str(tmp_path), "--json") == 0
     assert json.loads(capsys.readouterr().out)["refused"] == 3
+
+
+def test_a_site_that_nobody_has_asked_yet_is_one(tmp_path: Path, capsys: Any) -> None:
+    store.check_writable(tmp_path)
+    assert command(str(tmp_path)) == 0
+    said = ["last message: none", "today (UTC): 0 calls of clients, 0 of them refused"]
+    assert capsys.readouterr().out.splitlines() == said
+    diary.Diary(tmp_path, Policy()).note(client="ann", decision="answered")
+    store.check_writable(tmp_path)  # it starts anew
+    assert diary.told_by(tmp_path).last
+    assert (tmp_path / "audit.jsonl").stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typer import Argument
 
 from hyperfed.apps.guard import STOPPED
 from hyperfed.apps.printing import Json, print_json
-from hyperfed.engines.flower.diary import Told, told_by
+from hyperfed.engines.flower.diary import LOG, Told, told_by
 from hyperfed.engines.flower.store import MODELS, models_kept
 from hyperfed.runs import status
 from hyperfed.runs.comparison import megabytes
@@ -31,7 +31,7 @@ def show_status(
     Of the state folder of a site it says when the last message came, and how many calls were
     refused today.
     """
-    if (folder / "audit.jsonl").exists():
+    if (folder / LOG).exists():
         _say_site(told_by(folder), models_kept(folder), as_json=as_json)
         return
     place = RunFolder(folder)

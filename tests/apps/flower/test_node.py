@@ -307,7 +307,10 @@ def command(*arguments: str) -> int:
         (["--key", "none"], "--key must be a file"),
         (["--key", "ca.crt"], "elliptic curve's private key"),
         (["--insecure", "--key", "node"], "--insecure must be without"),
-        (["--workers", "0"], "workers"),
+        (["--workers", "0"], "'--workers': 0 is not in the range x>=1"),
+        (["--cores-per-client", "0"], "'--cores-per-client': 0 is not in the range x>=1"),
+        (["--superlink", "", "--device", "gpu"], "device must be one that PyTorch"),
+        (["--superlink", "", "--device", "cuda:63"], "device must be one that PyTorch"),
         (["--data", "x.npz"], "x.npz"),
     ],
 )
@@ -317,6 +320,7 @@ def test_what_is_wrong_with_the_options_is_told_before_anything_starts(
     monkeypatch.chdir(tmp_path)
     write_certificates(tmp_path)
     write_node_key(tmp_path / "node")
+    monkeypatch.setenv("COLUMNS", "200")
     given = ["--clients", "0-3", "--state", "state", "--superlink", "127.0.0.1:1"]
     assert command("node", *given, *options) == 2
     assert message in capsys.readouterr().err

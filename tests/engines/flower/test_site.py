@@ -263,7 +263,7 @@ def test_what_killed_writers_left_is_removed_and_nobody_else_may_look(tmp_path: 
     assert [path.exists() for path in left] == [True, False, False]
     left[0].unlink()
     check_writable(state)
-    assert sorted(state.iterdir()) == [state / "released", state / "run-1"]
+    assert sorted(state.iterdir()) == [state / "audit.jsonl", state / "released", state / "run-1"]
 
 
 def test_a_node_that_starts_has_the_state_for_itself_and_removes_what_killed_ones_left(
@@ -273,6 +273,7 @@ def test_a_node_that_starts_has_the_state_for_itself_and_removes_what_killed_one
     state = tmp_path / "state"
     site_in(state).answer(request(1, 0))
     KeptReleases(state)
+    check_writable(state)
     folders = [state, state / "run-1", state / "run-1" / "_000000", state / "released"]
     kept = set(state.rglob("*"))
     for folder in folders:

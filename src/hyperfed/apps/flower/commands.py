@@ -23,6 +23,7 @@ from hyperfed.runs import config as configuration
 from hyperfed.runs.folder import RunFolder
 from hyperfed.runs.newcomers import Newcomer, heard
 from hyperfed.runs.run import Run
+from hyperfed.system.devices import find_device
 from hyperfed.system.locks import Lock
 from hyperfed.system.toml import literal
 
@@ -53,8 +54,8 @@ def node(
     site: Annotated[str, Option(help="With which the names of its clients begin.")] = "",
     size: Annotated[str, Option(help="Which target they run, where there are several.")] = "",
     novel: Annotated[bool, Option("--novel", help="They join after training.")] = False,
-    workers: Annotated[int | None, Option(help="Clients computed at once.")] = None,
-    cores_per_client: Annotated[int | None, Option(help="Threads of each.")] = None,
+    workers: Annotated[int | None, Option(min=1, help="Clients computed at once.")] = None,
+    cores_per_client: Annotated[int | None, Option(min=1, help="Threads of each.")] = None,
     device: Annotated[str, Option(help="Where the site computes: cpu, cuda or cuda:N.")] = "cpu",
     superlink: Annotated[
         str, Option(metavar="HOST:PORT", help="Serve this SuperLink, until a signal.")
@@ -84,6 +85,7 @@ def node(
     """
     if data is None and (check or not clients):
         raise UserError("a site must have data to check; give --data")
+    find_device(device)  # before the data are read, and any message comes
     found = None
     allowed = policies.read(policy)
     if data is not None:

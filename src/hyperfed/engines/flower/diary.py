@@ -14,6 +14,9 @@ from hyperfed.errors import UserError, one_line
 from hyperfed.system.files import append_line, atomic_write, check_files
 from hyperfed.system.locks import alone
 
+LOG = "audit.jsonl"
+"""The audit log in a site's state, by which that is known for what it is."""
+
 
 class Diary:
     """How often a site has evaluated today, and a log that is only added to.
@@ -50,12 +53,12 @@ class Diary:
         atomic_write(path, json.dumps({"day": today, "clients": counts}).encode())
 
     def note(self, **entry: Any) -> None:
-        """Adds a line to ``audit.jsonl``; a full file becomes ``audit-<time>.jsonl``.
+        """Adds a line to :data:`LOG`; a full file becomes ``audit-<time>.jsonl``.
 
         Raises:
             UserError: the disk refuses.
         """
-        path = self._state / "audit.jsonl"
+        path = self._state / LOG
         when = datetime.now(UTC).isoformat(timespec="seconds")
         with alone(self._state):
             if path.exists() and path.stat().st_size > self._policy.largest_log:
@@ -98,7 +101,7 @@ def told_by(state: Path) -> Told:
     try:
         for path in sorted(state.glob("audit*.jsonl")):
             changed = datetime.fromtimestamp(path.stat().st_mtime, UTC).date().isoformat()
-            if path.name != "audit.jsonl" and changed < today:
+            if path.name != LOG and changed < today:
                 continue
             for line in path.read_bytes().splitlines():
                 note = json.loads(line)

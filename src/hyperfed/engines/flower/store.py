@@ -9,6 +9,7 @@ much or too little. Beside these files ``data`` says by a hash which examples th
 """
 
 import json
+import os
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from tempfile import TemporaryFile
 from typing import Any
 from urllib.parse import quote
 
+from hyperfed.engines.flower.diary import LOG
 from hyperfed.engines.flower.policy import RefusedError
 from hyperfed.engines.flower.wire import Version
 from hyperfed.system.files import (
@@ -281,7 +283,7 @@ def clean(folder: Path) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Finds out whether a site's state can be kept in a folder, which is made.
+    """Finds out whether a site's state can be kept in a folder, which is made, with an empty log.
 
     Raises:
         UserError: it cannot.
@@ -292,5 +294,6 @@ def check_writable(folder: Path) -> None:
         make_private(folder)
         with TemporaryFile(dir=folder):  # without a name, where the system can
             pass
+        os.close(os.open(folder / LOG, os.O_WRONLY | os.O_CREAT, 0o600))
     except OSError as error:
         raise refused(folder, error) from error
