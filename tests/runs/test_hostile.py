@@ -436,6 +436,10 @@ def test_a_run_that_is_done_is_read_as_of_its_end_and_not_before(tmp_path: Path)
 def test_hostile_clients_and_rules_that_cannot_be() -> None:
     with pytest.raises(UserError, match="at least 3 clients where robust"):
         Run(config.from_keys("fedavg", {"cohort": 2, "robust.aggregation": "krum"}), make_task())
+    for stranger in (3, 99):  # the first of which is novel
+        lies = {"faults.hostile": [1, stranger]}
+        with pytest.raises(UserError, match=f"numbers from 0 to 2, came {stranger}; name"):
+            Run(config.from_keys("fedavg", lies), make_task(novel=1))
     with pytest.raises(UserError, match="must be mean for fedfomo, whose"):
         config.from_keys("fedfomo", {"robust.aggregation": "median"})
     for key, value in (("hostile", 0.5), ("reply_bound", 1.0), ("aggregation", "mode")):

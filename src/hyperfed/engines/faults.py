@@ -22,7 +22,7 @@ class Faults:
     Attributes:
         drop: probability that a client does not answer in a round.
         nan: probability that a reply of a client is NaN.
-        hostile: clients that lie in every reply.
+        hostile: clients that lie in every reply; they must be among those that train.
         attack: how. ``reverse`` sends ten times the change that was to be, backwards; ``noise``
             sends Gaussian noise ten times as long as it; ``huge`` sends 1e30 in every entry.
     """

@@ -39,7 +39,7 @@ from hyperfed.runs.numbers import numbers, numbers_of_sizes
 from hyperfed.runs.records import REHEARSAL, Evaluation, Lost
 from hyperfed.runs.rounds import Rounds
 from hyperfed.runs.serving import Served
-from hyperfed.runs.settings import RunConfig, check_cohort, cohort_size
+from hyperfed.runs.settings import RunConfig, check_clients, cohort_size
 from hyperfed.runs.status import Reporter
 from hyperfed.runs.tally import always_lost
 from hyperfed.runs.trained import Best, TrainedMethod, here, unfit
@@ -94,7 +94,7 @@ class Run(Served):
         self.config = replace(config, task=tasks.settings_of(self.task, config.seed))
         self._trained_on = self.config.task
         if folder is None:  # an old run stays open to be looked at
-            check_cohort(config, len(self.task.known))
+            check_clients(config, len(self.task.known))
         self.folder = folder
         self.evaluations: list[Evaluation] = []
         self.summary: dict[str, Any] = {}

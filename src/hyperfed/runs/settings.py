@@ -236,15 +236,17 @@ def cohort_size(cohort: int | float, known: int) -> int:
     return max(1, int(exact.to_integral_value(ROUND_HALF_UP)))
 
 
-def check_cohort(config: RunConfig, known: int) -> None:
-    """Refuses a round of more clients than there are; that of a preset is for tasks of any size.
+def check_clients(config: RunConfig, known: int) -> None:
+    """Refuses a round of more clients than there are, and lies of clients who never train.
+
+    The cohort of a preset is for tasks of any size.
 
     Args:
         config: all settings.
         known: clients that train.
 
     Raises:
-        UserError: somebody asked for more of them.
+        UserError: somebody asked for more of them, or for the lies of another.
     """
     presets = getattr(METHODS.get(config.method), "PRESETS", {})
     usual = presets.get(config.preset, {}).get("cohort")
@@ -252,4 +254,9 @@ def check_cohort(config: RunConfig, known: int) -> None:
         raise UserError(
             f"cohort must be at most {known}, the clients that train, came {config.cohort}; lower "
             "it, or give a fraction (1.0 is all)"
+        )
+    if others := [client for client in config.faults.hostile if client >= known]:
+        raise UserError(
+            f"faults.hostile must be clients that train, numbers from 0 to {known - 1}, came "
+            f"{others[0]}; name one of those, or leave it out"
         )

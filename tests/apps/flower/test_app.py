@@ -336,6 +336,28 @@ def test_too_few_sites_are_an_error(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("cohort=6", "cohort must be at most 4"),
+        ("faults.hostile=[4]", "faults.hostile must be clients that train, numbers from 0 to 3"),
+        ("track=mlflow", "track=mlflow must have mlflow"),
+    ],
+)
+def test_what_does_not_fit_the_sites_that_came_is_refused_before_anything_is_written(
+    key: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    keys = ["task.clients=4", "task.novel=0", "engine=flower", key]
+    settings = config.load("fedavg", keys)
+    run_config = {"settings": toml.dumps(config.to_dict(settings))}
+    node = {"state": str(tmp_path / "site"), "clients": "0-3"}
+    link = DirectLink({1: site_of(run_config, node)})
+    with pytest.raises(UserError, match=said):
+        app.begin(settings, link, str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_roster_is_made_of_the_sites_that_answer() -> None:
     link = DirectLink({})
     assert link.exchange("train.step", {4: b""}, 1.0, {}).keys() == {4}

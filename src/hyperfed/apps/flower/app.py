@@ -43,7 +43,7 @@ from hyperfed.methods import METHODS
 from hyperfed.runs import config as configuration
 from hyperfed.runs import experiments
 from hyperfed.runs.export import export_model
-from hyperfed.runs.settings import RunConfig
+from hyperfed.runs.settings import RunConfig, check_clients
 from hyperfed.system import toml
 from hyperfed.system.devices import find_device
 from hyperfed.system.extras import how_to_install
@@ -357,8 +357,9 @@ def begin(config: RunConfig, link: GridLink, folder: str) -> "Run":
         folder: of the records; a new one below ``runs`` where empty.
 
     Raises:
-        UserError: too few sites came, or they do not fit together.
+        UserError: too few sites came, or they do not fit together, or the settings not to them.
     """
+    from hyperfed.runs import trackers
     from hyperfed.runs.folder import RunFolder
     from hyperfed.runs.run import Run
 
@@ -381,6 +382,8 @@ def begin(config: RunConfig, link: GridLink, folder: str) -> "Run":
     )
     task = tasks.remote(config.task, roster, config.seed, link)
     if folder:
+        trackers.check(config.track)
+        check_clients(config, len(task.known))
         run = Run(config, task, place)
         place.path.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         place.state.parent.mkdir(exist_ok=True)
