@@ -161,6 +161,13 @@ def test_others_models_are_compared_within_a_client() -> None:
     assert not learned.can_draw("crossed", finished("pfedhn"))
 
 
+def test_of_who_has_no_test_examples_nothing_is_compared() -> None:
+    told = [[None, None, None], [0.9, None, 0.7], [0.2, 0.2, None]]  # as a record says nan
+    found = learned.crossed(looked_into(crossed=told))
+    nan = np.nan
+    np.testing.assert_equal(found, [[nan, nan, nan], [1, nan, 0], [1, 1, nan]])
+
+
 def test_clients_with_the_same_classes_have_a_colour_and_lie_together() -> None:
     rng = np.random.default_rng(0)
     kind = np.arange(24) % 3

@@ -181,7 +181,8 @@ def crossed(run: FinishedRun) -> Floats:
     """Returns what each client's accuracy is with others' models, (n, n), from 0 to 1 in a row.
 
     norm-acc_ij = (acc_ij - min_l acc_il) / (max_l acc_il - min_l acc_il), as pFedHN's figure 3; 1
-    where all of a row are the same.
+    where all of a row are the same. nan where there is no accuracy, as in the row of a client
+    without test examples; minimum and maximum are of the others.
 
     Raises:
         NothingToDrawError: it was not measured.
@@ -193,8 +194,9 @@ def crossed(run: FinishedRun) -> Floats:
             "examine=crossed"
         )
     found = np.array(told, dtype=np.float64)
-    low, high = found.min(axis=1, keepdims=True), found.max(axis=1, keepdims=True)
-    return np.where(high > low, (found - low) / np.where(high > low, high - low, 1.0), 1.0)
+    low, high = (of.reduce(found, axis=1, keepdims=True) for of in (np.fmin, np.fmax))
+    scaled = np.where(high > low, (found - low) / np.where(high > low, high - low, 1.0), 1.0)
+    return np.where(np.isnan(found), np.nan, scaled)
 
 
 def draw_weights(run: FinishedRun) -> "Figure":
