@@ -90,6 +90,17 @@ def test_neither_the_least_nor_the_greatest_score_decides(clients: int, lie: flo
     assert is_better(scores(0.6, 0.6), scores(0.5, 0.5), 0.25)
 
 
+def test_as_many_scores_are_left_out_as_a_rule_bears_clients() -> None:
+    """Of 25, 0.28 are 7, in binary a little more: the eighth of the least counts."""
+    ones, none = torch.ones(25).double(), torch.zeros(25).double()
+    now, before = (
+        chosen_by(Counts(ones, torch.tensor(of).double(), *[none] * 3, {}), range(25), "accuracy")
+        for of in ([0.0] * 8 + [0.51] * 17, [0.5] * 25)
+    )
+    assert not is_better(now, before, 0.28)
+    assert is_better(now, before, 0.32)
+
+
 def test_a_score_without_bounds_does_not_decide_where_a_share_may_lie() -> None:
     """One of five says of a regression what it likes; four are worse, then better."""
     ids, ones, none = range(5), torch.ones(5).double(), torch.zeros(5).double()

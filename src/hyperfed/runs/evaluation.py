@@ -28,6 +28,7 @@ from hyperfed.system.randomness import generator
 from hyperfed.task import accuracy
 from hyperfed.training import Batches
 from hyperfed.trees import Tree
+from hyperfed.trees.aggregation import Rule
 
 CHUNK = 64
 """Clients whose models are made by one call: all of a small federation, a part of a large."""
@@ -365,7 +366,7 @@ def _mean(found: Tree, whose: Tensor, hostile: float | None) -> Number:
     scores = [c / n for c, n in zip(correct, count, strict=True)]
     if hostile is None:
         return weighted_mean(scores, count)
-    cut = min(math.ceil(hostile * len(scores)), (len(scores) - 1) // 2)
+    cut = Rule(hostile=hostile).borne(len(scores))
     return fmean(sorted(scores)[cut : len(scores) - cut]) if scores else None
 
 
