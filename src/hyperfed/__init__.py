@@ -95,15 +95,22 @@ def train(
             f"a task that was made must come without settings of one, got {', '.join(settings)} "
             "beside it; make the task as you want it, or leave it out"
         )
-    if not isinstance(task, Task | None):
-        raise UserError(
-            f"the task must be a hyperfed.Task, got {one_line(repr(task), 100)}; make one with "
-            "hyperfed.Task.from_arrays, or name data by the keyword task"
-        )
+    _check_task(task, "name data by the keyword task")
     config = configuration.from_keys(method, keys)
     run = Run(config, task) if out is None else Run.start(config, Path(out), task)
     watch(run, show=progress)
     return run
+
+
+def _check_task(task: object, instead: str) -> None:
+    """Raises :class:`UserError` for what is no task, and says what can be done without one."""
+    from hyperfed.task import Task
+
+    if not isinstance(task, Task | None):
+        raise UserError(
+            f"the task must be a hyperfed.Task, got {one_line(repr(task), 100)}; make one with "
+            f"hyperfed.Task.from_arrays, or {instead}"
+        )
 
 
 def compare(*runs: "Run | str | Path") -> "DataFrame":
@@ -119,7 +126,8 @@ def compare(*runs: "Run | str | Path") -> "DataFrame":
         (or the task's own metric by its name), ``bytes_down`` and ``bytes_up``.
 
     Raises:
-        UserError: there is none, one is damaged, or a run that was given is not done.
+        UserError: there is none, or what is none; one is damaged, or a run that was given is not
+            done.
     """
     import pandas
 
@@ -129,6 +137,11 @@ def compare(*runs: "Run | str | Path") -> "DataFrame":
 
     found: list[FinishedRun] = []
     for run in runs:
+        if not isinstance(run, str | Path | FinishedRun):
+            raise UserError(
+                "what is compared must be runs, and folders of some, one after another, got "
+                f"{one_line(repr(run), 100)}; of a list: hyperfed.compare(*runs)"
+            )
         if isinstance(run, str | Path):
             records = read_runs([Path(run)])
             for left in (record.path for record in records if record.summary is None):
@@ -149,10 +162,12 @@ def open_run(path: str | Path, task: "Task | None" = None) -> "Run":
         task: the data, where the run was started with its own; else built from the settings.
 
     Raises:
-        UserError: not a run's folder, a damaged or foreign checkpoint, or other data.
+        UserError: not a run's folder, a damaged or foreign checkpoint, other data, or what is no
+            task.
     """
     from hyperfed.runs.run import Run
 
+    _check_task(task, "leave it out")
     return Run.open(Path(path), task)
 
 
@@ -180,6 +195,7 @@ def resume(
     from hyperfed.runs.progress import watch
     from hyperfed.runs.run import Run
 
+    _check_task(task, "leave it out; settings are keywords")
     run = Run.resume(Path(path), task, configuration.flat(keys))
     watch(run, show=progress)
     return run

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 from pydantic import ConfigDict, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
@@ -322,6 +323,29 @@ def test_python_values_make_the_same_configuration():
     )
     written = ["rounds=3", "task.clients=5", "method.hidden=[1, 2]", "engine=loop"]
     assert made == load("hyper", *written)
+
+
+def test_numbers_of_numpy_are_numbers():
+    keys = {
+        "rounds": np.int64(3),
+        "cohort": np.float32(0.5),
+        "task": {"clients": np.arange(4, 6)[1], "unlabelled": np.bool_(False)},
+        "method": {"hidden": (np.int32(1), 2), "lr": np.float64(0.5)},
+    }
+    written = ["rounds=3", "cohort=0.5", "task.clients=5", "method.hidden=[1, 2]", "method.lr=0.5"]
+    assert from_keys(keys) == load("hyper", *written)
+    assert from_keys({"method.hidden": np.array([1, 2])}).settings.hidden == (1, 2)
+    with pytest.raises(UserError, match="rounds: must be greater than 0; came 0"):
+        from_keys({"rounds": np.int64(0)})
+
+
+def test_a_word_may_look_like_a_number_on_the_command_line():
+    keys = ("task=007", "task.target=2024", "task.client=1e3", "task.split=true")
+    task = load("hyper", *keys, "task.features=2023", "method={lr=2}").task
+    assert (task.name, task.target, task.client, task.split) == ("007", "2024", "1e3", "true")
+    assert task.features == ("2023",)
+    assert load("hyper", "task=t.csv", 'task.target="2024"').task.target == "2024"
+    assert load("hyper", "task=t.csv", "task.target=none").task.target is None
 
 
 def test_configurations_made_in_python_are_checked_too():

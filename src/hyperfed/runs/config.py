@@ -21,6 +21,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
+import numpy as np
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
@@ -59,9 +60,10 @@ def load(source: str, overrides: Sequence[str] = ()) -> RunConfig:
         source: a method's name, or the path of an experiment file (or of a run's ``config.toml``),
             which ends in ``.toml``, or of a table and its cell, ``FILE.toml:CELL``
             (:mod:`hyperfed.runs.experiments`).
-        overrides: ``key=value`` each. A value is read as a TOML literal; a bare word is a string.
-            Of a key that is given twice the last counts. A file may be run with another ``method``,
-            in the place of a method that was named there can be no other.
+        overrides: ``key=value`` each. A value is read as a TOML literal; a bare word is a string,
+            and so is a number where the key takes words. Of a key that is given twice the last
+            counts. A file may be run with another ``method``, in the place of a method that was
+            named there can be no other.
 
     Raises:
         UserError: lists all errors at once.
@@ -247,6 +249,15 @@ def _known(settings: type | None) -> dict[str, Any]:
     return {"method.name": str, **known, **dict(own)}
 
 
+@cache
+def _words() -> frozenset[str]:
+    """Returns the dotted keys that take any words, whatever the method."""
+    words = {str, tuple[str, ...], NoneType}
+    return frozenset(
+        key for key, kind in _fields(RunConfig) if {*(get_args(kind) or [kind])} <= words
+    )
+
+
 def shown(key: str) -> str:
     """Returns a key as a user writes it: ``task`` for ``task.name``."""
     return next((short for short, full in _SHORT.items() if full == key), key)
@@ -259,6 +270,15 @@ def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield from _flatten(value, f"{key}.")
         else:
             yield _SHORT.get(key, key), value
+
+
+def _plain(value: Any) -> Any:
+    """Returns a value with Python's numbers for NumPy's, such as those of a grid of ``arange``."""
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    if isinstance(value, list | tuple):
+        return type(value)(map(_plain, value))
+    return value
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -305,9 +325,12 @@ def _is_file(path: Path) -> bool:
 def _parse(overrides: Iterable[str], problems: list[str]) -> Iterator[tuple[str, Any]]:
     """Yields (dotted key, value) of each ``key=value``; a table as value gives several."""
     for override in overrides:
-        key, equals, value = override.partition("=")
-        if equals and key.strip():
-            yield from _flatten({key.strip(): toml.read_value(value.strip())})
+        key, equals, text = (part.strip() for part in override.partition("="))
+        if equals and key:
+            value = toml.read_value(text)
+            if isinstance(value, bool | int | float) and _SHORT.get(key, key) in _words():
+                value = text  # a column may be called 2024, and a folder 007
+            yield from _flatten({key: value})
         else:
             problems.append(f"{override}: must be key=value, such as rounds=100")
 
@@ -323,7 +346,8 @@ def _build(written: Mapping[str, Any], problems: list[str]) -> RunConfig:
         came = f"came {toml.literal(name)}{nearest(name, METHODS)}" if name else "it is missing"
         problems.append(f"method: must be one of {', '.join(METHODS)}; {came}")
 
-    keys = _preset(module, name, written, problems) | dict(written)
+    keys = _preset(module, name, written, problems)
+    keys |= {key: _plain(value) for key, value in written.items()}
     known = _known(module.Config if module else None)
     table = _nested(_of_this_run(keys, known, module, problems))
     method = table.pop("method", {})

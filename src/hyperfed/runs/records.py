@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from pydantic import ConfigDict, TypeAdapter
 from torch import Tensor
@@ -160,6 +160,7 @@ class Evaluation:
         return f"{len(self.clients) - len(self.missed)} of {len(self.clients)}"
 
 
+@runtime_checkable
 class FinishedRun(Protocol):
     """What a report needs: a :class:`hyperfed.runs.run.Run` that is done, or its record on disk."""
 

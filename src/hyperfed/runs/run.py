@@ -107,6 +107,19 @@ class Run(Served):
         self._accounting = self._on_the_disk
         self._commit = commit()  # of the code that runs, whatever is checked out later
 
+    def __repr__(self) -> str:
+        """Returns in a few lines what is trained on what, how far, to what end, and where it is."""
+        config, metric = self.config, self.task.metric
+        lines = [
+            f"Run of {config.method} on {self.task.name}: {self.round} of {config.rounds} rounds"
+        ]
+        if self.summary:
+            reached = self.summary.get(f"test_{metric.name}")
+            lines.append(f"test {metric.label}: {metric.told(reached)}")
+        if self.folder is not None:
+            lines.append(f"in {self.folder.path}")
+        return "\n".join(lines)
+
     @classmethod
     def start(
         cls, config: RunConfig, out: Path, task: Task | None = None, experiment: str = ""

@@ -47,6 +47,17 @@ class TestPackage:
         assert run.summary["rounds"] == 2
         assert not list(tmp_path.iterdir())
 
+    def test_a_run_says_what_it_is(self, trained, copy):
+        run = hyperfed.open_run(trained)
+        assert repr(run).splitlines() == [
+            "Run of pfedhn on digits: 4 of 4 rounds",
+            f"test accuracy: {100 * run.summary['test_accuracy']:.1f} %",
+            f"in {trained}",
+        ]
+        (copy / "summary.json").unlink()
+        begun = repr(hyperfed.open_run(copy)).splitlines()
+        assert begun == ["Run of pfedhn on digits: 4 of 4 rounds", f"in {copy}"]
+
     def test_runs_are_compared_in_python(self, trained, copy, caplog):
         run = hyperfed.open_run(trained)
         (copy / "summary.json").unlink()
@@ -58,9 +69,15 @@ class TestPackage:
             hyperfed.compare(copy)
         with pytest.raises(hyperfed.UserError, match="must be a run's folder or hold some"):
             hyperfed.compare(trained / "checkpoint")
+        for wrong in ([run, run], {"a": run}, None):
+            with pytest.raises(hyperfed.UserError, match=r"one after another, .*compare\(\*runs\)"):
+                hyperfed.compare(wrong)
 
     def test_a_run_can_be_opened_and_resumed_in_python(self, trained, copy):
         assert hyperfed.open_run(str(trained)).round == 4
+        for again in (hyperfed.open_run, hyperfed.resume):
+            with pytest.raises(hyperfed.UserError, match=r"must be a hyperfed.Task, got .*rounds"):
+                again(trained, {"rounds": 9})
         with pytest.raises(hyperfed.UserError, match="must not be done"):
             hyperfed.resume(str(trained))
         RunFolder(copy).summary.unlink()
