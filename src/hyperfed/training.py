@@ -213,6 +213,22 @@ def count_classes(y: Tensor, classes: int) -> Tensor:
     return y.new_zeros(classes + 1).scatter_add(0, known, torch.ones_like(known))[:classes]
 
 
+def counts_of(rate: Tensor, examples: Tensor) -> Tensor:
+    """Returns how many labels of each class clients have, from how many there are to an example.
+
+    Which is what they tell: counts of a client with far more examples than the others would be far
+    longer than theirs, as a lie is (``robust.reply_bound``).
+
+    Args:
+        rate: (C, classes), labels of a class over examples.
+        examples: (C,) of each client.
+
+    Returns:
+        (C, classes) whole numbers, float64.
+    """
+    return (rate.double() * examples.to(rate.device)[:, None]).round()
+
+
 class UnlabelledError(RuntimeError):
     """A step read the labels of a client that has none."""
 

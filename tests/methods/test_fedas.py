@@ -118,6 +118,7 @@ def test_the_trace_is_that_of_the_batches_of_a_pass() -> None:
     cohort = ours.engine.cohort([0, 1], 0, training=True)
     batches = ours.config.batches
     told = cohort.ask(client.train_model, ours.server.body["base"], batches=batches)["trace"]
+    told = told * torch.tensor([16, 8])  # 12 and 7 batches are told over the next power of two
     for place in (0, 1):
         found = []
         for row in task.train[place]:

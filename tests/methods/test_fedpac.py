@@ -214,11 +214,11 @@ def test_the_model_travels_once_each_way() -> None:
     task = make_task()
     cohort = Federation("fedpac", task, **THREE_STEPS, **OWN).round([0])
     model = sum(value.nbytes for value in task.models["base"].state_dict().values())
-    h, v, count, there = CLASSES * 4 * 8, 8, CLASSES * 8, CLASSES
+    h, v, share, there = CLASSES * 4 * 8, 8, CLASSES * 8, CLASSES
     assert [(each.step, each.down, each.up) for each in cohort.state.exchanges] == [
         ("describe", model, h + v),
         ("train_model", h + there, model),
-        ("centroids", 0, h + count),
+        ("centroids", 0, h + share),
     ]
 
 
@@ -243,6 +243,21 @@ def test_a_novel_client_needs_labels() -> None:
 def test_defaults_are_those_of_the_authors_code() -> None:
     config = Federation("fedpac", make_task()).config
     assert (config.alignment_weight, config.head_lr) == (1.0, 0.1)
+
+
+def test_centroids_are_weighted_by_whole_numbers_of_examples() -> None:
+    """In the precision of the features, in which a share is rounded."""
+    draw = torch.Generator().manual_seed(0)
+    examples = torch.tensor([1_000_003, 3, 0])  # the last is lost
+    count = torch.tensor([[3, 1_000_000, 0], [1, 2, 0], [0, 0, 0]])
+    mean = torch.randn(3, 3, 2, generator=draw) * (count > 0)[..., None]
+    share = (count / examples.clamp(min=1)[:, None]).float()
+    before = {"mean": torch.ones(3, 2), "there": torch.tensor([False, False, True])}
+    after = fedpac.updated(before, {"mean": mean, "share": share}, examples.double())
+    by_count = torch.einsum("ck,ckf->kf", count.float(), mean) / count.sum(0).clamp(min=1)[:, None]
+    by_count[2] = 1  # which nobody has
+    torch.testing.assert_close(after["mean"], by_count, rtol=0, atol=0)
+    assert after["there"].all()
 
 
 def test_a_task_must_have_classes() -> None:

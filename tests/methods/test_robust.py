@@ -72,6 +72,19 @@ def test_the_default_bound_changes_no_honest_number_and_a_rule_stands_for_the_me
         torch.testing.assert_close(snapshot(robust), snapshot(plain), rtol=1e-8, atol=1e-11)
 
 
+UNALIKE = [(method, {"batch_size": 50}) for method in ALL if method != "fedas"]
+UNALIKE += [("fedas", {"batch_size": 1}), ("pfedhn", {"descriptor": "class_shares"})]
+
+
+@pytest.mark.parametrize(("method", "settings"), UNALIKE)
+def test_who_has_far_more_examples_than_the_others_is_not_lost(
+    method: str, settings: dict[str, Any]
+) -> None:
+    """By nothing that it sums or counts over them."""
+    task = make_task(examples=(900, 3, 4, 3))
+    after(method, bound=RobustConfig().reply_bound, task=task, **settings)
+
+
 class SecondIsLost(Faults):
     def drops(self, seed: int, call: Call) -> bool:
         return call.client == 2

@@ -86,10 +86,12 @@ class Client(federation.Client):
         """Aligns the body and trains the model.
 
         Returns:
-            {"body": the trained body, "trace": that of the Fisher information, float64}.
+            {"body": the trained body, "trace": that of the Fisher information over
+            :func:`scale_of_trace`, float64}.
         """
         model = self.train_from(self.aligned(body))
-        return {"body": partition(model, self.head)[1], "trace": self.fisher_trace(model)}
+        trace = self.fisher_trace(model) / scale_of_trace(len(self.train), self.config.batch_size)
+        return {"body": partition(model, self.head)[1], "trace": trace}
 
     @step
     def fit(self, body: Model) -> Tree:
@@ -177,7 +179,9 @@ class Server(federation.Server):
             for size, group in groups.items()
         }
         for size, group in groups.items():
-            trace = replies[size]["trace"].clamp(min=0)  # of squares: nobody's is below
+            told = replies[size]["trace"].clamp(min=0)  # of squares: nobody's is below
+            scales = [scale_of_trace(int(n), self.config.batch_size) for n in group.weight]
+            trace = told * told.new_tensor(scales)
             # Where no gradient is left, all that answered count alike.
             weight = torch.where(trace.sum() > 0, trace, (group.weight > 0).to(trace))
             self.body |= {size: weighted_mean(replies[size]["body"], weight)}
@@ -189,3 +193,13 @@ class Server(federation.Server):
             batches = Steps(self.config.novel_steps, self.config.batch_size)
             clients.ask(Client.fit, body, batches=batches)
         return body
+
+
+def scale_of_trace(examples: int, batch_size: int) -> int:
+    """Returns what a client's trace is divided by on its way: about the batches that it sums over.
+
+    So it is no longer by the number of examples, by which a client with far more than the others
+    would be lost (``robust.reply_bound``). A power of two rounds nothing.
+    """
+    batches = -(-examples // batch_size)
+    return 1 << max(0, batches - 1).bit_length()

@@ -20,8 +20,8 @@ non-negative least squares that has the same solution up to a factor. Weights of
 cut off, unless all are that small.
 
 Sent: the body (buffers included), the client's head, the centroids and which there are. Returned: H
-and v, then body and head as trained, then the client's centroids by the trained body and its number
-of examples of each class. Aggregated: bodies weighted by training examples, centroids by those of
+and v, then body and head as trained, then the client's centroids by the trained body and the share
+of each class in its data. Aggregated: bodies weighted by training examples, centroids by those of
 the class; a class that none of a round's clients has keeps its centroid. Kept: nothing; the server
 has the heads. Evaluated: the global body with the client's own, combined head, at first the initial
 one. A novel client, of which the paper has none, trains a head on the frozen body for
@@ -45,7 +45,16 @@ from hyperfed.functional import forward_with_features
 from hyperfed.methods.parts.features import check_classes, class_means, features_of, linear_head
 from hyperfed.methods.parts.presets import DEFAULT
 from hyperfed.nets.anatomy import head_names
-from hyperfed.training import Batch, Batches, Epochs, LocalConfig, Objective, Steps, fit
+from hyperfed.training import (
+    Batch,
+    Batches,
+    Epochs,
+    LocalConfig,
+    Objective,
+    Steps,
+    counts_of,
+    fit,
+)
 from hyperfed.trees import Model, Tree, clone, partition, repeat, take, weighted_mean
 
 SMALLEST = 1e-3
@@ -137,10 +146,10 @@ class Client(federation.Client):
 
     @step
     def centroids(self) -> Tree:
-        """Returns {"mean": (classes, F), "count": (classes,)} by the trained body."""
+        """Returns {"mean": (classes, F) by the trained body, "share": (classes,) of the data}."""
         features = features_of(self.module, self.scratch["model"], self.train)
         means, count = class_means(features, self.train.labels, self.classes)
-        return {"mean": means, "count": count}
+        return {"mean": means, "share": count / len(features)}
 
     @step
     def fit_head(self, model: Model) -> Tree:
@@ -220,7 +229,7 @@ class Server(federation.Server):
                 for name, kept in self.heads[size].items()
             }
             self.body[size] = weighted_mean(bodies, group.weight)
-            self.centroids[size] = updated(self.centroids[size], seen)
+            self.centroids[size] = updated(self.centroids[size], seen, group.weight)
 
     def replies(self, clients: Cohort) -> tuple[Tree, Tree, Tree]:
         """Returns what clients of one size describe, train and have as centroids then."""
@@ -248,15 +257,17 @@ class Server(federation.Server):
         return sent
 
 
-def updated(centroids: Tree, seen: Tree) -> Tree:
+def updated(centroids: Tree, seen: Tree, examples: Tensor) -> Tree:
     """Returns the centroids after some clients' came in.
 
     Args:
         centroids: {"mean": (classes, F), "there": (classes,) bool}.
-        seen: {"mean": (C, classes, F), "count": (C, classes)}; nothing but zeros of a lost client.
+        seen: {"mean": (C, classes, F), "share": (C, classes)}.
+        examples: (C,) of each client; 0 of a lost one.
     """
-    total = seen["count"].sum(dim=0)
-    mean = torch.einsum("ck,ckf->kf", seen["count"], seen["mean"]) / total.clamp(min=1)[:, None]
+    count = counts_of(seen["share"], examples).to(seen["mean"].dtype)
+    total = count.sum(dim=0)
+    mean = torch.einsum("ck,ckf->kf", count, seen["mean"]) / total.clamp(min=1)[:, None]
     there = total > 0
     return {
         "mean": torch.where(there[:, None], mean, centroids["mean"]),

@@ -37,7 +37,7 @@ from hyperfed.methods.parts.pools import POOL, PoolConfig
 from hyperfed.methods.parts.presets import PEFLL
 from hyperfed.nets.anatomy import head_names
 from hyperfed.nets.layers import draw_weights, update_norms
-from hyperfed.training import PersonalConfig, count_classes
+from hyperfed.training import PersonalConfig, count_classes, counts_of
 from hyperfed.trees import Model, Tree, detach, partition, subtract
 
 log = logging.getLogger(__name__)
@@ -135,8 +135,8 @@ class Client(federation.Client):
 
     @step
     def class_counts(self) -> Tree:
-        """Returns {"count": (classes,)}, the training examples of each class."""
-        return {"count": count_classes(self.train.labels, self.classes)}
+        """Returns {"rate": (classes,) float64}, the training labels of each class to an example."""
+        return {"rate": count_classes(self.train.labels, self.classes).double() / len(self.train)}
 
     def with_own(self, received: Tree) -> Tree:
         """Returns what was received with the client's own head and buffers.
@@ -253,12 +253,12 @@ class Server(federation.Server):
         """
         if self.config.descriptor != "class_shares":
             return {}
-        examples = self.examples or clients.known.ask(Client.class_counts)
+        examples = self.examples or {"count": count_labels(clients.known)}
         if clients.novel:
             return examples
-        reply, count = clients.ask(Client.class_counts), examples["count"].clone()
+        own, count = count_labels(clients), examples["count"].clone()
         there = clients.weight > 0
-        count[clients.ids[there]] = reply["count"][there]
+        count[clients.ids[there]] = own[there]
         return {"count": count}
 
     def descriptors(self, clients: Cohort, examples: Tree) -> Tensor:
@@ -268,7 +268,7 @@ class Server(federation.Server):
             return proportions.to(self.outline.dtype)
         if self.config.descriptor == "class_shares":
             known: Tensor = examples["count"]
-            own = clients.ask(Client.class_counts)["count"] if clients.novel else known[clients.ids]
+            own = count_labels(clients) if clients.novel else known[clients.ids]
             shares: Tensor = own.to(self.outline.dtype) / known.sum(dim=0)
             return shares.nan_to_num(posinf=1.0)  # of a class that no known client has: 0, or all
         rows: Tensor = self.embeddings(clients.ids)
@@ -292,3 +292,9 @@ class Server(federation.Server):
         return fit_rows(
             embedding, optimizer, exchange, clients, rounds=config.novel_rounds, clip=config.clip
         )
+
+
+def count_labels(clients: Cohort) -> Tensor:
+    """Asks clients for their numbers of training labels of each class, (C, classes) int64."""
+    rate = clients.ask(Client.class_counts)["rate"]
+    return counts_of(rate, clients.weight).long()
