@@ -200,7 +200,7 @@ def test_w_goes_down_and_w_comes_up_and_nothing_stays_or_comes_up_of_theta(net: 
     assert not any(federation.engine.memory.values())
 
 
-@pytest.mark.parametrize("server_lr", [1.0, 0.5])
+@pytest.mark.parametrize("server_lr", [1.0, 0.5, 4.0])
 def test_buffers_are_those_of_thetas_passes_averaged_uniformly(server_lr: float) -> None:
     federation = Federation("pfedme", make_task(Normed), **STEPS, server_lr=server_lr)
     alone = Federation("pfedme", make_task(Normed), **STEPS)
@@ -208,12 +208,16 @@ def test_buffers_are_those_of_thetas_passes_averaged_uniformly(server_lr: float)
     for client in (0, 2):
         alone.server.model = {"base": alone.task.outline().initial()}
         alone.round([client])
-        measured.append(alone.server.model["base"]["norm.running_mean"])
+        measured.append(alone.server.model["base"])
     federation.round([0, 2])
     ours = federation.server.model["base"]
-    mean = (measured[0] + measured[1]) / 2
-    close(ours["norm.running_mean"], server_lr * mean)  # it was zero
-    assert ours["norm.num_batches_tracked"] == server_lr * 4 * 3
+    mean = trees.tree_map(lambda *values: sum(values) / 2, *measured)
+    share = min(server_lr, 1.0)
+    close(ours["norm.running_mean"], share * mean["norm.running_mean"])  # it was zero
+    close(ours["norm.running_var"], 1 - share + share * mean["norm.running_var"])  # it was one
+    assert ours["norm.num_batches_tracked"] == share * 4 * 3
+    start = federation.task.outline().initial()["body.weight"]
+    close(ours["body.weight"], start + server_lr * (mean["body.weight"] - start))
 
 
 @pytest.mark.parametrize("unit", ["steps", "epochs"])

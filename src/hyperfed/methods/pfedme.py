@@ -19,7 +19,7 @@ large.)
 
 Where the paper leaves theta's start open we follow the authors' code: the global w in a round's
 first local round, the last theta in the others. Batch-norm buffers are those of theta's passes,
-since no pass is made with w.
+since no pass is made with w; where beta is above 1 they go to the mean, and not beyond.
 """
 
 from collections.abc import Iterable, Mapping
@@ -32,7 +32,7 @@ from hyperfed import federation
 from hyperfed.federation import Cohort, Outline, step
 from hyperfed.methods.parts.presets import DEFAULT, PEFLL, PFEDHN
 from hyperfed.training import Batch, Batches, Epochs, LocalConfig, Momentum, Steps, fit, proximal
-from hyperfed.trees import Model, Tree, interpolate, weighted_mean
+from hyperfed.trees import Model, Tree, interpolate, parameters_of, partition, weighted_mean
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -134,7 +134,11 @@ class Server(federation.Server):
             moved[size] = group.ask(Client.train_model, self.model[size], batches=batches)
         for size, group in clients.sizes.items():
             mean = weighted_mean(moved[size], group.weight.sign())
-            moved[size] = interpolate(self.model[size], mean, beta)
+            trained = parameters_of(self.outline.models[size])
+            parameters, buffers = partition(self.model[size], trained)
+            # Beyond the mean a variance can be below zero.
+            buffers = interpolate(buffers, mean, min(beta, 1.0))
+            moved[size] = interpolate(parameters, mean, beta) | buffers
         self.model = self.model | moved
 
     def personalize(self, clients: Cohort) -> Tree:
