@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import pytest
 import torch
 from pydantic import ValidationError
+from torch import nn
 
 import hyperfed
 from hyperfed import trees
@@ -377,6 +378,25 @@ def test_on_a_frozen_part_equals_the_rest_on_what_it_makes_of_the_data(method: s
     close(counts[:2], counts[2:])
     assert exchanges[0] == exchanges[1]  # bytes too
     assert same(before, trees.frozen_of(net))
+
+
+class MoreOutputs(TwoLayers):
+    """With two that are no class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, CLASSES + 2)
+
+
+@pytest.mark.parametrize("method", ALL)
+def test_a_target_may_have_more_outputs_than_there_are_classes(method: str) -> None:
+    ours = federation(method, net=MoreOutputs, novel=1)
+    for number in range(2):
+        assert ours.round([0, 1, 2], number).state.lost == {}
+    for ids in ([0, 1, 2], [3]):
+        counts = evaluate(ours.server, ours.engine, ids, 2)["test"]
+        assert counts.missed == {}
+        assert counts.loss.isfinite().all()
 
 
 @pytest.mark.parametrize("method", ALL)

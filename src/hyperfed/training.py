@@ -303,11 +303,12 @@ def balanced_softmax_loss(logits: Tensor, y: Tensor, count: Tensor, balance: flo
     absent class has probability zero exactly: its logit neither counts nor gets a gradient.
 
     Args:
-        logits: g, (B, classes).
+        logits: g, (B, outputs), those of the classes first; the others are of absent ones.
         y: (B,) labels, none of an absent class.
         count: n, (classes,) examples of each class.
         balance: gamma; at 0 every class counts alike, absent ones too.
     """
+    count = F.pad(count, (0, logits.shape[1] - len(count)))
     return F.cross_entropy(logits + count.to(logits.dtype).pow(balance).log(), y)
 
 

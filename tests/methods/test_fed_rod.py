@@ -84,6 +84,15 @@ def test_an_absent_class_has_no_probability_and_no_gradient() -> None:
     assert leaf.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 1.0])
+def test_outputs_beyond_the_classes_are_of_absent_ones(gamma: float) -> None:
+    g = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    y, n = torch.tensor([0, 2, 2, 0]), torch.tensor([3, 0, 1])
+    ours = training.balanced_softmax_loss(g, y, n, gamma).item()
+    expected = balanced_by_numpy(g.numpy(), y.numpy(), [3, 0, 1, 0, 0], gamma)
+    assert ours == pytest.approx(expected, rel=1e-12)
+
+
 def test_equal_counts_make_it_cross_entropy() -> None:
     g, y = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 2])
     ours = training.balanced_softmax_loss(g, y, torch.full((3,), 7))

@@ -128,6 +128,18 @@ def test_a_class_without_a_prototype_is_never_predicted_and_losses_are_finite() 
     assert set(logits.argmax(1).tolist()) == {1, 2}
 
 
+def test_outputs_that_are_no_class_are_never_predicted() -> None:
+    def net() -> nn.Module:
+        return nn.Sequential(nn.Linear(FEATURES, 4), nn.Tanh(), nn.Linear(4, CLASSES + 2))
+
+    ours = Federation("fedproto", make_task(net), **THREE_STEPS, **OWN)
+    ours.round([0, 1, 2])
+    found = load(ours.task, ours.personal(3))
+    z, common = found[:2](ours.task.x), ours.server.prototypes
+    logits = 2 * z @ common.T - common.square().sum(1)
+    close(found(ours.task.x), F.pad(logits, (0, 2), value=-1e6))
+
+
 def test_the_classifier_can_predict_in_their_place() -> None:
     ours = Federation("fedproto", make_task(), **THREE_STEPS, evaluated="classifier")
     ours.round([0, 1])

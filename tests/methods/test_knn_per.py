@@ -315,6 +315,13 @@ def test_fewer_examples_than_k_vote_all() -> None:
     assert alone.tolist() == [[0, 0, 0]]  # nobody: the global model decides
 
 
+def test_nobody_votes_for_outputs_that_are_no_class() -> None:
+    outputs = torch.randn(2, 5, generator=torch.Generator().manual_seed(0)).double()
+    votes = torch.tensor([[0.25, 0.75, 0.0], [0.0, 0.0, 1.0]]).double()
+    p = 0.3 * torch.cat([votes, torch.zeros(2, 2)], dim=1) + 0.7 * outputs.softmax(dim=1)
+    close(knn_per.mixture(outputs, votes, 0.3), p.log())
+
+
 def test_a_client_with_a_single_example_is_served() -> None:
     ours = Federation("knn_per", make_task(examples=(12, 1)), **SETTINGS)
     ours.round([0, 1])

@@ -124,7 +124,7 @@ class Client(federation.Client):
         """Returns generic plus personal loss; no parameter gets a gradient from both.
 
         Args:
-            logits: g(f(x)), (B, classes).
+            logits: g(f(x)), (B, outputs).
             features: f(x), (B, F), what enters the last layer.
             head: h, by the names of the last layer's parameters.
             y: (B,) labels.

@@ -39,6 +39,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor
@@ -138,9 +139,13 @@ class Client(federation.Client):
         if self.config.evaluated == "classifier":
             return self.own
         prototypes, there = received["prototypes"], received["there"]
-        weight, bias = head_names(self.module)
-        square = prototypes.square().sum(dim=1)
-        return self.own | {weight: 2 * prototypes, bias: torch.where(there, -square, NEVER)}
+        own, (weight, bias) = self.own, head_names(self.module)
+        beyond = len(own[bias]) - len(there)  # outputs that are no class
+        constant = torch.where(there, -prototypes.square().sum(dim=1), NEVER)
+        return own | {
+            weight: F.pad(2 * prototypes, (0, 0, 0, beyond)),
+            bias: F.pad(constant, (0, beyond), value=NEVER),
+        }
 
 
 class Server(federation.Server):

@@ -29,6 +29,7 @@ from itertools import product
 from typing import Annotated, Any
 
 import torch
+import torch.nn.functional as F
 from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor
@@ -107,7 +108,7 @@ class Client(federation.Client):
         return {}
 
     def seen(self, model: Model, split: Split) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the model's outputs (m, classes) and features (m, F), and the labels (m,)."""
+        """Returns the model's outputs (m, outputs) and features (m, F), and the labels (m,)."""
         outputs, features, labels = [], [], []
         with torch.no_grad():
             for batch in split.chunks(EVALUATION_BATCH):
@@ -132,7 +133,7 @@ class Client(federation.Client):
         return dict(self.scratch)
 
     def predict(self, model: Tree, x: Tensor) -> Tensor:
-        """Returns (B, classes) log-probabilities of the mixture."""
+        """Returns (B, outputs) log-probabilities of the mixture."""
         output, features = outputs_and_features(self.module, model["model"], x)
         k, share = model["chosen"]["neighbours"], model["chosen"]["mixing"]
         return mixture(output, self.vote(features, model["store"], int(k)), float(share))
@@ -175,10 +176,14 @@ def mixture(outputs: Tensor, votes: Tensor, share: float) -> Tensor:
     """Returns log(share p_kNN + (1 - share) p_global), at least that of the smallest number.
 
     Args:
-        outputs: (B, classes) logits of the global model.
+        outputs: (B, outputs) logits of the global model, those of the classes first.
         votes: (B, classes) p_kNN.
         share: lambda.
+
+    Returns:
+        (B, outputs); nobody votes for what is no class.
     """
+    votes = F.pad(votes, (0, outputs.shape[1] - votes.shape[1]))
     shares = outputs.new_tensor([share, 1 - share]).log()
     log_p = torch.logaddexp(shares[0] + votes.log(), shares[1] + outputs.log_softmax(dim=1))
     return log_p.clamp(min=math.log(torch.finfo(log_p.dtype).tiny))  # a loss must be finite
