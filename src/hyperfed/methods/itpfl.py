@@ -251,8 +251,9 @@ class Client(federation.Client):
         A novel client adds its noise here. What that is to hide goes through the network sample by
         sample, whatever layers of the user's mix the samples of a batch.
         """
-        size = 1 if self.novel and self.config.bounded else self.config.batch_size
-        inputs = (batch.x for batch in self.draw_batches(Epochs(1, size)))
+        batches = self.draw_batches(Epochs(1, self.config.batch_size))
+        alone = self.novel and self.config.bounded
+        inputs = (x for batch in batches for x in (torch.split(batch.x, 1) if alone else [batch.x]))
         descriptor = mean_output(self.network("encoder"), encoder, inputs)
         if self.novel:
             moved = sensitivity(bound=1, lipschitz=1, samples=len(self.train))
