@@ -472,10 +472,49 @@ def test_a_site_has_a_budget_whatever_a_run_says(tmp_path: Path) -> None:
         answers.append(asked(here, "describe", 3, model, serial=serial, run=serial))
     assert [isinstance(answer, dict) for answer in answers] == [True, False, False]
     assert "within epsilon 0.31 at delta 0.01" in str(answers[1])
-    bare = site_in(tmp_path, itpfl, itpfl.Config(private=True, embedding_size=6), smallest_reply=5)
-    told = str(asked(bare, "describe", 3, encoder, serial=4, run=9))
-    assert "must answer describe with noise" in told
-    assert isinstance(asked(bare, "describe", 2, encoder, serial=5, run=9), dict)  # who trains
+
+
+@pytest.mark.parametrize(
+    ("step", "batches"),
+    [
+        ("describe", None),
+        ("describe_batch", Steps(1, 12)),
+        ("train_encoder", HONEST),
+        ("train_model", HONEST),
+        ("encoder_gradient", None),
+    ],
+)
+def test_a_novel_client_says_nothing_without_noise_where_a_method_has_some(
+    step: str, batches: Any, tmp_path: Path
+) -> None:
+    settings = itpfl.Config(embedding_size=6)
+    here = site_in(tmp_path, itpfl, settings, smallest_reply=5)
+    encoder, embedding = _encoder(settings), {"embedding": torch.zeros(6).double()}
+    sent: dict[str, tuple[Tree, ...]] = {
+        "describe": (encoder,),
+        "describe_batch": (encoder,),
+        "train_encoder": (encoder, embedding),
+        "train_model": (MODEL,),
+        "encoder_gradient": ({"descriptor": embedding["embedding"]},),
+    }
+    told = asked(here, step, 3, payload=sent[step], batches=batches)
+    assert isinstance(told, Exception)
+    assert f"a novel client must answer {step} with noise; set epsilon" in str(told)
+    if step != "encoder_gradient":  # who trains is asked it first of what it is to go back through
+        assert isinstance(asked(here, step, 2, payload=sent[step], batches=batches, serial=2), dict)
+
+
+@pytest.mark.parametrize("step", ["evaluate", "keep"])
+def test_a_novel_client_without_noise_is_counted_and_handed_its_model(
+    step: str, tmp_path: Path
+) -> None:
+    here = site_in(tmp_path, itpfl, itpfl.Config(embedding_size=6), smallest_reply=5)
+    assert isinstance(asked(here, step, 3), dict)
+
+
+def test_a_novel_client_of_a_method_that_has_no_noise_is_served(tmp_path: Path) -> None:
+    here = site_in(tmp_path, smallest_reply=5)
+    assert isinstance(asked(here, "train_model", 3, batches=Steps(2, 9)), dict)
 
 
 def _encoder(settings: Any) -> Tree:

@@ -164,13 +164,15 @@ class Policy:
         _, info = find_step(client, call.step)
         if call.step in self.refused_steps:
             raise RefusedError(f"the step {call.step} is not run here")
-        if info.private and config.mechanism is None and call.client in task.novel_ids:
-            raise RefusedError(f"a novel client must answer {call.step} with noise; set epsilon")
         if is_evaluation(call, client):
             sizes = [len(task.val[call.client]), len(task.test[call.client])]
             if fewest := min((count for count in sizes if count), default=0):
                 self.check_held_out(fewest, "counts of an evaluation")
             return fewest
+        # Of a method that can add noise the steps that add none say what it would have hidden.
+        bare = getattr(config, "mechanism", True) is None and call.step not in COUNTING
+        if bare and call.client in task.novel_ids:
+            raise RefusedError(f"a novel client must answer {call.step} with noise; set epsilon")
         behind = self._check_drawn(call, client, config, task, seed)
         if info.reads == 0:
             return 0
