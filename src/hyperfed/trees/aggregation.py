@@ -11,12 +11,12 @@ are to be borne, the ceiling of a given share of C, but always less than half:
   (definition 2);
 - ``krum``, the one tree whose C - f - 2 nearest are the nearest by their summed squared distances
   (Blanchard et al., NeurIPS 2017, section 4); of two trees, the mean;
-- ``norm_clip``, the weighted mean after every tree's difference from the coordinate-wise median is
-  scaled down to at most the median length of such differences (the centred clipping of
-  Karimireddy et al., ICML 2021, https://arxiv.org/abs/2012.10333, about what needs no history).
+- ``norm_clip``, the mean after every tree's difference from the coordinate-wise median is scaled
+  down to at most the median length of such differences (the centred clipping of Karimireddy et al.,
+  ICML 2021, https://arxiv.org/abs/2012.10333, about what needs no history).
 
-``median``, ``trimmed_mean`` and ``krum`` count each client once: a number of examples is what a
-client says of itself. All four commute with a shift, so that the rule of models is that of changes.
+All four count each client once: a number of examples is what a client says of itself. They commute
+with a shift, so that the rule of models is that of changes.
 """
 
 import math
@@ -178,7 +178,7 @@ def _norm_clip(tree: Tree, weight: Tensor, hostile: int) -> Tree:
     length = _square_lengths(_from(tree, centre)).sqrt()
     radius = _median({"length": length}, weight, hostile)["length"]
     scale = (radius / length).clamp(max=1.0).nan_to_num(1.0)  # of who is at the centre
-    share = scale * (weight.double() / weight.double().sum())
+    share = scale / len(scale)
 
     def clipped(leaf: Tensor, middle: Tensor) -> Tensor:
         if not leaf.is_floating_point():
