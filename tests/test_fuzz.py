@@ -84,7 +84,7 @@ FRAME = Frame(known=2, novel=0, shape=(5,), dtype="torch.float64", classes=3)
 CALL = Call(4, 2, 0, "train_model", ({"w": torch.ones(2, 3)}, {"own": {}}), Steps(3, 4))
 REQUEST = Request(7, 3, 9, FRAME, {0: "a"}, [CALL], {0: (3, 1)}, {0: [(3, 1)]}, [4], multiplier=2.0)
 REPLY = {"w": torch.ones(2), "n": torch.tensor(1)}
-RESPONSE = Response(5, 6, {0: REPLY, 1: OSError("x")}, frozenset({0}), {0: [1.0, 2.0]})
+RESPONSE = Response(5, 6, {0: REPLY, 1: OSError("x")}, frozenset({0}), {0: {1.0: 1, 2.0: 3}})
 MEMBERS = (Member("a", 3, 1, 1), Member("b", 4, 1, 1, novel=True))
 STATE = {"server": {"net": {"w": torch.ones(3)}}, "memory": {}}
 STATE["x"] = torch.zeros(1, 2, 2, 2).to(memory_format=torch.channels_last)

@@ -139,6 +139,13 @@ UNREADABLE: dict[str, Behave] = {
     "the serial before": meta(serial=0),
     "a serial of 400 digits": meta(serial=10**400),
     "another session": meta(session=1),
+    "an error of no call": meta(errors={"50": ["a", "b"]}),
+    "an error of a call below zero": meta(errors={"-1": ["a", "b"]}),
+    "a memory of no call": meta(remembers=[50]),
+    "answers with noise of no call": meta(spent={"50": [[1.0, 1]]}),
+    "answers with noise of more calls than there are": meta(
+        spent={str(place): [[1.0, wire.MOST_SPENT]] for place in range(300)}
+    ),
     "a surplus": meta(more=1),
     "errors in a list": meta(errors=["a"]),
     "errors at no place": meta(errors={"x": ["a", "b"]}),

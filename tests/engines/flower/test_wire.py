@@ -2,7 +2,9 @@
 
 import json
 import math
+from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -137,24 +139,40 @@ def test_a_call_must_name_trees_that_are_there() -> None:
 
 
 @pytest.mark.parametrize(
-    "told", [[1e-300], [1e300], [5e-324], [1.0, -1.0], [0.0], [1.0] * (wire.MOST_SPENT + 1)]
+    "told",
+    [
+        *({told: 1} for told in (1e-300, 1e300, 5e-324, -1.0, 0.0)),
+        {1.0: wire.MOST_SPENT + 1},
+        {2.0: wire.MOST_SPENT, 3.0: 1},
+        *({2.0: times} for times in (0, -1, 1.5, 10**12)),
+    ],
 )
-def test_no_server_has_to_reckon_with_what_no_noise_costs(told: list[float]) -> None:
+def test_no_server_has_to_reckon_with_what_no_noise_costs_or_nobody_answers(told: Any) -> None:
     content = wire.pack_response(Response(1, 2, {0: {}}, frozenset(), {0: told}))
     with pytest.raises(WireError):
         wire.unpack_response(content)
 
 
-@pytest.mark.parametrize("times", [0, -1, 1.5, 10**12, wire.MOST_SPENT])
-def test_no_server_makes_a_list_of_as_many_answers_as_a_site_says(times: float) -> None:
+def test_no_server_keeps_more_of_a_message_than_all_its_clients_ever_answered() -> None:
+    """Of each 1 MB would be kept, and a reply names some hundred in 8 kB."""
+    most = {1.0: wire.MOST_SPENT}
+    places = range(wire.MOST_SPENT_TOGETHER // wire.MOST_SPENT)
+    response = Response(1, 2, {}, frozenset(), dict.fromkeys(places, most))
+    assert wire.unpack_response(wire.pack_response(response)).spent == response.spent
+    more = replace(response, spent={**response.spent, len(places): {1.0: 1}})
+    with pytest.raises(WireError, match="the clients of a message must have given"):
+        wire.unpack_response(wire.pack_response(more))
+
+
+def test_what_is_counted_twice_counts_together() -> None:
     tree, meta = checkpoints.loads(wire.pack_response(Response(1, 2, {0: {}})), "it")
-    told = meta | {"spent": {"0": [[2.0, times], [3.0, 1]]}}
-    with pytest.raises(WireError):
-        wire.unpack_response(checkpoints.dumps(tree, told))
+    told = meta | {"spent": {"0": [[2.0, 3], [2.0, 4]]}}
+    assert wire.unpack_response(checkpoints.dumps(tree, told)).spent == {0: {2.0: 7}}
 
 
-@pytest.mark.parametrize("told", [[1e-6], [1e9], [1e-6] * wire.MOST_SPENT])
-def test_whatever_sites_may_say_was_spent_has_an_epsilon(told: list[float]) -> None:
+@pytest.mark.parametrize("told", [{1e-6: 1}, {1e9: 1}, {1e-6: wire.MOST_SPENT}])
+def test_whatever_sites_may_say_was_spent_has_an_epsilon(told: dict[float, int]) -> None:
     content = wire.pack_response(Response(1, 2, {0: {}}, frozenset(), {0: told}))
-    kept = {"multipliers": torch.tensor(wire.unpack_response(content).spent[0])}
+    multipliers = Counter(wire.unpack_response(content).spent[0]).elements()
+    kept = {"multipliers": torch.tensor([*multipliers])}
     assert math.isfinite(spent([kept], 1e-3)["epsilon_spent"])

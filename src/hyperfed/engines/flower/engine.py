@@ -260,6 +260,8 @@ class FlowerEngine:
             serial,
         ):
             response = BadReplyError("the site's reply is to another message")
+        if isinstance(response, Response) and not _places(response) <= {*range(len(calls))}:
+            response = BadReplyError("the site's reply is to calls that it was not sent")
         if isinstance(response, Exception):
             assert self._sites is not None
             self._sites.forget(node)
@@ -275,8 +277,9 @@ class FlowerEngine:
             # A trusted server keeps its own account, which no site's word may use up.
             trusted = self.private is not None and self.private.where == "central"
             if not trusted and (told := response.spent.get(place)):
-                multipliers = torch.tensor(told, dtype=torch.float64)
-                self.released[call.client] = {"multipliers": multipliers}
+                multipliers = torch.tensor([*told], dtype=torch.float64)
+                times = torch.tensor([*told.values()])
+                self.released[call.client] = {"multipliers": multipliers.repeat_interleave(times)}
         return answers
 
     def _as_promised(
@@ -289,6 +292,11 @@ class FlowerEngine:
         if self._precision != "float32":  # accelerators differ in what they compute so
             came, promised = _of_floats(came), _of_floats(promised)
         return answer if came == promised else BadReplyError(difference(came, promised))
+
+
+def _places(response: Response) -> set[int]:
+    """Returns the places of all calls of which a response says anything."""
+    return {*response.answers, *response.remembers, *response.spent}
 
 
 HEADER = 1 << 14

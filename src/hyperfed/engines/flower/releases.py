@@ -4,6 +4,8 @@ Nothing that a server can say changes it: neither a new run or session, nor a me
 memory, or an old one. What was let out is on the disk before it leaves.
 """
 
+from collections import Counter
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from os.path import lexists
 from pathlib import Path
@@ -45,10 +47,10 @@ class KeptReleases:
         path = self._path(client)
         return load_state(path)[0] if lexists(path) else {}  # a link to what is gone says more
 
-    def multipliers(self, client: str) -> list[float]:
-        """Returns the noise multipliers of all that a client has let out."""
+    def multipliers(self, client: str) -> Mapping[float, int]:
+        """Returns {noise multiplier: how many answers a client has let out with it}."""
         released = self.read(client)
-        return list(map(float, released["multipliers"])) if released else []
+        return Counter(map(float, released["multipliers"])) if released else {}
 
     def write(self, client: str, released: Tree) -> None:
         """Keeps what a client has let out, whatever becomes of the machine from here on.

@@ -60,6 +60,9 @@ MOST_INTRODUCED = 1 << 25
 MOST_SPENT = 1 << 17
 """Answers with noise that a client ever gave."""
 
+MOST_SPENT_TOGETHER = 1 << 22
+"""The same of all that a message calls, whose list a server keeps: 32 MB."""
+
 _Multiplier = Annotated[FiniteFloat, Field(ge=1e-6, le=1e9)]
 """Of noise: what is beyond that hides nothing or is nothing else, and its square no number."""
 
@@ -109,15 +112,15 @@ class Response:
         serial: that of the request.
         answers: place of the call in the request -> reply or exception.
         remembers: places of the calls after which their client has a memory.
-        spent: place of the call -> noise multipliers of all that its client has ever let out, where
-            that is anything; they tell nothing of its data.
+        spent: place of the call -> {noise multiplier: how many answers its client has ever let out
+            with it}, where that is anything; they tell nothing of its data.
     """
 
     session: int
     serial: int
     answers: Mapping[int, Tree | Exception]
     remembers: frozenset[int] = frozenset()
-    spent: Mapping[int, Sequence[float]] = field(default_factory=dict)
+    spent: Mapping[int, Mapping[float, int]] = field(default_factory=dict)
 
 
 @validated(frozen=True, config=_PLAIN)
@@ -249,8 +252,7 @@ def pack_response(response: Response) -> bytes:
         "remembers": sorted(response.remembers),
         # How often each, so that it is no longer where a client has answered for years.
         "spent": {
-            str(place): list(map(list, Counter(told).items()))
-            for place, told in response.spent.items()
+            str(place): list(map(list, told.items())) for place, told in response.spent.items()
         },
     }
     return dumps(replies, meta)
@@ -260,19 +262,21 @@ def unpack_response(content: bytes) -> Response:
     """Reads what :func:`pack_response` returned.
 
     Raises:
-        WireError: the bytes are no response.
+        WireError: the bytes are no response, or one of more answers with noise than anybody gave.
     """
     tree, found = _read(_RESPONSE, content, "a reply")
     if not all(_PLACE.fullmatch(name) and isinstance(each, dict) for name, each in tree.items()):
         raise WireError("a reply must hold one tree for each call; ask for it again")
     answers: dict[int, Tree | Exception] = {int(name): reply for name, reply in tree.items()}
     answers |= {place: _raised(*error) for place, error in found.errors.items()}
-    if any(sum(times for _, times in told) > MOST_SPENT for told in found.spent.values()):
-        raise WireError(f"a client must have given {MOST_SPENT} answers with noise at most")
-    spent = {
-        place: [multiplier for multiplier, times in told for _ in range(times)]
-        for place, told in found.spent.items()
-    }
+    spent = {place: _counted(told) for place, told in found.spent.items()}
+    times = [sum(told.values()) for told in spent.values()]
+    for most, came, who in (
+        (MOST_SPENT, max(times, default=0), "a client"),
+        (MOST_SPENT_TOGETHER, sum(times), "the clients of a message"),
+    ):
+        if came > most:
+            raise WireError(f"{who} must have given {most} answers with noise at most")
     remembers = frozenset(found.remembers)
     return Response(found.session, found.serial, answers, remembers, spent)
 
@@ -311,6 +315,14 @@ def _read(adapter: TypeAdapter[Any], content: bytes, what: str) -> tuple[Tree, A
         ) from error
     except UserError as error:
         raise WireError(str(error)) from error
+
+
+def _counted(told: Sequence[tuple[float, int]]) -> Mapping[float, int]:
+    """Returns {value: how often} of pairs of them."""
+    counts: Counter[float] = Counter()
+    for value, times in told:
+        counts[value] += times
+    return counts
 
 
 def _batches(call: Call) -> list[str | int] | None:
