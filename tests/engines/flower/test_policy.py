@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from engines.flower.sites import DirectLink, remote
+from hyperfed import trees
 from hyperfed.data.examples import fingerprint_of_frozen
 from hyperfed.data.roster import Frame
 from hyperfed.engines.calls import Call
@@ -152,6 +153,13 @@ def passing(
     return asked(here, batches=Epochs(asked_for or passes, size))
 
 
+def pooled(site: Site, *models: Tree) -> Tree | Exception:
+    """Has a client evaluate several models, of which it counts what is to be expected."""
+    settings = pfedhn.Config(novel_models="sampled", head_layers=0)
+    own = site_in(site.state, pfedhn, settings, methods=("pfedhn",))
+    return asked(own, "evaluate", model={"pool": trees.stack(models)})
+
+
 DEPARTURES: dict[str, tuple[Callable[[Site], Any], str]] = {
     "the gradient of one example": (
         lambda site: asked(site, batches=Steps(1, 1)),
@@ -223,6 +231,14 @@ DEPARTURES: dict[str, tuple[Callable[[Site], Any], str]] = {
         ),
         "this one says the same of all",
     ),
+    "constant models that differ": (
+        lambda site: pooled(site, CONSTANT, {name: 2 * leaf for name, leaf in CONSTANT.items()}),
+        "this one says the same of all",
+    ),
+    "a constant model among others": (
+        lambda site: pooled(site, MODEL, CONSTANT),
+        "this one says the same of all",
+    ),
     "a client's own model": (lambda site: asked(site, "export"), "the step export is not run here"),
     "how many examples of each class": (
         lambda site: asked(
@@ -277,6 +293,10 @@ def test_what_the_policy_allows_is_answered(
     assert isinstance(asked(site_in(tmp_path), step, **options), dict)
     (entry,) = log(tmp_path)
     assert entry["decision"] == "answered"
+
+
+def test_models_of_a_pool_that_read_their_input_are_counted_by(tmp_path: Path) -> None:
+    assert isinstance(pooled(site_in(tmp_path), MODEL, MODEL), dict)
 
 
 def test_methods_and_settings_are_bounded(tmp_path: Path) -> None:

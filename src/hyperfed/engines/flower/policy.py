@@ -20,7 +20,7 @@ from hyperfed.errors import UserError
 from hyperfed.federation import Client, step
 from hyperfed.task import Split, Task
 from hyperfed.training import Batch, Batches, Epochs
-from hyperfed.trees import Tree
+from hyperfed.trees import Model, Tree
 
 COUNTING = ("evaluate", "finetune", "keep")
 """Steps of every client that reply with counts or with nothing."""
@@ -288,14 +288,16 @@ def guarded(client: type[Client], policy: Policy) -> type[Client]:
 
         @step
         def evaluate(self, received: Tree) -> Tree:
-            """Counts, by a model whose outputs are not the same for all examples."""
-            self.outputs = []
+            """Counts, by models of which each says different things of different examples."""
+            self.evaluated: list[tuple[Model, list[Tensor]]] = []
             counts: Tree = super().evaluate(received)
-            if self.outputs and not _reads(torch.cat(self.outputs), self.classes):
-                raise RefusedError(
-                    "a model to evaluate must say different things of different examples, but "
-                    "this one says the same of all"
-                )
+            _check_reading(self.evaluated, self.classes)
+            return counts
+
+        def _count(self, model: Model, split: Split, absent: Tensor | None) -> Tree:
+            self.outputs = _outputs_of(model, self.evaluated)
+            counts: Tree = super()._count(model, split, absent)
+            self.outputs = None
             return counts
 
         def predict(self, model: Tree, x: Tensor) -> Tensor:
@@ -321,6 +323,26 @@ class _Bounded(Split):
         batch = super().batch(which)
         self._read(len(batch.x))
         return batch
+
+
+def _outputs_of(model: Model, evaluated: list[tuple[Model, list[Tensor]]]) -> list[Tensor]:
+    """Returns where to note what a model says, apart from what those before it did.
+
+    Of two that are counted by, each the same for all examples, the outputs differ.
+    """
+    if not evaluated or evaluated[-1][0] is not model:
+        evaluated.append((model, []))
+    return evaluated[-1][1]
+
+
+def _check_reading(evaluated: Sequence[tuple[Model, list[Tensor]]], classes: int) -> None:
+    """Raises ``RefusedError`` where one of some models does not read its input, by its outputs."""
+    said = (torch.cat(outputs) for _, outputs in evaluated if outputs)
+    if not all(_reads(output, classes) for output in said):
+        raise RefusedError(
+            "a model to evaluate must say different things of different examples, but this one "
+            "says the same of all"
+        )
 
 
 def _reads(output: Tensor, classes: int) -> bool:
