@@ -95,7 +95,7 @@ def test_the_engine_alone_is_named_by_a_word(tmp_path: Path) -> None:
         (["task.clients=5"], "task.clients: must begin with"),
         (["engine.workers=0"], "engine.workers: "),
         (["checkpoint_every=none"], "checkpoint_every: "),
-        (["device=3"], "device: "),
+        (["device=3"], "came 3; name one: hyperfed resume RUN device=cpu"),
         (["rounds=many"], "rounds: "),
         (["rounds=4"], "more than its 4 rounds"),
         (["vmap"], "vmap: must be key=value"),

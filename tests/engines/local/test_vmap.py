@@ -108,7 +108,7 @@ def test_two_rounds_equal_the_loop_engine(
 def test_a_client_that_draws_otherwise_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mutant of the engine: the comparison above is not blind to which examples are drawn."""
     draw = vmapped.draw
-    monkeypatch.setattr(vmapped, "draw", lambda call, task, seed: draw(call, task, seed + 1))
+    monkeypatch.setattr(vmapped, "draw", lambda *of: draw(*of[:-1], of[-1] + 1))
     loop, ours = both("fedavg", task={"examples": EVEN})
     for each in (loop, ours):
         each.round([0, 1])
