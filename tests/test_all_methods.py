@@ -13,6 +13,7 @@ import torch
 import hyperfed
 from all_methods import FEDERATIONS, Federation, method_of, second_rates, train
 from grids import KEPT, ROOT
+from hyperfed import trees
 from hyperfed.data.settings import TaskConfig
 from hyperfed.methods import METHODS
 from hyperfed.runs import config
@@ -125,6 +126,8 @@ def test_a_last_layer_of_its_own_stays_with_the_client() -> None:
     few = replace(FEDERATIONS["own_labels"], task=task, rounds=10, local_steps=1, cohort=1)
     run = train("headstart_own_head", few, 3, {})
     assert run.config.settings.head_layers == 1
+    *_, weight, _ = run.model(0).state_dict().values()
+    assert {value.shape for _, value in trees.leaves(run.engine.memory[0])} >= {weight.shape}
     assert method_of("headstart_own_head") == "headstart"
     assert len(second_rates("headstart_own_head")) == 3
 

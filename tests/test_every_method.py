@@ -24,8 +24,9 @@ from hyperfed.engines.local.vmap import VmappedEngine
 from hyperfed.errors import UserError
 from hyperfed.federation import EVALUATION_BATCH, AllLostError
 from hyperfed.methods import METHODS
-from hyperfed.runs.evaluation import evaluate
+from hyperfed.runs.evaluation import evaluate, finetuned
 from hyperfed.system.randomness import seeded
+from hyperfed.training import Steps
 from toys import (
     CLASSES,
     Federation,
@@ -99,6 +100,41 @@ def test_batches_have_the_length_that_is_set(method: str, monkeypatch: pytest.Mo
     used(ours, 1)
     used(ours, 3)
     assert lengths_asked.difference({EVALUATION_BATCH}) == {SETTINGS["batch_size"]}
+
+
+WAYS = [
+    *((method, {}) for method in ALL),
+    ("lg_fedavg", {"pretrain_rounds": 1}),
+    ("mh_pfedhn", {"global_model": True}),
+]
+"""Methods, and settings by which their clients train something else first."""
+
+
+@pytest.mark.parametrize("setting", ["local_momentum", "local_weight_decay"])
+@pytest.mark.parametrize(("method", "own"), WAYS)
+def test_where_the_rate_counts_so_do_momentum_and_weight_decay(
+    method: str, own: dict[str, Any], setting: str
+) -> None:
+    """For what a newcomer makes of a model, what clients train in rounds, and on when served."""
+    usual, faster, other = (
+        federation(method, settings=own | changed, net=Stemmed, novel=1)
+        for changed in ({}, {"local_lr": 0.2}, {setting: 0.5})
+    )
+
+    def served(ours: Federation) -> trees.Tree:
+        serve = finetuned(ours.server.personalize, ours.method.Client, Steps(3, 4))
+        return evaluate(ours.server, ours.engine, [0, 1], 9, serve=serve)["test"].loss
+
+    model, by_rate, by_setting = (used(ours, 3) for ours in (usual, faster, other))
+    assert same(model, by_rate) or not same(model, by_setting)
+    for ours in (usual, faster, other):
+        ours.round([0, 1, 2], 0)
+    state, by_rate, by_setting = (snapshot(ours) for ours in (usual, faster, other))
+    assert not same(state, by_rate)
+    assert not same(state, by_setting)
+    other.server.load(trees.clone(usual.server.state()))
+    other.engine.memory = dict(usual.engine.memory)
+    assert not torch.equal(served(usual), served(other))
 
 
 def ended(ours: Federation) -> str:

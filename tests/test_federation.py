@@ -1,14 +1,18 @@
 """What the contract itself computes: a client's own evaluation."""
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from hyperfed import trees
+from hyperfed import federation, trees
 from probe import Client, engine_of
 from toys import CLASSES, logits, make_task
 
 
-def test_evaluation_counts_by_hand() -> None:
+@pytest.mark.parametrize("batch", [federation.EVALUATION_BATCH, 4])
+def test_evaluation_counts_by_hand(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all examples, in whatever batches they go through the model."""
+    monkeypatch.setattr(federation, "EVALUATION_BATCH", batch)
     task = make_task()
     model = task.outline().initial()
     cohort = engine_of(task).cohort([1, 0], 0, training=False)

@@ -31,6 +31,15 @@ def test_a_batch_is_the_rows_it_names_as_they_lie_in_memory(x: Tensor) -> None:
     assert batch.x.stride() == x.stride()
 
 
+def test_chunks_are_all_examples_in_their_order() -> None:
+    task = make_task()
+    rows = task.train[2]
+    chunks = [*Split(task, rows).chunks(6)]
+    assert len(chunks) > 1
+    assert torch.equal(torch.cat([chunk.x for chunk in chunks]), task.x[rows])
+    assert torch.equal(torch.cat([chunk.y for chunk in chunks]), task.y[rows])
+
+
 @pytest.mark.parametrize("client", [1, np.int64(1), torch.tensor(1), "1"])
 def test_a_client_is_called_by_its_number_or_name(client: Any) -> None:
     assert make_task().number_of(client) == 1

@@ -1,6 +1,7 @@
 """FedAS against a derivation of its own: modules, torch.optim and autograd."""
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hyperfed.engines import Faults
 from hyperfed.errors import UserError
 from hyperfed.methods import METHODS
 from hyperfed.task import Task
-from hyperfed.training import UnlabelledError
+from hyperfed.training import Batch, Epochs, UnlabelledError
 from hyperfed.trees import Tree
 from toys import ONE_STEP, Federation, Normed, TwoLayers, make_quadratic_task, make_task
 
@@ -73,6 +74,39 @@ def with_body(net: nn.Module, body: Tree) -> nn.Module:
     net = copy.deepcopy(net)
     net.load_state_dict({**net.state_dict(), **body})
     return net
+
+
+def test_a_body_is_aligned_batch_by_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = METHODS["fedas"].Client
+    draw, drawn = client.draw_batches, list[tuple[Epochs, list[Batch]]]()
+
+    def watched(self: Any, plan: Epochs) -> Iterator[Batch]:
+        drawn.append((plan, [*draw(self, plan)]))
+        return iter(drawn[-1][1])
+
+    own = ONE_STEP | {"local_lr": 1e-30, "align_lr": ALIGN_LR, "align_epochs": 2}
+    ours = Federation("fedas", make_task(), **own, align_batch_size=4)
+    task, net = ours.task, copy.deepcopy(ours.task.models["base"])
+    x, y = task.x[task.train[2]], task.y[task.train[2]]
+    z = features(net, x).detach()
+    prototypes = {label: z[y == label].mean(0) for label in y.unique().tolist()}
+    sent = {name: value + 0.1 for name, value in ours.server.body["base"].items()}
+    ours.server.body["base"] = sent
+    with monkeypatch.context() as patched:
+        patched.setattr(client, "draw_batches", watched)
+        ours.round([2], 0)
+    net.load_state_dict({**net.state_dict(), **sent})
+    optimizer = torch.optim.SGD(net.body.parameters(), ALIGN_LR)
+    plan, batches = drawn[0]  # before those of the Fisher information
+    assert plan == Epochs(2, 4)
+    assert len(batches) > 4
+    for batch in batches:
+        z = features(net, batch.x)
+        parts = [((z[batch.y == c] - prototypes[c]) ** 2).mean() for c in set(batch.y.tolist())]
+        optimizer.zero_grad()
+        torch.stack(parts).sum().backward()
+        optimizer.step()
+    torch.testing.assert_close(ours.server.body["base"]["body.weight"], net.body.weight.detach())
 
 
 def close(actual: Tree, expected: Tree) -> None:

@@ -14,7 +14,7 @@ from hyperfed.errors import UserError
 from hyperfed.methods import fedpac
 from hyperfed.methods.fedpac import combining_weights
 from hyperfed.task import Task
-from hyperfed.training import UnlabelledError
+from hyperfed.training import Epochs, Steps, UnlabelledError
 from hyperfed.trees import Tree
 from toys import (
     CLASSES,
@@ -187,6 +187,11 @@ def test_the_weights_solve_the_quadratic_programme() -> None:
             np.testing.assert_allclose(ours[i], expected * (expected > 1e-3), atol=2e-3)
     assert (ours == 0).any()
     assert ((ours > 0).sum(axis=1) > 1).any()
+
+
+def test_heads_have_so_many_steps_or_passes_as_the_settings_say() -> None:
+    assert fedpac.Config(head_steps=7, batch_size=9).head_batches == Steps(7, 9)
+    assert fedpac.Config(head_epochs=2, batch_size=9).head_batches == Epochs(2, 9)
 
 
 def test_small_weights_are_cut_off() -> None:

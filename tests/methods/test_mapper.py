@@ -96,7 +96,12 @@ def check_the_choice_of_lambda() -> None:
     assert len(set(chosen)) > 1
 
 
-def test_lambda_is_each_clients_best_on_its_validation_examples() -> None:
+@pytest.mark.parametrize("batch", [512, 2])
+def test_lambda_is_each_clients_best_on_its_validation_examples(
+    batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On all of them, in whatever batches they go through the models."""
+    monkeypatch.setattr(mapper, "EVALUATION_BATCH", batch)
     check_the_choice_of_lambda()
 
 

@@ -325,6 +325,16 @@ def test_the_local_gradient_of_a_clients_own_model_is_clipped_and_the_global_one
     assert length.item() == pytest.approx(LOCAL_LR * clip, rel=0.02)
 
 
+def test_the_global_model_is_trained_by_the_settings_of_clients() -> None:
+    task, sgd = make_task(), {"momentum": 0.9, "weight_decay": 0.1}
+    own = {"local_steps": 3} | {f"local_{name}": value for name, value in sgd.items()}
+    ours = Federation("mh_pfedhn", task, **ONE_STEP | SERVER | own, global_model=True)
+    cohort, sent = ours.engine.cohort([0], 0, training=True), task.initial("base")
+    shared = trees.take(cohort.ask(Client.train_global, sent, batches=ours.config.batches), 0)
+    trained = torch_sgd(task, 0, sent, 3, lr=LOCAL_LR, **sgd)
+    close(shared, trees.subtract(sent, trained))
+
+
 def test_a_global_model_teaches_with_its_own_buffers_those_whose_are_of_another_shape() -> None:
     class Wide(Normed):
         def __init__(self) -> None:

@@ -143,6 +143,15 @@ def test_an_embedding_of_the_label_is_added_to_that_of_each_token() -> None:
     torch.testing.assert_close(net(tokens, LABELS), expected, rtol=1e-10, atol=1e-12)
 
 
+def test_an_embedding_of_labelled_tokens_is_the_mean_over_them() -> None:
+    net = copy_of(nn.Sequential(nn.Embedding(6, 3), nn.Linear(3, 5)))
+    tokens, labels = torch.tensor([[1, 2, 5], [0, 5, 4]]), torch.tensor([[0, 2, 1], [1, 1, 0]])
+    first, last = net.net
+    each = (first.weight[tokens] + first.of_label[labels]) @ last.weight.T + last.bias
+    expected = (each[:, 0] + each[:, 1] + each[:, 2]) / 3
+    torch.testing.assert_close(net(tokens, labels), expected, rtol=1e-10, atol=1e-12)
+
+
 class Recurrent(nn.Module):
     """Begins with a layer into which no label can be built."""
 

@@ -166,10 +166,9 @@ def test_theorem_1_holds_for_every_hypernetwork_and_embedding() -> None:
     off = 2 * (heads.to(F64).mean(2) - bias) / 2
     worst = off.abs().mean(1)
     assert (worst > epsilon).to(F64).mean() <= delta
-    # With a hundredth of the examples it does not hold, so that the test can fail.
-    few = max(1, m // 100)
-    off = heads[:, :, :few].to(F64).mean(2) - bias
-    assert (off.abs().mean(1) > epsilon).to(F64).mean() > 0
+    # Of one example it does not hold, so that the test can fail.
+    off = heads[:, :, 0].to(F64) - bias
+    assert (off.abs().mean(1) > epsilon).to(F64).mean() > delta
 
 
 def test_a_net_of_so_many_points_covers_the_interval() -> None:
