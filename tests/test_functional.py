@@ -134,6 +134,21 @@ def test_a_layer_whose_weight_is_made_from_another_is_the_last(
     torch.testing.assert_close(output, net(x))
 
 
+def test_a_network_ends_in_a_layer_that_gives_its_output_and_runs_once() -> None:
+    layer, other = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
+    cases = [
+        (layer, True),
+        (nn.Sequential(other, nn.Dropout(), layer), True),
+        (nn.Sequential(layer, nn.ReLU()), False),
+        (nn.Sequential(layer, nn.Identity()), True),
+        (nn.Sequential(layer, nn.ReLU(), layer), False),
+        (nn.Sequential(layer, other), False),
+    ]
+    for net, ends in cases:
+        assert functional.ends_in(net, layer, trees.model_of(net), torch.ones(2, FEATURES)) == ends
+        assert not {**layer._forward_hooks, **net._forward_hooks}  # nothing is left behind
+
+
 def test_buffers_that_a_network_assigns_to_are_kept_in_training_alone() -> None:
     net = Assigning().double()
     model = trees.model_of(net)

@@ -176,6 +176,29 @@ def outputs_and_features(
     return output, features.flatten(1)
 
 
+def ends_in(module: nn.Module, layer: nn.Module, model: Model, x: Tensor) -> bool:
+    """Returns whether a network gives the very output of one of its layers, which runs once.
+
+    Args:
+        module: the architecture; its own weights are not used. It must not be shared by threads.
+        layer: a part of it, or itself.
+        model: every parameter and buffer of ``module``.
+        x: (B, ...) what the network takes.
+    """
+    outputs: list[Tensor] = []
+    hooks = [
+        part.register_forward_hook(lambda _, arguments, output: outputs.append(output))
+        for part in (layer, module)
+    ]
+    try:
+        with torch.no_grad():
+            apply(module, model, x)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return len(outputs) == 2 and outputs[0] is outputs[1]
+
+
 def mean_output(module: nn.Module, model: Model, inputs: Iterable[Tensor]) -> Tensor:
     """Returns the mean of a network's outputs for some batches, each weighing as its examples.
 

@@ -155,9 +155,9 @@ def head_by_hand(federation: Federation, client: int, own: Model) -> Model:
     return {"head.weight": made[:12].reshape(3, 4), "head.bias": made[12:]}
 
 
-def check_three_rounds(**settings: Any) -> None:
+def check_three_rounds(net: Callable[[], nn.Module] = TwoLayers, **settings: Any) -> None:
     """Personal heads start at zero, so what they add shows from the second round on."""
-    federation = Federation("fed_rod", skewed_task(), **ONE_STEP, **settings)
+    federation = Federation("fed_rod", skewed_task(net), **ONE_STEP, **settings)
     for number, clients in enumerate((CLIENTS, [0, 3], [0, 1, 2, 3])):
         shared, heads = round_by_hand(federation, clients)
         federation.round(clients, number)
@@ -179,6 +179,39 @@ def check_three_rounds(**settings: Any) -> None:
 @pytest.mark.parametrize("settings", [{}, HYPER], ids=["linear", "hypernetwork"])
 def test_both_losses_descend_in_one_step_and_heads_are_added(settings: dict[str, Any]) -> None:
     check_three_rounds(**settings)
+
+
+class Scaled(TwoLayers):
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.3 * super().forward(x)
+
+
+class Rectified(TwoLayers):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(super().forward(x))
+
+
+class Normalised(TwoLayers):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).log_softmax(dim=1)
+
+
+@pytest.mark.parametrize("net", [Scaled, Rectified, Normalised])
+@pytest.mark.parametrize("settings", [{}, HYPER], ids=["linear", "hypernetwork"])
+def test_what_is_behind_the_last_layer_is_behind_the_sum_of_heads_in_training_too(
+    net: type[nn.Module], settings: dict[str, Any]
+) -> None:
+    check_three_rounds(net, **settings)
+
+
+def test_batch_norm_sees_each_batch_once_though_what_is_behind_takes_two_passes() -> None:
+    class ScaledNormed(Normed):
+        def forward(self, x: Tensor) -> Tensor:
+            return 0.3 * super().forward(x)
+
+    federation = Federation("fed_rod", skewed_task(ScaledNormed), **ONE_STEP)
+    federation.round([0])
+    assert federation.server.model["base"]["norm.num_batches_tracked"] == 1
 
 
 def test_the_personal_loss_does_not_touch_what_is_averaged() -> None:
@@ -377,58 +410,49 @@ def test_the_settings_of_pfedkt() -> None:
 # Mistakes that the checks above notice
 
 
-def joint(client: fed_rod.Client, g: Tensor, p: Tensor, y: Tensor, n: Tensor) -> Tensor:
-    """Generic plus personal loss of generic logits g and personal logits p."""
-    return training.balanced_softmax_loss(g, y, n, client.config.balance) + client.loss(p, y)
-
-
 def added(features: Tensor, head: Model) -> Tensor:
     return features @ head["head.weight"].T + head["head.bias"]
 
 
-def right(self: fed_rod.Client, g: Tensor, z: Tensor, head: Model, *labels: Tensor) -> Tensor:
+def right_sum(self: fed_rod.Client, g: Tensor, z: Tensor, head: Model) -> Tensor:
     """The right one in the words of this file."""
-    return joint(self, g, g.detach() + added(z.detach(), head), *labels)
+    return g.detach() + added(z.detach(), head)
 
 
-def without_the_sum(
-    self: fed_rod.Client, g: Tensor, z: Tensor, head: Model, *labels: Tensor
-) -> Tensor:
-    return joint(self, g, added(z.detach(), head), *labels)
-
-
-def plain_cross_entropy(
-    self: fed_rod.Client, g: Tensor, z: Tensor, head: Model, *labels: Tensor
-) -> Tensor:
-    y, _ = labels
-    return F.cross_entropy(g, y) + self.loss(g.detach() + added(z.detach(), head), y)
-
-
-def balanced_personal_loss(
-    self: fed_rod.Client, g: Tensor, z: Tensor, head: Model, *labels: Tensor
-) -> Tensor:
-    summed = g.detach() + added(z.detach(), head)
-    return sum(training.balanced_softmax_loss(own, *labels) for own in (g, summed))
+def without_the_sum(self: fed_rod.Client, g: Tensor, z: Tensor, head: Model) -> Tensor:
+    return added(z.detach(), head)
 
 
 def gradient_through_the_features(
-    self: fed_rod.Client, g: Tensor, z: Tensor, head: Model, *labels: Tensor
+    self: fed_rod.Client, g: Tensor, z: Tensor, head: Model
 ) -> Tensor:
-    return joint(self, g, g.detach() + added(z, head), *labels)
+    return g.detach() + added(z, head)
 
 
 def gradient_through_the_generic_logits(
-    self: fed_rod.Client, g: Tensor, z: Tensor, head: Model, *labels: Tensor
+    self: fed_rod.Client, g: Tensor, z: Tensor, head: Model
 ) -> Tensor:
-    return joint(self, g, g + added(z.detach(), head), *labels)
+    return g + added(z.detach(), head)
 
 
-def inverse_counts(
-    self: fed_rod.Client, g: Tensor, z: Tensor, head: Model, *labels: Tensor
+def right_loss(self: fed_rod.Client, g: Tensor, p: Tensor, y: Tensor, n: Tensor) -> Tensor:
+    """Generic plus personal loss of generic logits g and personal logits p."""
+    return training.balanced_softmax_loss(g, y, n, self.config.balance) + self.loss(p, y)
+
+
+def plain_cross_entropy(self: fed_rod.Client, g: Tensor, p: Tensor, y: Tensor, n: Tensor) -> Tensor:
+    return F.cross_entropy(g, y) + self.loss(p, y)
+
+
+def balanced_personal_loss(
+    self: fed_rod.Client, g: Tensor, p: Tensor, y: Tensor, n: Tensor
 ) -> Tensor:
+    return sum(training.balanced_softmax_loss(own, y, n) for own in (g, p))
+
+
+def inverse_counts(self: fed_rod.Client, g: Tensor, p: Tensor, y: Tensor, n: Tensor) -> Tensor:
     """As the weights of a class-weighted cross-entropy are."""
-    y, n = labels
-    return right(self, g, z, head, y, 1 / n.clamp(min=1))
+    return right_loss(self, g, p, y, 1 / n.clamp(min=1))
 
 
 def counts_of_validation(self: fed_rod.Client) -> Tensor:
@@ -441,22 +465,24 @@ def counts_of_all_clients(self: fed_rod.Client) -> Tensor:
 
 @pytest.mark.parametrize("settings", [{}, HYPER], ids=["linear", "hypernetwork"])
 class TestMutants:
-    def test_the_right_loss_passes_as_a_mutant(
+    def test_the_right_ones_pass_as_mutants(
         self, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
     ) -> None:
-        monkeypatch.setattr(fed_rod.Client, "joint_loss", right)
+        monkeypatch.setattr(fed_rod.Client, "summed", right_sum)
+        monkeypatch.setattr(fed_rod.Client, "joint_loss", right_loss)
         check_three_rounds(**settings)
 
     @pytest.mark.parametrize(
         "mutant",
-        [
-            without_the_sum,
-            plain_cross_entropy,
-            balanced_personal_loss,
-            gradient_through_the_features,
-            gradient_through_the_generic_logits,
-            inverse_counts,
-        ],
+        [without_the_sum, gradient_through_the_features, gradient_through_the_generic_logits],
+    )
+    def test_mutant_with_another_sum(
+        self, mutant: Any, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+    ) -> None:
+        rejected(monkeypatch, "summed", mutant, settings)
+
+    @pytest.mark.parametrize(
+        "mutant", [plain_cross_entropy, balanced_personal_loss, inverse_counts]
     )
     def test_mutant_with_another_loss(
         self, mutant: Any, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]

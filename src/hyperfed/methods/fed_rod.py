@@ -6,12 +6,13 @@ Body f and generic head g descend the balanced softmax loss, cross-entropy after
 the logit of class c, where n_c are the class counts of the client's own training data: what is
 averaged learns all classes alike. A personal linear head h descends, in the same steps, the plain
 loss of the summed logits g(f(x)) + h(f(x)). Its gradient stops at the features f(x) and at the
-generic logits.
+generic logits. Of a target that computes something behind its last layer, such as a scale, it is
+the loss of the target with the sum of both heads, which takes a second pass.
 
 Sent: body and generic head, buffers included, both ways; averaged, weighted by training examples.
-Kept: the personal head, at first zero. Evaluated: the summed logits; the last layer is linear, so
-that is the target with the sum of both heads. A novel client trains a personal head with all else
-frozen for ``novel_steps`` steps.
+Kept: the personal head, at first zero. Evaluated: the target with the sum of both heads; the last
+layer is linear, so that gives the summed logits. A novel client trains a personal head with all
+else frozen for ``novel_steps`` steps.
 
 With ``head="hypernetwork"`` nothing is kept: a hypernetwork, sent and averaged too, makes h from
 the shares of the classes in the client's training data, and descends the personal loss in its
@@ -37,7 +38,7 @@ from hyperfed.nets.anatomy import head_names, last_linear
 from hyperfed.nets.hypernets import SingleOutput
 from hyperfed.nets.shapes import shapes_of
 from hyperfed.training import Batch, PersonalConfig, Steps, balanced_softmax_loss, count_classes
-from hyperfed.trees import Model, Tree, model_of, partition, take
+from hyperfed.trees import Model, Tree, detach, model_of, partition, take
 
 PERSONAL = "personal/"
 """Begins the names of what makes the personal head, to tell them from those of the target."""
@@ -101,13 +102,20 @@ class Client(federation.Client):
         """Returns everything trained: these ``generic`` parameters, and what makes the head h."""
         personal, model = self.parts(received)
         count = self.class_counts  # before autograd looks on
+        _, last = last_linear(self.module, "Fed-RoD")
+        plain = functional.ends_in(self.module, last, model, self.train.batch(slice(1)).x)
 
         def objective(model: Model, batch: Batch) -> tuple[Tensor, Model]:
             maker, target = partition(model, personal)
             passed = functional.forward_with_features(self.module, target, batch.x)
             logits, features, buffers = passed
             head = self.make_head(maker)
-            return self.joint_loss(logits, features, head, batch.y, count), buffers
+            if plain:
+                summed = self.summed(logits, features, head)
+            else:
+                own = self.with_head(detach(target), head)
+                summed, _ = functional.forward(self.module, own, batch.x)
+            return self.joint_loss(logits, summed, batch.y, count), buffers
 
         return self.train_own(
             objective,
@@ -118,21 +126,28 @@ class Client(federation.Client):
             unclipped=personal,
         )
 
-    def joint_loss(
-        self, logits: Tensor, features: Tensor, head: Model, y: Tensor, count: Tensor
-    ) -> Tensor:
-        """Returns generic plus personal loss; no parameter gets a gradient from both.
+    def summed(self, logits: Tensor, features: Tensor, head: Model) -> Tensor:
+        """Returns g(f(x)) + h(f(x)), (B, outputs), of which h alone gets a gradient.
 
         Args:
             logits: g(f(x)), (B, outputs).
             features: f(x), (B, F), what enters the last layer.
             head: h, by the names of the last layer's parameters.
+        """
+        added = F.linear(features.detach(), *(head[name] for name in head_names(self.module)))
+        return logits.detach() + added
+
+    def joint_loss(self, logits: Tensor, summed: Tensor, y: Tensor, count: Tensor) -> Tensor:
+        """Returns generic plus personal loss; no parameter gets a gradient from both.
+
+        Args:
+            logits: of the generic model, (B, outputs).
+            summed: with the personal head, (B, outputs), of which it alone gets a gradient.
             y: (B,) labels.
             count: n, (classes,).
         """
         generic = balanced_softmax_loss(logits, y, count, self.config.balance)
-        added = F.linear(features.detach(), *(head[name] for name in head_names(self.module)))
-        return generic + self.loss(logits.detach() + added, y)
+        return generic + self.loss(summed, y)
 
     def parts(self, received: Model) -> tuple[Model, Model]:
         """Returns what makes h, the hypernetwork or a head of its own, and the generic model."""
@@ -158,7 +173,11 @@ class Client(federation.Client):
     def personal_model(self, received: Model) -> Model:
         """Returns the target whose last layer is the sum of the generic and the personal head."""
         maker, model = self.parts(received)
-        return model | {n: model[n] + value for n, value in self.make_head(maker).items()}
+        return self.with_head(model, self.make_head(maker))
+
+    def with_head(self, model: Model, head: Model) -> Model:
+        """Returns a generic model with h added to its head."""
+        return model | {name: model[name] + value for name, value in head.items()}
 
 
 class Server(federation.Server):
