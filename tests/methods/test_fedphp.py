@@ -21,6 +21,7 @@ from toys import (
     TwoLayers,
     client_loss,
     close,
+    half_square,
     logits,
     make_task,
     make_token_task,
@@ -74,7 +75,8 @@ def trained_by_hand(ours: Federation, client: int, received: Model, teacher: Mod
         z, softened = logits(net, leaves, x)[there], logits(net, teacher, x)[there] / TEMPERATURE
         target = softened.exp() / softened.exp().sum(1, keepdim=True)
         transfer = -(target * (z - z.exp().sum(1, keepdim=True).log())).sum(1).mean()
-    labels = F.cross_entropy(logits(net, leaves, x)[there], y[there])
+    supervised = F.cross_entropy if task.classes else task.loss
+    labels = supervised(logits(net, leaves, x)[there], y[there])
     loss = (1 - LAMBDA) * labels + LAMBDA * transfer
     by = torch.autograd.grad(loss, list(leaves.values()))
     return {name: received[name] - LR * g for name, g in zip(received, by, strict=True)}
@@ -353,9 +355,17 @@ def test_a_novel_client_inherits_the_global_model_fine_tuned(steps: int) -> None
     assert [e.up for e in cohort.state.exchanges] == ([0] if steps else [])
 
 
-def test_a_regression_is_refused() -> None:
-    with pytest.raises(UserError, match="a task for fedphp must have classes"):
-        Federation("fedphp", make_task(classes=0))
+class OneOutput(TwoLayers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 1)
+
+
+def test_a_regression_is_taught_by_features_alone() -> None:
+    task = make_task(OneOutput, classes=0, loss=half_square, novel=1)
+    check_a_round(task, transfer="mmd")
+    with pytest.raises(UserError, match='a task for fedphp with transfer "kd" must have classes'):
+        Federation("fedphp", task)
 
 
 @pytest.mark.parametrize("preset", fedphp.PRESETS)
