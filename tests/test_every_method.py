@@ -26,7 +26,7 @@ from hyperfed.federation import EVALUATION_BATCH, AllLostError
 from hyperfed.methods import METHODS
 from hyperfed.runs.evaluation import evaluate, finetuned
 from hyperfed.system.randomness import seeded
-from hyperfed.training import Steps
+from hyperfed.training import AdamW, LocalConfig, Sgd, Steps
 from toys import (
     CLASSES,
     Federation,
@@ -388,6 +388,35 @@ def test_a_server_steps_by_an_optimiser_that_is_fused(method: str) -> None:
         for optimizer in vars(server).values():
             if isinstance(optimizer, torch.optim.Optimizer):
                 assert all(group["fused"] for group in optimizer.param_groups), settings
+
+
+OF_THE_CHOSEN, OF_SGD = {"fedbabu", "fedpac", "itpfl"}, {"fedas", "partialfed", "per_fedavg"}
+"""Methods that train something at a rate of its own: by the optimiser that is chosen, or by SGD."""
+
+
+@pytest.mark.parametrize("method", sorted({*ALL} - {"pfedkt"}))  # which has an optimiser of its own
+def test_what_has_a_rate_of_its_own_is_trained_by_what_the_settings_say(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: set[tuple[type, float]] = set()
+    for kind in (Sgd, AdamW):
+
+        def start(self: Any, weight: Any, start: Any = kind.start) -> Any:
+            found.add((type(self), self.lr))
+            return start(self, weight)
+
+        monkeypatch.setattr(kind, "start", start)
+    settings = {"local_optimizer": "adamw", "local_lr": 0.07}
+    ours = federation(method, settings=settings, novel=1)
+    for number in range(4):
+        ours.round([0, 1, 2], number)
+    for client in (0, 3):
+        used(ours, client)
+    others = found - {(AdamW, 0.07)}
+    kinds = {AdamW: method in OF_THE_CHOSEN, Sgd: method in OF_SGD}
+    assert {kind for kind, _ in others} == {kind for kind, is_of in kinds.items() if is_of}
+    name, said = str(ours.method.__doc__).partition(" (")[0], str(LocalConfig.__doc__).split()
+    assert not others or f"{name}'s" in said
 
 
 @pytest.mark.parametrize("method", ALL)

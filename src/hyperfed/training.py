@@ -156,8 +156,10 @@ class LocalConfig:
         batch_size: examples of a batch.
         local_optimizer: what makes the steps: SGD, as in the papers, or AdamW, which adapters and
             transformers are mostly trained by. It is new in each round (but see
-            :class:`PersonalConfig`). What a method trains besides by a rate of its own, such as
-            Per-FedAvg's adaptation, or by a formula of its paper, such as APFL's mixture, is SGD's.
+            :class:`PersonalConfig`). It trains FedPAC's head, FedBABU's fine-tuned model and
+            IT-PFL-HN's encoder, too, which have rates of their own. Others that have, Per-FedAvg's
+            adaptation, FedAS's alignment and PartialFed's strategy, are SGD's, and so is what a
+            paper has a formula for, such as APFL's mixture.
         local_lr: its learning rate; that of AdamW is a tenth of SGD's, or less.
         local_momentum: SGD's momentum.
         local_weight_decay: its weight decay; AdamW's is not part of the gradient.

@@ -69,7 +69,7 @@ class Config(LocalConfig):
         alignment_weight: lambda, the weight of the distance to the centroids.
         head_steps: steps for which the head trains before the body.
         head_epochs: passes over the client's data instead.
-        head_lr: learning rate of the head.
+        head_lr: learning rate of the head; for the rest it has the settings of local training.
         novel_steps: steps in which a novel client trains its head.
     """
 
