@@ -315,6 +315,25 @@ def test_fewer_examples_than_k_vote_all() -> None:
     assert alone.tolist() == [[0, 0, 0]]  # nobody: the global model decides
 
 
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_where_nobody_votes_the_global_model_decides(share: float) -> None:
+    outputs = torch.randn(2, 3, generator=torch.Generator().manual_seed(0)).double()
+    votes = torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.25, 0.75]]).double()
+    found = knn_per.mixture(outputs, votes, share)
+    close(found[0], outputs[0].log_softmax(dim=0))
+    close(found[1].exp(), share * votes[1] + (1 - share) * outputs[1].softmax(dim=0))
+
+
+@pytest.mark.parametrize("label", range(CLASSES))
+def test_a_client_that_has_nothing_to_choose_by_takes_the_first_pair(label: int) -> None:
+    """Also where its one label is that which is the greatest among equals."""
+    ours = Federation("knn_per", make_task(examples=(12, 1, 1, 1)), **SETTINGS)
+    ours.task.val[1:] = [rows[:0] for rows in ours.task.val[1:]]
+    ours.task.y[torch.cat([*ours.task.train[1:]])] = label
+    ours.server.model["base"]["head.bias"][(label + 1) % CLASSES] += 50  # the global model is wrong
+    assert chosen(ours)[1:] == [(5, 0.0)] * 3
+
+
 def test_nobody_votes_for_outputs_that_are_no_class() -> None:
     outputs = torch.randn(2, 5, generator=torch.Generator().manual_seed(0)).double()
     votes = torch.tensor([[0.25, 0.75, 0.0], [0.0, 0.0, 1.0]]).double()

@@ -12,8 +12,9 @@ where p_kNN gives the weight exp(-|phi(x) - phi(x_i)|^2 / (F scale)) to each of 
 Euclidean, and as in the authors' code it stands squared in the exponent and is divided by F, the
 number of features, and by ``scale``. Each client chooses k and lambda by the accuracy on its own
 validation examples, of equally accurate pairs the one with the higher likelihood; where it has no
-such examples, by leaving out each of its training examples in turn. (The authors' code tries all
-lambda on test data, which no step here can read.)
+such examples, by leaving out each of its training examples in turn. Where there is but one, which
+has no neighbour, the global model decides, and all pairs are alike: it is the first. (The authors'
+code tries all lambda on test data, which no step here can read.)
 
 Sent: the whole global model, batch-norm buffers included, both ways. Kept: nothing; what a client
 stores is computed from the model it receives, and never leaves it. Aggregated: the mean of the
@@ -175,6 +176,8 @@ class Server(federation.Server):
 def mixture(outputs: Tensor, votes: Tensor, share: float) -> Tensor:
     """Returns log(share p_kNN + (1 - share) p_global), at least that of the smallest number.
 
+    Where nobody votes it is log p_global, whatever the share.
+
     Args:
         outputs: (B, outputs) logits of the global model, those of the classes first.
         votes: (B, classes) p_kNN.
@@ -185,7 +188,9 @@ def mixture(outputs: Tensor, votes: Tensor, share: float) -> Tensor:
     """
     votes = F.pad(votes, (0, outputs.shape[1] - votes.shape[1]))
     shares = outputs.new_tensor([share, 1 - share]).log()
-    log_p = torch.logaddexp(shares[0] + votes.log(), shares[1] + outputs.log_softmax(dim=1))
+    alone = outputs.log_softmax(dim=1)
+    mixed = torch.logaddexp(shares[0] + votes.log(), shares[1] + alone)
+    log_p = torch.where(votes.any(dim=1, keepdim=True), mixed, alone)
     return log_p.clamp(min=math.log(torch.finfo(log_p.dtype).tiny))  # a loss must be finite
 
 
