@@ -192,7 +192,7 @@ def test_a_site_trains_its_own_clients_under_their_numbers(tmp_path: Path) -> No
     (answer,) = ours.answer(request).answers.values()
     assert set(answer) == set(model)
     with pytest.raises(UserError, match="a/ann must be at this site"):
-        here.task(roster.frame, {0: "a/ann"})
+        here.check_client(0, "a/ann")
     narrow = Frame(**{**vars(roster.frame), "classes": CLASSES - 1})
     with pytest.raises(UserError, match="start a new run"):
         here.task(narrow, names)

@@ -23,6 +23,7 @@ with names (``ClassLabel`` of ``datasets``) are numbered anew by it.
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -98,16 +99,21 @@ class SiteData:
             features=hash_of(*self.features) if self.features else "",
         )
 
+    def check_client(self, number: int, name: str) -> None:
+        """Raises ``UserError`` for a client that is not at this site."""
+        if name not in self._named:
+            raise UserError(
+                f"client {name} must be at this site, but is not; put its rows back, or do without"
+            )
+
     def task(self, frame: Frame, names: Mapping[int, str]) -> Task:
-        """Returns a task in which the clients that are called have their data.
+        """Returns a task in which the clients that are called have their data, if they are here.
 
         Raises:
-            UserError: one of them is not at this site, or the site does not fit the frame.
-                Whether a client of a run is novel is the site's to say; a newcomer may be of any.
+            UserError: the site does not fit the frame. Whether a client of a run is novel is the
+                site's to say; a newcomer may be of any.
         """
-        rows = {self._name(client): parts for client, parts in self.rows.items()}
-        if strange := [name for name in names.values() if name not in rows]:
-            raise UserError(f"client {strange[0]} must be at this site, but is not")
+        rows = self._named
         if otherwise := [name for n, name in names.items() if not self._may_be(n, frame)]:
             raise UserError(
                 f"client {otherwise[0]} must {'join after' if self.novel else 'take part in'} "
@@ -121,7 +127,7 @@ class SiteData:
             )
         nothing = torch.zeros(0, dtype=torch.int64)
         absent = (nothing, nothing, nothing)
-        numbered = [rows[names[n]] if n in names else absent for n in range(frame.clients)]
+        numbered = [rows.get(names.get(n, ""), absent) for n in range(frame.clients)]
         train, val, test = zip(*numbered, strict=True)
         assert self.models is not None, "a site that answers has been told what its clients run"
         return Task(
@@ -141,6 +147,11 @@ class SiteData:
         if number < frame.known:
             return not self.novel
         return self.novel or number >= frame.clients - frame.newcomers
+
+    @cached_property
+    def _named(self) -> Mapping[str, tuple[Tensor, Tensor, Tensor]]:
+        """The examples of each client, by the name that a server has for it."""
+        return {self._name(client): parts for client, parts in self.rows.items()}
 
     def _name(self, client: str) -> str:
         return f"{self.site}/{client}" if self.site else client

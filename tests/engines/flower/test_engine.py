@@ -537,6 +537,24 @@ def test_a_site_that_has_gone_is_waited_for_only_where_no_other_answers(tmp_path
     assert not ours.round([0, 1]).state.lost
 
 
+def test_who_left_a_site_is_lost_alone_and_a_site_without_an_answer_asked_again_who_it_has(
+    tmp_path: Path,
+) -> None:
+    ours, _ = both("fedper", tmp_path)
+    ours.timeout = 0.01
+    ours.engine = ours.new_engine()
+    ours.round([1, 3])
+    ours.sites[7].source = replace(ours.sites[7].source, clients=(1,))
+    (lost,) = ours.round([1, 3], 1).state.lost.items()
+    assert lost[0] == 3
+    assert "client 3 (000003) must be one of this site's" in lost[1]
+    hellos = ours.grid.delivered.count((7, HELLO))
+    assert "must be one of this site's" in ours.round([0, 3], 2).state.lost[3]
+    assert ours.round([0, 3], 3).state.lost == {3: "its site is not connected"}
+    assert ours.grid.delivered.count((7, HELLO)) == hellos + 1
+    assert not ours.round([0, 1], 4).state.lost
+
+
 def test_an_evaluation_goes_on_without_a_site(tmp_path: Path) -> None:
     ours, loop = both("fedper", tmp_path)
     for each in (ours, loop):

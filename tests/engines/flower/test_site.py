@@ -234,10 +234,14 @@ def test_a_client_that_raises_keeps_its_memory_and_loses_nobody_else(tmp_path: P
     assert counts(after) == {0: 3, 1: 2}
 
 
-def test_a_client_of_another_site_is_refused(tmp_path: Path) -> None:
+def test_a_client_of_another_site_or_that_left_is_refused_and_loses_nobody_else(
+    tmp_path: Path,
+) -> None:
     answers = site_in(tmp_path).answer(request(1, 0, 3)).answers
-    assert all(isinstance(answer, UserError) for answer in answers.values())
-    assert RAN == []
+    assert isinstance(answers[1], UserError)
+    assert "client 3 (000003) must be one of this site's" in str(answers[1])
+    assert RAN == [0]
+    assert {path.name for path in (tmp_path / "run-1").glob("_*")} == {"_000000"}
 
 
 def test_what_was_half_written_is_not_seen(tmp_path: Path) -> None:

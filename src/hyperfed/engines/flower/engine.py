@@ -168,8 +168,10 @@ class FlowerEngine:
             reply: bytes | Exception | None = replies.get(node)
             if isinstance(reply, bytes) and len(reply) > most.get(node, len(reply)):
                 reply = BadReplyError(f"the site's reply is too large: {len(reply)} bytes")
-            read = self._read(node, serial, list(part.values()), wanted[node], reply)
+            read = self._read(serial, list(part.values()), wanted[node], reply)
             self._answered[node] = not all(isinstance(answer, Exception) for answer in read)
+            if not self._answered[node]:
+                self._sites.forget(node)
             answers |= zip(part, read, strict=True)
         return [answers[position] for position in range(len(calls))]
 
@@ -239,7 +241,6 @@ class FlowerEngine:
 
     def _read(
         self,
-        node: int,
         serial: int,
         calls: Sequence[Call],
         promised: Sequence[Structure | None],
@@ -263,8 +264,6 @@ class FlowerEngine:
         if isinstance(response, Response) and not _places(response) <= {*range(len(calls))}:
             response = BadReplyError("the site's reply is to calls that it was not sent")
         if isinstance(response, Exception):
-            assert self._sites is not None
-            self._sites.forget(node)
             return [response] * len(calls)
         missing = NoAnswerError("its site did not answer for it")
         answers: list[Tree | Exception]

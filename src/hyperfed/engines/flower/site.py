@@ -60,15 +60,21 @@ class Source(Protocol):
     def introduce(self) -> Introduction:
         """Returns what the server may know of the data."""
 
+    def check_client(self, number: int, name: str) -> None:
+        """Raises ``UserError`` for a client that is not at this site.
+
+        One that has left it since it introduced itself may still be called.
+        """
+
     def task(self, frame: Frame, names: Mapping[int, str]) -> Task:
-        """Returns a task in which the clients that are called have their data.
+        """Returns a task in which the clients that are called have their data, if they are here.
 
         Args:
             frame: what the site must know of the whole.
             names: number -> name of each client that is called.
 
         Raises:
-            UserError: one of them is not at this site.
+            UserError: the data are not those of such a frame.
         """
 
 
@@ -111,15 +117,17 @@ class Shard:
             fingerprint=task.fingerprint,
         )
 
+    def check_client(self, number: int, name: str) -> None:
+        """Raises ``UserError`` for a client that is not at this site."""
+        if number not in self.clients or name != _name(number):
+            raise UserError(
+                f"client {number} ({name}) must be one of this site's, which has "
+                f"{', '.join(map(_name, self.clients))}; let the nodes have all clients of the "
+                "task, each once"
+            )
+
     def task(self, frame: Frame, names: Mapping[int, str]) -> Task:
         """Returns the whole task."""
-        for client, name in names.items():
-            if client not in self.clients or name != _name(client):
-                raise UserError(
-                    f"client {client} ({name}) must be one of this site's, which has "
-                    f"{', '.join(map(_name, self.clients))}; let the nodes have all clients of the "
-                    "task, each once"
-                )
         return self.whole
 
 
@@ -323,6 +331,7 @@ class Site:
     def _find(self, request: Request, call: Call, task: Task, store: Store) -> Answered | Admitted:
         """Returns the answer to a call that needs no engine, or the call as one may run it."""
         name, version = request.names[call.client], (request.session, call.cohort)
+        self.source.check_client(call.client, name)
         draft = store.draft(name, version)
         if draft is not None and draft.serial == request.serial:
             return Answered(draft.reply, remembers=bool(draft.memory))
