@@ -27,14 +27,9 @@ def identity(config: RunConfig, task: Task) -> dict[str, Any]:
         config: its settings.
         task: whose data it trains on.
     """
-    every = configuration.flat(configuration.to_dict(config))
     return {
         "method": config.method,
-        "settings": {
-            key: str(value)
-            for key, value in every.items()
-            if not key.startswith(MAY_CHANGE) or (key == "rounds" and config.private)
-        },
+        "settings": _settings(config, MAY_CHANGE, rounds=config.private),
         "data_fingerprint": task.fingerprint,
         "targets": _targets(task),
         "score": task.metric.name,
@@ -62,13 +57,7 @@ def check_identity(meta: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
                 "was started with"
             )
     before: Mapping[str, str] = found if isinstance(found := meta.get("settings"), dict) else {}
-    came = {key: now for key, now in ours["settings"].items() if before.get(key, now) != now}
-    if came:
-        both = ", ".join(f"{key}={before[key]}, came {now}" for key, now in came.items())
-        raise UserError(
-            "the settings must be those that the run was started with, "
-            f"{one_line(both, 300)}; set them back in its config.toml, or start a new run"
-        )
+    _check_settings(before, ours["settings"], "set them back in its config.toml")
     if meta.get("targets", ours["targets"]) != ours["targets"]:
         raise UserError(
             "the task's model must be the one that the run was started with, but has parameters of "
@@ -86,6 +75,43 @@ def check_identity(meta: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
         raise UserError(
             f"the task's {', '.join(other)} must be those that the run was started with, but are "
             "others; make the task as it was made then, or start a new run"
+        )
+
+
+def check_submitted(config: RunConfig, submitted: RunConfig) -> None:
+    """Refuses settings for a run at sites that has others: its server would keep to its own.
+
+    Args:
+        config: those of the run.
+        submitted: those that its sites are sent.
+
+    Raises:
+        UserError: another one than of where and how it computes.
+    """
+    ours, theirs = (
+        _settings(each, configuration.GOES_ON, rounds=True) for each in (config, submitted)
+    )
+    _check_settings(ours, theirs, "submit it with those")
+
+
+def _settings(config: RunConfig, may_change: tuple[str, ...], *, rounds: bool) -> dict[str, str]:
+    """Returns {dotted key: value} of the settings but some, by how keys begin."""
+    every = configuration.flat(configuration.to_dict(config))
+    return {
+        key: str(value)
+        for key, value in every.items()
+        if not key.startswith(may_change) or (key == "rounds" and rounds)
+    }
+
+
+def _check_settings(before: Mapping[str, str], now: Mapping[str, str], remedy: str) -> None:
+    """Raises ``UserError`` for settings that are not what they were; unknown ones were the same."""
+    came = {key: value for key, value in now.items() if before.get(key, value) != value}
+    if came:
+        both = ", ".join(f"{key}={before[key]}, came {value}" for key, value in came.items())
+        raise UserError(
+            "the settings must be those that the run was started with, "
+            f"{one_line(both, 300)}; {remedy}, or start a new run"
         )
 
 

@@ -182,6 +182,32 @@ def test_a_run_of_the_app_equals_one_on_this_machine_and_can_be_resumed(tmp_path
         opened.model(0)
 
 
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ({"privacy.epsilon": 4.0}, "privacy.epsilon=8.0, came 4.0"),
+        ({"privacy.epsilon": None}, "privacy.epsilon=8.0, came None"),
+        ({"method.local_steps": 3, "rounds": 5}, "method.local_steps=2, came 3, rounds=4, came 5"),
+        ({"task.clients": 6}, "task.clients=4, came 6"),
+    ],
+)
+def test_a_run_is_not_resumed_by_a_submission_with_other_settings(
+    other: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    """Its sites would go by them, and the server by those that it began with."""
+    keys = {"rounds": 4, "cohort": 4, "task.clients": 4, "task.novel": 0, "method.local_steps": 2}
+    keys |= {"privacy.epsilon": 8.0, "engine.name": "flower", "engine.timeout": 0.1}
+    first, submitted = (config.from_keys("fedavg", each) for each in (keys, keys | other))
+    run_config = {"settings": toml.dumps(config.to_dict(first))}
+    site = site_of(run_config, {"state": str(tmp_path / "state"), "clients": "0-3"})
+    link, folder = DirectLink({1: site}), str(tmp_path / "run")
+    app.begin(first, link, folder).close()
+    with pytest.raises(UserError, match="that the run was started with") as refused:
+        app.begin(submitted, link, folder)
+    assert f"{told}; submit it with those, or start a new run" in str(refused.value)
+    app.begin(first, link, folder).close()
+
+
 def test_a_masked_run_of_the_app_equals_a_simulation_of_it(tmp_path: Path) -> None:
     keys = ["rounds=2", "cohort=4", "evaluate_every=2", "task.clients=6", "task.novel=0.0"]
     keys += ["method.local_steps=2", "privacy.masking=true"]

@@ -117,6 +117,16 @@ def test_one_serves_newcomers_of_a_run_at_a_time(place: Place) -> None:
     assert place.models(8) == []
 
 
+def test_newcomers_are_served_by_the_settings_of_the_run_alone(place: Place) -> None:
+    """By those that are submitted theirs sites answer: without noise, had they none."""
+    place.newcomer(8)
+    bare = config.flat(config.to_dict(place.config)) | {"privacy.epsilon": None}
+    place.config = config.from_keys("pfedhn", bare)
+    with pytest.raises(UserError, match=r"privacy.epsilon=1.0, came None; submit it with those"):
+        place.welcome()
+    assert place.models(8) == []
+
+
 def test_newcomers_are_served_and_nothing_of_the_run_changes(place: Place) -> None:
     before = contents(place.folder)
     place.newcomer(8)

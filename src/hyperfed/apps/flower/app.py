@@ -7,7 +7,7 @@ config has
   ``cohort``, ``evaluate_every``, ``checkpoint_every`` and ``seed``, and ``keys``, any other
   settings as on the command line: ``keys="task.model=lenet method.local_steps=5"``;
 - ``folder``, where the records go on the SuperLink's host. A run whose folder holds a roster is
-  resumed.
+  resumed, by the same settings alone.
 
 ``hyperfed serve`` starts the app with another server, which serves the newcomers of a run that is
 done; ``folder`` has its records.
@@ -357,16 +357,19 @@ def begin(config: RunConfig, link: GridLink, folder: str) -> "Run":
         folder: of the records; a new one below ``runs`` where empty.
 
     Raises:
-        UserError: too few sites came, or they do not fit together, or the settings not to them.
+        UserError: too few sites came, or they do not fit together, or the settings not to them or
+            to those of the run in the folder.
     """
     from hyperfed.runs import trackers
     from hyperfed.runs.folder import RunFolder
+    from hyperfed.runs.identity import check_submitted
     from hyperfed.runs.run import Run
 
     place = RunFolder(Path(folder))
     if folder and place.sites.exists():
         roster = Roster.read(place.sites)
         task = tasks.remote(config.task, roster, config.seed, link)
+        check_submitted(configuration.load(str(place.config)), config)
         asked = configuration.flat(configuration.to_dict(config))
         where = [key for key in asked if key.startswith(configuration.GOES_ON) and key != "rounds"]
         return Run.resume(place.path, task, {key: asked[key] for key in where})
@@ -401,7 +404,7 @@ def welcome(config: RunConfig, link: GridLink, folder: str) -> "list[Newcomer]":
     Who has been served is in the run's folder, and is left alone from then on.
 
     Args:
-        config: all settings, of which those of the engine count; the others are the run's.
+        config: all settings; but for those of the engine they are the run's.
         link: the way to the sites.
         folder: of the run's records.
 
@@ -409,15 +412,17 @@ def welcome(config: RunConfig, link: GridLink, folder: str) -> "list[Newcomer]":
         What became of each client that is there, also of those that the run has already.
 
     Raises:
-        UserError: there is no such run, it serves no newcomers, too few sites came, or another
-            process is at it.
+        UserError: there is no such run, it has other settings, it serves no newcomers, too few
+            sites came, or another process is at it.
     """
     from hyperfed.runs.folder import RunFolder
+    from hyperfed.runs.identity import check_submitted
     from hyperfed.runs.newcomers import Newcomer
     from hyperfed.runs.run import Run
 
     place = RunFolder(Path(folder))
     with closing(Run.open(place.path)) as run, Lock(place.path):
+        check_submitted(run.config, config)
         roster = Roster.read(place.newcomers if place.newcomers.exists() else place.sites)
         sites = Sites(link, config.engine.timeout, roster.keys)
         sites.gather(config.engine.sites, besides=roster.numbers)
