@@ -1,5 +1,6 @@
 """A site's node: what it answers, what it makes of what goes wrong, and what it is told to be."""
 
+import json
 import os
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -34,6 +35,8 @@ from hyperfed.apps.flower import node
 from hyperfed.apps.flower.app import NodeConfig
 from hyperfed.apps.flower.executor import CrashedError, FailedError
 from hyperfed.apps.flower.node import LARGEST_SETTINGS, Node, SuperLink
+from hyperfed.engines.flower import diary
+from hyperfed.engines.flower.diary import told_by
 from hyperfed.engines.flower.grid import WHOLE, bytes_of, record_of
 from hyperfed.engines.flower.sites import STEP
 from hyperfed.engines.flower.wire import WireError
@@ -125,7 +128,8 @@ class Calls:
 
 
 @pytest.fixture(autouse=True)
-def at_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def at_a_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
     for name, value in (("_task_id", 1), ("_run_id", RUN), ("_node_id", 3)):
         monkeypatch.setattr(TaskIdentity, name, value)
     monkeypatch.setattr(node, "defaults_in", lambda bundle: SETTINGS)
@@ -171,6 +175,45 @@ def test_a_message_that_fails_is_answered_by_why_and_the_next_one_served(
     assert (failed.error.code, failed.error.reason) == (code, str(outcome))
     assert fine.has_content()
     assert any(str(outcome) in line for line in said)
+
+
+def test_a_message_without_an_answer_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of those that a site's process answers, it notes each call itself."""
+    policy = tmp_path / "policy.toml"
+    policy.write_text("largest_message = 1")
+    serve(Connection(b"a" * (3 << 20)), Calls(), policy=str(policy))
+    why = "RefusedError: task.val must be 0.15 here\n, came 0.3"
+    serve(Connection(b"a", b"b", b"c"), Calls(FailedError(why), b"B", CrashedError("it ended")))
+    monkeypatch.setattr(node, "defaults_in", READ)
+    serve(Connection(b"a"), Calls())
+    notes = [json.loads(line) for line in Path("s/audit.jsonl").read_text().splitlines()]
+    assert [(note["run"], note["kind"]) for note in notes] == [(RUN, STEP)] * 4
+    large, *others = (note["decision"] for note in notes)
+    assert large.startswith("refused: a message must have 1 bytes at most, has")
+    assert others == [
+        "refused: task.val must be 0.15 here\\n, came 0.3",
+        "it ended",
+        "BadZipFile: File is not a zip file",
+    ]
+    assert told_by(Path("s")).calls == 4
+    assert told_by(Path("s")).refused == 2
+
+
+def test_a_message_is_replied_to_also_where_that_cannot_be_noted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(diary, "append_line", full)
+    connection = Connection(b"a", b"b")
+    said = serve(connection, Calls(FailedError("KeyError: 'w'"), b"B"))
+    assert connection.replies[0][0].has_error()
+    assert any("this is not in the audit log: no space left" in line for line in said)
+    assert connection.replies[1][0].has_content()
+
+
+def full(*_: Any) -> None:
+    raise UserError("no space left")
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from hyperfed.data.roster import Introduction, Roster, enrol, joined
 from hyperfed.data.settings import TaskConfig
 from hyperfed.data.tables import Columns
 from hyperfed.engines.flower.grid import GridLink, bytes_of, record_of
-from hyperfed.engines.flower.policy import Policy
+from hyperfed.engines.flower.policy import Policy, RefusedError
 from hyperfed.engines.flower.site import Shard, Site, Source
 from hyperfed.engines.flower.sites import HELLO, STEP, Sites
 from hyperfed.engines.flower.store import check_writable
@@ -196,7 +196,7 @@ def source_of(node: NodeConfig, config: RunConfig, policy: Policy) -> Source:
         if not declared or own:
             raise
         # What it says of the first label that is another, a server could ask for label by label.
-        raise UserError(
+        raise RefusedError(
             f"the site's data must have no labels but the run's, {', '.join(declared)}; at the "
             "site, hyperfed node --check --labels says which others there are"
         ) from error

@@ -42,9 +42,11 @@ from flwr.supernode.fleet_http_connection import http_request_response
 
 from hyperfed.apps.flower.app import NodeConfig, respond_within
 from hyperfed.apps.flower.executor import CrashedError, Executor, FailedError, warm
+from hyperfed.engines.flower.diary import REFUSED, Diary
 from hyperfed.engines.flower.grid import PAUSE, bytes_of, record_of
+from hyperfed.engines.flower.policy import Policy, RefusedError
 from hyperfed.engines.flower.sites import pause
-from hyperfed.engines.flower.wire import WireError
+from hyperfed.engines.flower.store import make_private
 from hyperfed.errors import LONGEST, UserError, one_line
 from hyperfed.system.signals import handled
 
@@ -237,6 +239,7 @@ class Node:
         number, self._receive, self._send, get_run, get_fab, *objects = connection
         self._pull, self._push, self._confirm = objects
         self._executor, self._log, self._allowed = executor, say, node.allowed
+        self._state = Path(node.state)
         self._config = {name: value for name, value in asdict(node).items() if value is not None}
 
         def settings(run_id: int) -> Mapping[str, Any]:
@@ -273,7 +276,7 @@ class Node:
                 reply = self._reply(self._fetched(run, tree))
             except UserError as error:  # no policy is there, too
                 code = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
-                reply = self._failed(announced, code, str(error))
+                reply = self._failed(announced, code, f"{type(error).__name__}: {error}")
             seconds = time.monotonic() - begin
             reply.metadata.__dict__["_message_id"] = reply.object_id
             with no_object_id_recompute():
@@ -324,7 +327,7 @@ class Node:
         try:
             kind, content = message.metadata.message_type, bytes_of(message.content)
             answer = self._executor.call(kind, content, settings, self._config)
-        except (FailedError, WireError) as error:
+        except FailedError as error:
             return self._failed(message, ErrorCode.CLIENT_APP_RAISED_EXCEPTION, str(error))
         except CrashedError as error:
             return self._failed(message, ErrorCode.CLIENT_APP_CRASHED, str(error))
@@ -334,4 +337,23 @@ class Node:
         """Returns the reply to a message that has no other, and says so here."""
         run, kind = message.metadata.run_id, message.metadata.message_type
         self._say(f"run {run}: {kind} failed: {why}")
+        self._note(run, kind, why)
         return Message(Error(code, why[:LONGEST]), reply_to=message)
+
+    def _note(self, run: int, kind: str, why: str) -> None:
+        """Writes into the site's audit log why a message has no other reply, if that can be."""
+        refusal = RefusedError.__name__
+        decision = REFUSED + why.removeprefix(refusal) if why.startswith(refusal) else why
+        try:
+            make_private(self._state)
+            diary = Diary(self._state, self._policy())
+            diary.note(run=run, kind=one_line(kind), decision=one_line(decision))
+        except (OSError, UserError) as error:
+            self._say(f"run {run}: this is not in the audit log: {error}")
+
+    def _policy(self) -> Policy:
+        """Returns what a server may do here; the strict default where nothing can be read of it."""
+        try:
+            return self._allowed()
+        except UserError:
+            return Policy()

@@ -17,6 +17,9 @@ from hyperfed.system.locks import alone
 LOG = "audit.jsonl"
 """The audit log in a site's state, by which that is known for what it is."""
 
+REFUSED = "refused"
+"""How the decision on what a policy does not allow begins."""
+
 
 class Diary:
     """How often a site has evaluated today, and a log that is only added to.
@@ -72,7 +75,7 @@ class Told:
 
     Attributes:
         last: when the last call was noted, ISO 8601 in UTC; empty where none was.
-        calls: calls of clients today (UTC).
+        calls: calls of clients today (UTC), and messages that failed as a whole.
         refused: those of them that the policy refused.
         reasons: (decision, times) of what was not answered today, the most frequent first.
     """
@@ -118,5 +121,5 @@ def told_by(state: Path) -> Told:
             f"({one_line(f'{type(error).__name__}: {error}', 100)}); put the file elsewhere"
         ) from error
     failed = [(it, times) for it, times in decisions.most_common() if it != "answered"]
-    refused = sum(times for it, times in failed if it.startswith("refused"))
+    refused = sum(times for it, times in failed if it.startswith(REFUSED))
     return Told(last, decisions.total(), refused, tuple(failed[:SHOWN]))

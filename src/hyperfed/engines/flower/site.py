@@ -18,7 +18,7 @@ from hyperfed.data.examples import Normalize, fingerprint_of_frozen, hash_of_row
 from hyperfed.data.roster import Frame, Introduction, Member
 from hyperfed.engines.calls import Answer, Call
 from hyperfed.engines.flower import wire
-from hyperfed.engines.flower.diary import Diary
+from hyperfed.engines.flower.diary import REFUSED, Diary
 from hyperfed.engines.flower.gate import Admitted, Gate
 from hyperfed.engines.flower.pairwise import STEPS, is_exchange
 from hyperfed.engines.flower.policy import Policy, RefusedError
@@ -235,7 +235,7 @@ class Site:
         for place, call in enumerate(request.calls):
             reply, decision = answers[place].reply, "answered"
             if isinstance(reply, Exception):
-                kind = "refused" if isinstance(reply, RefusedError) else type(reply).__name__
+                kind = REFUSED if isinstance(reply, RefusedError) else type(reply).__name__
                 decision = one_line(f"{kind}: {reply}")
             diary.note(
                 run=request.run,
