@@ -159,20 +159,28 @@ def test_messages_are_answered_and_their_runs_asked_for_once(size: int) -> None:
     assert connection.asked_for_run == 1
 
 
+RAISED = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
+HIDDEN = "its node's log says more"
+
+
 @pytest.mark.parametrize(
-    ("outcome", "code"),
+    ("outcome", "code", "told"),
     [
-        (FailedError("UserError: no such file"), ErrorCode.CLIENT_APP_RAISED_EXCEPTION),
-        (CrashedError("it ended"), ErrorCode.CLIENT_APP_CRASHED),
+        (FailedError("UserError: got 'HIV positive' at 40"), RAISED, f"UserError: {HIDDEN}"),
+        (FailedError("ValueError: 'Jane Doe': no number"), RAISED, f"ValueError: {HIDDEN}"),
+        (FailedError("MemoryError"), RAISED, f"MemoryError: {HIDDEN}"),
+        (FailedError("RefusedError: task.val"), RAISED, "RefusedError: task.val"),
+        (FailedError("WireError: the header"), RAISED, "WireError: the header"),
+        (CrashedError("it ended"), ErrorCode.CLIENT_APP_CRASHED, "it ended"),
     ],
 )
-def test_a_message_that_fails_is_answered_by_why_and_the_next_one_served(
-    outcome: Exception, code: int
+def test_a_message_that_fails_is_answered_by_what_quotes_no_data_and_the_next_one_served(
+    outcome: Exception, code: int, told: str
 ) -> None:
     connection = Connection(b"a", b"b")
     said = serve(connection, Calls(outcome, b"B"))
     (failed, _), (fine, _) = connection.replies
-    assert (failed.error.code, failed.error.reason) == (code, str(outcome))
+    assert (failed.error.code, failed.error.reason) == (code, told)
     assert fine.has_content()
     assert any(str(outcome) in line for line in said)
 
@@ -240,8 +248,9 @@ def test_a_message_that_is_too_large_is_not_fetched_to_its_end(
 
 def test_a_policy_that_is_gone_is_told_at_once() -> None:
     connection = Connection(b"a")
-    serve(connection, Calls(), policy="/nowhere/policy.toml")
-    assert "--policy must be a TOML file" in connection.replies[0][0].error.reason
+    said = serve(connection, Calls(), policy="/nowhere/policy.toml")
+    assert connection.replies[0][0].error.reason == f"UserError: {HIDDEN}"
+    assert any("--policy must be a TOML file" in line for line in said)
 
 
 def test_a_log_of_a_node_takes_one_short_line_of_what_a_server_sent() -> None:

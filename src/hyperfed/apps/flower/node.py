@@ -47,6 +47,7 @@ from hyperfed.engines.flower.grid import PAUSE, bytes_of, record_of
 from hyperfed.engines.flower.policy import Policy, RefusedError
 from hyperfed.engines.flower.sites import pause
 from hyperfed.engines.flower.store import make_private
+from hyperfed.engines.flower.wire import WireError
 from hyperfed.errors import LONGEST, UserError, one_line
 from hyperfed.system.signals import handled
 
@@ -55,6 +56,9 @@ FRAMES = 1 << 20
 
 RUNS = 8
 """Runs whose settings are kept; those of another are asked for again."""
+
+QUOTE_NOTHING = (RefusedError.__name__, WireError.__name__)
+"""Errors of a call that are told in whole: they repeat what a server sent, and none of the data."""
 
 LARGEST_SETTINGS = 1 << 20
 """Bytes that the settings in a bundle may have."""
@@ -338,6 +342,9 @@ class Node:
         run, kind = message.metadata.run_id, message.metadata.message_type
         self._say(f"run {run}: {kind} failed: {why}")
         self._note(run, kind, why)
+        raised, _, _ = why.partition(":")
+        if code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION and raised not in QUOTE_NOTHING:
+            why = f"{raised}: its node's log says more"  # such as a row of the data
         return Message(Error(code, why[:LONGEST]), reply_to=message)
 
     def _note(self, run: int, kind: str, why: str) -> None:
