@@ -1,5 +1,6 @@
 """Who is where: what sites say of themselves, whose a name is, and who is not waited for."""
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -155,6 +156,57 @@ def test_who_fails_at_once_is_asked_again_at_once(link: Nodes) -> None:
     for _ in range(5):
         assert sites.introduced() == {}
     assert link.asked == [1] * 5
+
+
+def test_who_fails_at_once_is_asked_every_ten_minutes_and_who_takes_long_for_a_share_of_the_time(
+    link: Nodes,
+) -> None:
+    """A disk that is away for a night costs no other night when it is back."""
+    link.keys, link.says = {1: "A", 2: "B"}, {1: said("ann"), 2: NoAnswerError("its app failed")}
+    for takes, pause in ((0.5, module.LONGEST_PAUSE), (100.0, 100.0 / module.LARGEST_SHARE)):
+        link.takes, sites = {2: takes}, Sites(link, 100.0)
+        asked = []
+        while len(asked) < 20:
+            before, count = link.now, link.asked.count(2)
+            sites.introduced()
+            asked += [before] * (link.asked.count(2) - count)
+            link.now += 1.0
+        gaps = [later - earlier for earlier, later in itertools.pairwise(asked)]
+        assert gaps == sorted(gaps)
+        assert pause <= gaps[-1] - takes <= pause + 1
+
+
+def test_who_was_away_is_asked_at_once(link: Nodes) -> None:
+    """Whoever mends a site starts its node again, which has the same key and number."""
+    link.keys, link.says = {1: "A", 2: "B"}, {1: said("ann"), 2: NoAnswerError("its app failed")}
+    link.takes, sites = {2: 100.0}, Sites(link, 100.0, {"bob": "B"})
+    assert sites.find(["ann", "bob"]) == {"ann": 1}
+    del link.keys[2]
+    assert sites.find(["ann", "bob"]) == {"ann": 1}
+    link.keys[2], link.says[2] = "B", said("bob")
+    assert sites.find(["ann", "bob"]) == {"ann": 1, "bob": 2}
+
+
+def test_why_a_client_is_not_asked_is_what_its_site_did(link: Nodes) -> None:
+    link.keys, link.says = {1: "A", 2: "B"}, {1: said("ann"), 2: NoAnswerError("its app failed")}
+    sites = Sites(link, 100.0, {"ann": "A", "bob": "B", "cem": "C"})
+    sites.find(["ann", "bob", "cem"])
+    did_not = "its site is not asked: it did not introduce itself (its app failed)"
+    assert (sites.why_not("bob"), sites.why_not("cem")) == (did_not, "its site is not connected")
+    link.now, link.says[2] = link.now + 1000, said("eve", "ann")
+    sites.find(["ann", "bob", "cem"])
+    assert sites.why_not("bob") == "its site does not name it any more"
+    assert "another key, B, says" in sites.why_not("ann")
+    link.keys.clear()
+    sites.find(["ann"])
+    assert sites.why_not("bob") == "its site is not connected"
+
+
+def test_a_node_without_a_key_is_no_client_s_site(link: Nodes) -> None:
+    link.keys, link.says = {1: ""}, {1: NoAnswerError("its app failed")}
+    sites = Sites(link, 1.0, {"ann": ""})
+    sites.find(["ann"])
+    assert sites.why_not("ann") == "its site is not connected"
 
 
 def test_sites_are_waited_for(link: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:

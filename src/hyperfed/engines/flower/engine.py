@@ -146,8 +146,7 @@ class FlowerEngine:
             if names[call.client] in node_of:
                 by_node.setdefault(node_of[names[call.client]], {})[position] = call
             else:
-                why = self._sites.refused.get(names[call.client], "its site is not connected")
-                answers[position] = NoAnswerError(why)
+                answers[position] = NoAnswerError(self._sites.why_not(names[call.client]))
         serial = next(self._serials)
         contents = {
             node: wire.pack_request(self._request(node, serial, list(part.values()), names))

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from hyperfed.data.roster import Introduction
@@ -18,6 +18,10 @@ HELLO, STEP = "query.hello", "train.step"
 
 POLL = 0.5
 """Seconds between two looks for sites."""
+
+LONGEST_PAUSE, LARGEST_SHARE = 600.0, 1 / 20
+"""Seconds until a node that does not say who it is is asked again, at most, since it may have been
+mended. But where that keeps the others waiting, it may cost them so much of their time alone."""
 
 
 def pause(waited: float) -> float:
@@ -59,6 +63,21 @@ class Link(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class _Silent:
+    """A node that did not say who it is.
+
+    Attributes:
+        why: what became of it.
+        pause: seconds that it is not asked for.
+        until: when they are over.
+    """
+
+    why: str
+    pause: float
+    until: float
+
+
 class Sites:
     """Which client is at which node. A node is asked once, when it is needed.
 
@@ -74,7 +93,6 @@ class Sites:
     Attributes:
         keys: the same, with what was introduced since. Empty keys own nothing.
         refused: {name: why what a node said of it does not count}.
-        connected: the nodes that were there when somebody looked last.
     """
 
     def __init__(
@@ -86,26 +104,29 @@ class Sites:
     ) -> None:
         self._link, self._timeout, self._names = link, timeout, names
         self._known: dict[int, Introduction] = {}
-        self._later: dict[int, tuple[float, float]] = {}  # not to be asked again before, and after
+        self._silent: dict[int, _Silent] = {}
+        self._there: Mapping[int, str] = {}
         self.keys: dict[str, str] = dict(keys or {})
         self.refused: dict[str, str] = {}
-        self.connected: frozenset[int] = frozenset()
+
+    @property
+    def connected(self) -> frozenset[int]:
+        """The nodes that were there when somebody looked last."""
+        return frozenset(self._there)
 
     def known(self) -> dict[int, Introduction]:
         """Returns what the connected nodes have said of themselves, {node: introduction}."""
-        there = self._link.nodes()
-        self.connected = frozenset(there)
+        self._there = there = self._link.nodes()
         self._known = {node: said for node, said in self._known.items() if node in there}
+        # One that was away may have been mended.
+        self._silent = {node: it for node, it in self._silent.items() if node in there}
         return self._known
 
     def introduced(self) -> dict[int, Introduction]:
         """Returns the same of all that are connected: those that have said nothing are asked."""
-        there, known, begin = self._link.nodes(), self.known(), time.monotonic()
-        strangers = [
-            node
-            for node in there
-            if node not in known and self._later.get(node, (begin, 0.0))[0] <= begin
-        ]
+        known, there, begin = self.known(), self._there, time.monotonic()
+        silent = {node for node, it in self._silent.items() if it.until > begin}
+        strangers = [node for node in there if node not in known and node not in silent]
         if not strangers:
             return known
         most = dict.fromkeys(strangers, MOST_INTRODUCED)
@@ -116,11 +137,13 @@ class Sites:
                 said = _introduction(answers.get(node))
             except (NoAnswerError, WireError) as error:
                 # Each time it takes twice as long, so that nobody can keep the others waiting.
-                wait = max(waited, 2 * self._later.get(node, (0.0, 0.0))[1])
-                self._later[node] = time.monotonic() + wait, wait
-                log.warning("node %d is not asked: %s", node, one_line(str(error)))
+                before = self._silent[node].pause if node in self._silent else 0.0
+                wait = min(max(waited, 2 * before), max(LONGEST_PAUSE, waited / LARGEST_SHARE))
+                why = one_line(f"not asked: {error}")
+                self._silent[node] = _Silent(why, wait, time.monotonic() + wait)
+                log.warning("node %d is %s", node, why)
             else:
-                self._later.pop(node, None)
+                self._silent.pop(node, None)
                 known[node] = self._own(node, there[node], said)
         return known
 
@@ -159,6 +182,18 @@ class Sites:
                 break
             time.sleep(POLL)
         return found
+
+    def why_not(self, name: str) -> str:
+        """Returns why a client that was not found is not asked."""
+        if name in self.refused:
+            return self.refused[name]
+        owner = self.keys.get(name)
+        for node in (node for node, key in self._there.items() if key and key == owner):
+            if node in self._silent:
+                return f"its site is {self._silent[node].why}"
+            if node in self._known:
+                return "its site does not name it any more"
+        return "its site is not connected"
 
     def forget(self, node: int) -> None:
         """Has a node introduce itself again: what it answers is not what it said."""
