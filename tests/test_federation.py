@@ -4,9 +4,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import hyperfed
 from hyperfed import federation, trees
+from hyperfed.errors import UserError
 from probe import Client, engine_of
-from toys import CLASSES, logits, make_task
+from toys import CLASSES, FEATURES, logits, make_task
 
 
 @pytest.mark.parametrize("batch", [federation.EVALUATION_BATCH, 4])
@@ -49,6 +51,39 @@ def test_outputs_beyond_the_classes_are_absent_at_every_client() -> None:
     )
     found = [counts[name].item() for name in ("correct", "masked_correct", "zeroed_correct")]
     assert found == [0, 6, 6]
+
+
+class OneLogit(nn.Module):
+    """Says by a sign which of two classes an example has."""
+
+    def __init__(self, *, flat: bool) -> None:
+        super().__init__()
+        self.head, self.flat = nn.Linear(FEATURES, 1), flat
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x)[:, 0] if self.flat else self.head(x)
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_without_an_output_for_each_class_none_is_taken_out(flat: bool) -> None:
+    def right(output: Tensor, y: Tensor) -> Tensor:
+        return ((output.reshape(y.shape) > 0).long() == y).double()
+
+    def loss(output: Tensor, y: Tensor) -> Tensor:
+        logit = output.reshape(y.shape)
+        return nn.functional.binary_cross_entropy_with_logits(logit, y.to(logit))
+
+    task = make_task(lambda: OneLogit(flat=flat), classes=2, loss=loss, score=right)
+    task.y.clamp_(max=1)
+    task.y[task.train[0]] = 1  # class 0 is absent there
+    model = task.outline().initial()
+    counts = engine_of(task).cohort([0], 0, training=False).ask(Client.evaluate, model)["test"]
+    x, y = task.x[task.test[0]], task.y[task.test[0]]
+    expected = (((x @ model["head.weight"].T + model["head.bias"])[:, 0] > 0) == y).sum()
+    found = [counts[name].item() for name in ("correct", "masked_correct", "zeroed_correct")]
+    assert found == [expected] * 3
+    with pytest.raises(UserError, match=r"f1 needs an output for each of 2 classes, .* 'base'"):
+        hyperfed.train("local", task, metrics=["f1"], rounds=1)
 
 
 def test_masking_takes_absent_classes_out_at_minus_infinity() -> None:

@@ -423,8 +423,9 @@ class Client:
             scores), ``masked_correct`` (the same with the logits of classes absent from the
             client's training data at minus infinity), ``zeroed_correct`` (the same with them at
             :attr:`zero`, as PeFLL's authors count), both equal to ``correct`` where there are no
-            labels to tell from or no classes, ``loss`` (sum over examples). Beside them are those
-            that the task's ``metrics`` need (:data:`hyperfed.metrics.KINDS`).
+            labels to tell from, no classes or no output for each, ``loss`` (sum over examples).
+            Beside them are those that the task's ``metrics`` need
+            (:data:`hyperfed.metrics.KINDS`).
         """
         model = self.served_model(received)
         absent = self._absent_classes()
@@ -453,7 +454,7 @@ class Client:
                 output, y = self.predict(model, batch.x), batch.y
                 correct = score(output, y).sum(dtype=torch.float64)
                 masked = zeroed = correct
-                if absent is not None:
+                if absent is not None and metrics.of_each_class(output, y, classes):
                     # A network may have more outputs than there are classes: nobody has those.
                     beyond = output.shape[-1] - len(absent)
                     mask = nn.functional.pad(absent, (0, beyond), value=True)

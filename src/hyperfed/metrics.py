@@ -232,6 +232,20 @@ def named(name: str) -> Metric:
 
 # What clients count.
 
+
+def of_each_class(output: Tensor, y: Tensor, classes: int) -> bool:
+    """Returns whether outputs have a number for each class, or more.
+
+    A task whose loss and score are a user's own may have others, such as one for two classes.
+
+    Args:
+        output: (B, ..., outputs), or (B,) where there is one.
+        y: (B, ...) labels.
+        classes: their number.
+    """
+    return output.ndim > y.ndim and output.shape[-1] >= classes
+
+
 BINS = 15
 """Of confidence, all of one width."""
 

@@ -241,14 +241,33 @@ def test_float_targets_are_a_regression():
     assert task.score(output, target).tolist() == [-1, 0, -9]
 
 
-def test_a_loss_of_ones_own_is_kept():
-    def loss(output, y):
-        return nn.functional.binary_cross_entropy_with_logits(output[:, 0], y.float())
+def sign_loss(output, y):
+    """Of one logit, where there are two classes."""
+    return nn.functional.binary_cross_entropy_with_logits(output[:, 0], y.float())
 
+
+def sign_is_right(output, y):
+    return ((output[:, 0] > 0).long() == y).float()
+
+
+def test_a_loss_and_a_score_of_ones_own_are_kept_whatever_the_outputs():
     task = from_arrays(
-        X, Y % 2, client=CLIENT, model=linear(1), loss=loss
-    )  # one logit, two classes
-    assert task.loss is loss
+        X, Y % 2, client=CLIENT, model=linear(1), loss=sign_loss, score=sign_is_right
+    )
+    assert (task.loss, task.score) == (sign_loss, sign_is_right)
+
+
+@pytest.mark.parametrize(
+    ("functions", "instead"), [({"loss": sign_loss}, "score"), ({"score": sign_is_right}, "loss")]
+)
+def test_outputs_must_suit_the_usual_loss_and_the_usual_score(functions, instead):
+    """Of one output the largest is always that of class 0."""
+    wanted = f"must give 2 outputs per example, .* last layer, or pass a {instead} of your own, too"
+    with pytest.raises(UserError, match=wanted):
+        from_arrays(X, Y % 2, client=CLIENT, model=linear(1), **functions)
+    y = X @ np.ones(4)
+    with pytest.raises(UserError, match=f"must give 1 outputs .* a {instead} of your own, too"):
+        from_arrays(X, y, client=CLIENT, model=linear(2), **functions)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """A user's networks: made, and tried on two examples before anything is trained."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -78,12 +78,15 @@ def try_out(
     wanted: tuple[int, ...] | None,
     seed: int,
     problems: list[str],
+    *,
+    usual: Sequence[str] = ("loss", "score"),
 ) -> dict[str, Tensor]:
     """Runs each network on a batch, and tells what is wrong with it or with what it gives.
 
     Lazy layers take their shapes from the batch, and their initial weights from the seed.
     Of (classes,) it must give as many numbers per example, or more; for regression, where that is
-    0, one; for labels of tokens (T, classes) as many for each of T. None asks for no number.
+    0, one; for labels of tokens (T, classes) as many for each of T. None asks for no number. What
+    asks for them are those of loss and score that are the ``usual`` ones.
 
     Returns:
         what each of those gives that give a tensor.
@@ -126,13 +129,15 @@ def try_out(
             continue
         given[size] = output
         if wanted is not None and not (_fits(output, *wanted) and len(output) == len(batch)):
-            amounts = wanted[-1] and output.numel() == len(batch)
+            own = len(usual) < 2
+            amounts = wanted[-1] and output.numel() == len(batch) and not own
             problems.append(
                 f"model {size!r} must give {_numbers(*wanted)} outputs per example, got shape "
                 f"{tuple(output.shape)} for {len(batch)} examples; change its last layer"
                 + ("" if wanted[-1] else ", or convert y to integers if these floats are labels")
                 + (", or convert y to floats if these labels are amounts" if amounts else "")
                 + (", or y where it holds no labels of tokens" if len(wanted) > 1 else "")
+                + (f", or pass a {usual[0]} of your own, too" if own else "")
             )
     return given
 

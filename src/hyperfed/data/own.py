@@ -84,7 +84,8 @@ def from_arrays(
         loss: (output, y) -> scalar. Cross entropy for labels, mean squared error for floats.
         score: (output, y) -> (B,), whose mean models are judged by, under the function's name; more
             is better. Correctness for labels (the accuracy), minus the squared error for floats
-            (the RMSE).
+            (the RMSE). Where both are yours the model's outputs may be what they like, such as one
+            for two classes; else there is one for each class, or one for floats.
         name: how the records call the task.
 
     Raises:
@@ -126,11 +127,12 @@ def from_arrays(
         rows = networks.to_try(inputs)
         batch = Normalize(*channel_statistics(inputs[rows]))(inputs[rows])
         sized = numbered and targets.ndim < 2 + bool(classes)  # else the problem is that of y
-        wanted = (*targets.shape[1:], classes) if sized and not (loss or score) else None
+        usual = [name for name, own in (("loss", loss), ("score", score)) if own is None]
+        wanted = (*targets.shape[1:], classes) if sized and usual else None
         try:
             if beginning is not None:
                 batch = features.check(whole, models, beginning, batch)
-            outputs = networks.try_out(models, batch, wanted, seed, problems)
+            outputs = networks.try_out(models, batch, wanted, seed, problems, usual=usual)
             networks.try_functions(outputs, targets[rows], loss, score, problems)
         except UserError as error:
             problems.append(str(error))
