@@ -1,6 +1,6 @@
 # Everything happens in .venv, made on first use and renewed when the dependencies change.
 #
-#   make run           train five methods on a bundled data set and compare them
+#   make run           train six methods on a bundled data set and compare them
 #   make test          what continuous integration runs: lint, types, tests
 #   make test-fast     the quick tests, without servers, for the inner loop
 #   make lint          ruff, mypy and which room imports which

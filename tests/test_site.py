@@ -3,6 +3,7 @@
 import json
 import tomllib
 from pathlib import Path
+from runpy import run_path
 from statistics import fmean, stdev
 from types import ModuleType
 
@@ -108,3 +109,14 @@ def test_a_notebook_was_executed_and_runs(path: Path, monkeypatch: pytest.Monkey
     notebook = ModuleType(path.stem)
     for cell in code:
         exec(compile("".join(cell["source"]), str(path), "exec"), notebook.__dict__)
+
+
+def test_the_first_run_is_that_of_the_example(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hyperfed, "train", lambda name, /, **keys: keys)
+    path = ROOT / "docs" / "notebooks" / "first_run.ipynb"
+    cell = next(c for c in json.loads(path.read_text())["cells"] if c["cell_type"] == "code")
+    notebook = ModuleType(path.stem)
+    exec("".join(cell["source"]), notebook.__dict__)
+    example = run_path(str(ROOT / "examples" / "digits.py"))
+    for method, keys in notebook.runs.items():
+        assert {**keys, "out": None, "seed": 0} == {**example["train"](method), "progress": False}
