@@ -367,7 +367,8 @@ class EngineCohort:
     def need(self, least: int) -> None:
         """Raises ``AllLostError`` where fewer clients are there; a sum of them would tell more."""
         if (there := len(self.there)) < least:
-            self.give_up(f"a masked sum must be of {least} clients here, but {there} are left")
+            of = f" of {', '.join(self.sizes)}" if len(self._engine.task.models) > 1 else ""
+            self.give_up(f"a masked sum must be of {least} clients here, but {there} are left{of}")
 
     def give_up(self, reason: str) -> NoReturn:
         """Loses all clients that are there.

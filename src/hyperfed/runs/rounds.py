@@ -1,6 +1,7 @@
 """A round of training: who takes part and is lost, what it costs them, and when it is void."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import index
@@ -17,6 +18,7 @@ from hyperfed.runs.rollback import Snapshot, is_finite
 from hyperfed.runs.settings import RunConfig, cohort_size
 from hyperfed.runs.tally import Tally
 from hyperfed.runs.trained import TrainedMethod
+from hyperfed.task import Task
 from hyperfed.trees.aggregation import Rule
 
 log = logging.getLogger(__name__)
@@ -40,13 +42,14 @@ class Rounds:
         nobody: why the last round without had none.
 
     Raises:
-        UserError: a round has too few or too many clients for the rule or for masking.
+        UserError: a round has too few or too many clients for the rule or for masking, or a target
+            size has too few that train.
     """
 
     def __init__(self, run: TrainedMethod, charged: Callable[[], None]) -> None:
         config = run.config
         self.rule = Rule(config.robust.aggregation, config.robust.hostile)
-        _check_size(config, cohort_size(config.cohort, len(run.task.known)))
+        _check_sizes(config, run.task)
         self.tally = Tally()
         self.answered = False
         self.nobody = ""
@@ -85,13 +88,17 @@ class Rounds:
         server, engine = self._run.server, self._run.engine
         self._before.take(server)
         try:
+            if few := self._too_few(cohort):
+                cohort.give_up(few)
             with self._aggregating(cohort):
                 server.round(cohort)
             self._failures, self.answered = 0, True
-            if is_finite(server):
-                engine.commit(cohort)
-            else:
+            if not is_finite(server):
                 self._take_back(cohort, "a number of the server was not finite after it")
+            elif few := self._too_few(cohort):
+                self._take_back(cohort, few)
+            else:
+                engine.commit(cohort)
         except AllLostError as error:
             costs = self._run.private is not None or engine.masking is not None
             if 0 < len(cohort.there) < len(cohort.ids) and not costs:
@@ -112,6 +119,23 @@ class Rounds:
             what = one_line(f"{type(error).__name__}: {error}")
             self._take_back(cohort, f"the server could not use its replies ({what})")
         return True
+
+    def _too_few(self, cohort: EngineCohort) -> str:
+        """Returns of which target size too few clients are there; "" where that is of none.
+
+        Rules and masks are each of the clients of one size.
+        """
+        of = _of_three(self._run.config)
+        if not of:
+            return ""
+        there = {size: len(group.there) for size, group in cohort.sizes.items()}
+        size, fewest = min(there.items(), key=lambda item: item[1])
+        if fewest >= SMALLEST:
+            return ""
+        return (
+            f"a round must have at least {SMALLEST} clients of each target size where {of}, but "
+            f"{fewest} of {size} are there"
+        )
 
     @contextmanager
     def _aggregating(self, cohort: EngineCohort) -> Iterator[None]:
@@ -159,6 +183,8 @@ class Rounds:
         config = self._run.config
         if config.faults.drop or config.faults.nan:
             return "lower faults.drop and faults.nan"
+        if "of each target size" in reason:
+            return "raise cohort"
         if "not finite" not in reason:
             return "mend what it raises"
         rates = {name: getattr(config.settings, name, None) for name in ("local_lr", "lr")}
@@ -181,19 +207,33 @@ class Rounds:
         self.tally.load(meta)
 
 
-def _check_size(config: RunConfig, size: int) -> None:
-    """Finds out whether a round of so many clients can be aggregated as the settings say.
+def _of_three(config: RunConfig) -> str:
+    """Returns which setting takes three clients of each target size in a round; "" for none."""
+    if config.privacy.masking:
+        return "privacy.masking is true"
+    return "" if config.robust.aggregation == "mean" else "robust.aggregation is not mean"
+
+
+def _check_sizes(config: RunConfig, task: Task) -> None:
+    """Finds out whether the rounds of a task can be aggregated as the settings say.
 
     Raises:
-        UserError: it cannot.
+        UserError: they cannot.
     """
-    if config.robust.aggregation != "mean" and size < 3:
+    if not (of := _of_three(config)):
+        return
+    known, masked = Counter(map(task.size_of, task.known)), config.privacy.masking
+    came, sizes = cohort_size(config.cohort, len(task.known)), max(1, len(known))
+    least = SMALLEST * sizes
+    if came < least or (masked and came > LARGEST):
+        bounds = f"{least} to {LARGEST}" if masked else f"at least {least}"
+        each = f", {SMALLEST} of each of {sizes} target sizes," if sizes > 1 else ""
+        why = "" if masked else ", as no two can outvote a third"
         raise UserError(
-            "a round must have at least 3 clients where robust.aggregation is not mean, as no "
-            f"two can outvote a third, came {size}; set cohort"
+            f"a round must have {bounds} clients{each} where {of}{why}, came {came}; set cohort"
         )
-    if config.privacy.masking and not SMALLEST <= size <= LARGEST:
+    if few := [size for size, clients in known.items() if clients < SMALLEST]:
         raise UserError(
-            f"a round must have {SMALLEST} to {LARGEST} clients where privacy.masking is true, "
-            f"came {size}; set cohort"
+            f"each target size must be that of at least {SMALLEST} clients that train where {of}, "
+            f"but {few[0]} is that of {known[few[0]]}; give it to more, or to none"
         )
