@@ -103,7 +103,9 @@ def test_a_check_says_what_a_server_could_learn(
         "what fedavg, fedproto reply",
         "at least 11 different examples in batches of at least 8",
         "at most 7 times a day",
-        "epsilon 1 at delta 0.001",
+        "epsilon 1 at delta 0.001 in all runs together",
+        "bounds what they tell of any one example; answers of training are counted by what they "
+        "tell of all of a client's examples at once",
         "fedproto reply with the mean features of each class",
         "Too small to reply: bob (1 of 3 clients)",
         "Too small to be evaluated: bob, cem (2 of 3 clients)",

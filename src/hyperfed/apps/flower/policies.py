@@ -148,8 +148,11 @@ def explain(policy: Policy, data: SiteData | None) -> list[str]:
         "for each client. Of a model that says the same of all examples nothing is counted; from "
         "one that was made for it, how many examples have which label can still be estimated",
         *(f"- for {name}: {TELLS[METRICS[name].kind]}" for name in policy.metrics),
-        f"- of a novel client in a private run: answers with noise of this machine's own, for "
-        f"epsilon {policy.epsilon:g} at delta {policy.delta:g} in all runs together, and then none",
+        f"- of a client in a private run: answers with noise of this machine's own, for epsilon "
+        f"{policy.epsilon:g} at delta {policy.delta:g} in all runs together, and then none. That "
+        "bounds what they tell of any one example; answers of training are counted by what they "
+        "tell of all of a client's examples at once, those of itpfl's newcomers by what they tell "
+        "of one",
         f"Never run: {', '.join(policy.refused_steps) or 'nothing'}. Every call is noted in "
         "audit.jsonl in the state folder.",
     ]

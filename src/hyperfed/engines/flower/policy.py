@@ -64,7 +64,9 @@ class Policy:
             message is answered by ``hyperfed node``.
         metrics: what clients count for beside scores and losses
             (:data:`hyperfed.metrics.ON_REQUEST`), which tells of their labels or targets.
-        epsilon: what all answers with noise may cost a client, in all runs together.
+        epsilon: what all answers with noise may cost a client, in all runs together: a bound
+            of what they tell of any one of its examples. (Those of private training are counted by
+            what they tell of all its examples at once, so that of one they tell no more.)
         delta: at which that is spent.
         noise_in_training: whether clients that train must add noise of their own to what they
             answer, of which epsilon is then the most that it may cost.
