@@ -353,8 +353,28 @@ def test_a_site_that_nobody_has_asked_yet_is_one(tmp_path: Path, capsys: Any) ->
     assert (tmp_path / "audit.jsonl").stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.parametrize("torn", [b'{"time": "2026-05-0', b"\xff", b"\0" * 100, b"evil"])
+def test_a_line_that_a_machine_died_over_hides_no_other(
+    torn: bytes, tmp_path: Path, capsys: Any
+) -> None:
+    book = diary.Diary(tmp_path, Policy())
+    book.note(decision="answered")
+    with (tmp_path / "audit.jsonl").open("ab") as file:
+        file.write(torn)
+    book.note(decision="refused: a")
+    assert command(str(tmp_path)) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[1:] == [
+        "today (UTC): 2 calls of clients, 1 of them refused",
+        "  1 times refused: a",
+        "lines of the audit log that are none: 1; did the machine die over them?",
+    ]
+    assert command(str(tmp_path), "--json") == 0
+    assert json.loads(capsys.readouterr().out)["torn"] == 1
+
+
 @pytest.mark.parametrize(
-    "line", [b"evil", b"[]", b"[" * 10**5, b"\xff", b"{}", b'{"time": "\\n", "decision": "\\n"}']
+    "line", [b"[]", b"[" * 10**5, b"{}", b'{"time": "\\n", "decision": "\\n"}']
 )
 def test_an_edited_audit_log_is_told_in_one_error(line: bytes, tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "audit.jsonl").write_bytes(line + b"\n")

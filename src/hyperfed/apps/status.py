@@ -80,12 +80,14 @@ def _words(found: status.Status, why: str, now: datetime) -> list[str]:
 def _say_site(told: Told, models: Mapping[str, int], *, as_json: bool) -> None:
     if as_json:
         said: dict[str, Any] = {"last": told.last, "calls": told.calls, "refused": told.refused}
-        print_json(said | {"models": dict(models)})
+        print_json(said | {"torn": told.torn, "models": dict(models)})
         return
     print(f"last message: {told.last or 'none'}")
     print(f"today (UTC): {told.calls} calls of clients, {told.refused} of them refused")
     for decision, times in told.reasons:
         print(f"  {times} times {decision}")
+    if told.torn:
+        print(f"lines of the audit log that are none: {told.torn}; did the machine die over them?")
     for run, clients in models.items():
         print(f"models of {clients} clients for their owners: {MODELS}/{run}")
 

@@ -78,12 +78,14 @@ class Told:
         calls: calls of clients today (UTC), and messages that failed as a whole.
         refused: those of them that the policy refused.
         reasons: (decision, times) of what was not answered today, the most frequent first.
+        torn: lines that are no JSON, of which nothing is said: over some a machine died.
     """
 
     last: str
     calls: int
     refused: int
     reasons: tuple[tuple[str, int], ...]
+    torn: int = 0
 
 
 SHOWN = 5
@@ -94,9 +96,9 @@ def told_by(state: Path) -> Told:
     """Reads the audit log of a site.
 
     Raises:
-        UserError: it cannot be read, or is damaged.
+        UserError: it cannot be read, or a line is JSON and no note.
     """
-    today, last = datetime.now(UTC).date().isoformat(), ""
+    today, last, torn = datetime.now(UTC).date().isoformat(), "", 0
     decisions: Counter[str] = Counter()
     check_files(state)
     # A log that is full was renamed when the next one began; its last line may be of today.
@@ -107,7 +109,11 @@ def told_by(state: Path) -> Told:
             if path.name != LOG and changed < today:
                 continue
             for line in path.read_bytes().splitlines():
-                note = json.loads(line)
+                try:
+                    note = json.loads(line)
+                except ValueError:
+                    torn += 1
+                    continue
                 when, decision = str(note["time"]), str(note["decision"])
                 datetime.fromisoformat(when)
                 last = max(last, when)
@@ -122,4 +128,4 @@ def told_by(state: Path) -> Told:
         ) from error
     failed = [(it, times) for it, times in decisions.most_common() if it != "answered"]
     refused = sum(times for it, times in failed if it.startswith(REFUSED))
-    return Told(last, decisions.total(), refused, tuple(failed[:SHOWN]))
+    return Told(last, decisions.total(), refused, tuple(failed[:SHOWN]), torn)
