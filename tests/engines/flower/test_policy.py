@@ -406,7 +406,15 @@ def test_a_client_is_evaluated_so_often_a_day_in_all_runs_together(
             answers.append(asked(limited, "evaluate", serial=serial, run=serial, session=serial))
     answered = [isinstance(answer, dict) for answer in answers]
     assert answered == [True, True, False, False, False, True]
-    assert "evaluated 2 times a day at most" in str(answers[3])
+    assert str(answers[3]).endswith("a client must be evaluated 2 times a day at most")
+    assert (
+        "and evaluations.json of its site's state counts on until 2026-01-01, which its clock has"
+    ) in str(answers[4])
+    (tmp_path / "evaluations.json").unlink()
+    with monkeypatch.context() as then:
+        then.setattr(diary, "datetime", _Frozen("2025-12-31"))
+        again = asked(site_in(tmp_path, evaluations_per_day=2), "evaluate", serial=8, session=8)
+    assert isinstance(again, dict)
     other = asked(site_in(tmp_path, evaluations_per_day=2), "evaluate", 1, serial=9, session=99)
     assert isinstance(other, dict)
 

@@ -45,15 +45,19 @@ class Diary:
     def _count(self, client: str, path: Path) -> None:
         today = datetime.now(UTC).date().isoformat()
         known = json.loads(path.read_text()) if lexists(path) else {}
-        counts = known["clients"] if known.get("day", "") == today else {}
-        if known.get("day", "") > today:  # a clock that is set back gives nothing back
-            today, counts = known["day"], known["clients"]
+        day = max(today, known.get("day", ""))  # a clock that is set back gives nothing back
+        counts = known["clients"] if known.get("day", "") == day else {}
         if counts.get(client, 0) >= self._policy.evaluations_per_day:
+            why = (
+                f", and {path.name} of its site's state counts on until {day}, which its clock has "
+                "said; if the clock is right now, the site's owner may remove that file"
+            )
             raise RefusedError(
                 f"a client must be evaluated {self._policy.evaluations_per_day} times a day at most"
+                f"{why * (day > today)}"
             )
         counts[client] = counts.get(client, 0) + 1
-        atomic_write(path, json.dumps({"day": today, "clients": counts}).encode())
+        atomic_write(path, json.dumps({"day": day, "clients": counts}).encode())
 
     def note(self, **entry: Any) -> None:
         """Adds a line to :data:`LOG`; a full file becomes ``audit-<time>.jsonl``.
