@@ -21,7 +21,8 @@ with names (``ClassLabel`` of ``datasets``) are numbered anew by it.
 """
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -38,9 +39,13 @@ from hyperfed.data.own import Task
 from hyperfed.data.roster import Frame, Introduction, Member
 from hyperfed.data.tables import Columns
 from hyperfed.errors import UserError, one_line
+from hyperfed.system.files import PRIVATE, refused
 
 LONGEST = 100
 """Letters of a client's name, which becomes that of a folder."""
+
+READING = "reading-"
+"""How the name of a folder begins that is there while a site's folder of data is read."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +180,7 @@ def read(
     columns: Columns | None = None,
     labels: Sequence[str] = (),
     check: bool = False,
+    scratch: Path | None = None,
 ) -> SiteData:
     """Reads a site's data.
 
@@ -185,12 +191,15 @@ def read(
         columns: which column is what, where the layout does not say it.
         labels: names of the labels 0, 1, ..., where they are words.
         check: words need no list of names, which the run may have.
+        scratch: folder, made where it does not exist, for a copy of a folder of data that is there
+            while it is read (:data:`READING`), and afterwards where the process is killed; the
+            system's temporary folder where None.
 
     Raises:
-        UserError: lists all that is wrong with the data.
+        UserError: lists all that is wrong with the data; or the disk refuses.
     """
     path = Path(path)
-    held = _columns_of(path, columns or Columns())
+    held = _columns_of(path, columns or Columns(), scratch)
     problems: list[str] = []
     x = arrays.features(held["x"], problems)
     if check and not labels and arrays.is_text(np.asarray(held["y"])):
@@ -251,12 +260,12 @@ def _targets(
     return *arrays.words_in_order(y, labels, problems), labels
 
 
-def _columns_of(path: Path, columns: Columns) -> dict[str, Any]:
+def _columns_of(path: Path, columns: Columns, scratch: Path | None) -> dict[str, Any]:
     """Returns x, y, client and what else there is, of any layout."""
     kind = tables.ending(path)
     if columns != Columns() or kind == ".csv":
         return _from_table(path, columns)
-    return _from_npz(path) if kind == ".npz" else _from_rows(path)
+    return _from_npz(path) if kind == ".npz" else _from_rows(path, scratch)
 
 
 def _from_table(path: Path, columns: Columns) -> dict[str, Any]:
@@ -281,16 +290,29 @@ def _from_npz(path: Path) -> dict[str, Any]:
     return {name: values for name, values in held.items() if name not in ("names", "features")}
 
 
-def _from_rows(path: Path) -> dict[str, Any]:
+@contextmanager
+def _aside(folder: Path | None) -> Iterator[str]:
+    """Makes a folder in another one that nobody else may look into and that is gone afterwards."""
+    try:
+        if folder is not None:
+            folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+        made = tempfile.TemporaryDirectory(prefix=READING, dir=folder, ignore_cleanup_errors=True)
+    except OSError as error:
+        raise refused(folder or Path(tempfile.gettempdir()), error) from error
+    with made as name:
+        yield name
+
+
+def _from_rows(path: Path, scratch: Path | None) -> dict[str, Any]:
     import datasets  # takes seconds to import
 
     if not path.exists():
         raise UserError(f"a site's data must be a file or a folder, but there is no {path}")
     # What the library makes of a folder's files goes where nobody finds it afterwards.
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
+    with _aside(scratch) as aside:
         try:
             if path.is_dir():
-                splits = hub.load(str(path), None, scratch, local=True, whole=True)
+                splits = hub.load(str(path), None, aside, local=True, whole=True)
             else:
                 held = datasets.table.InMemoryTable(tables.read_parquet(path))
                 splits = {"train": datasets.Dataset(held)}

@@ -12,11 +12,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import pytest
 
 from finished_runs import evaluation
 from hyperfed.apps import cli
 from hyperfed.apps.flower import submit
+from hyperfed.data import site as sitedata
 from hyperfed.data.examples import Normalize
 from hyperfed.data.roster import enrol
 from hyperfed.engines.flower.policy import Policy
@@ -124,6 +126,33 @@ def test_a_node_may_have_some_clients_of_the_runs_own_task() -> None:
     for wrong, message in (("0-6", "among the task's 6"), ("a", "numbers such as"), ("", "either")):
         with pytest.raises(UserError, match=message):
             source_of(node_settings({"state": "s", "clients": wrong}), settings, Policy())
+
+
+def test_a_copy_of_a_folder_of_data_is_in_the_state_while_it_is_read_where_nobody_else_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A message may be killed meanwhile: then it is there to be removed."""
+    state, data = tmp_path / "state", tmp_path / "data"
+    data.mkdir()
+    rows = {"client": ["ann"] * 20, "x": [[1.0, 2.0]] * 20, "y": [0, 1] * 10}
+    datasets.Dataset.from_dict(rows).to_parquet(data / "train.parquet")
+    there: list[Any] = []
+
+    def columns_of(splits: Any, path: Path) -> Any:
+        (copy,) = state.iterdir()
+        there.append((copy.name[:8], copy.stat().st_mode & 0o777, any(copy.rglob("*.arrow"))))
+        return real(splits, path)
+
+    real = sitedata._columns
+    monkeypatch.setattr(sitedata, "_columns", columns_of)
+    settings = config.load("fedavg", ["engine=flower", "task.model=mlp"])
+    source_of(NodeConfig(state=str(state), data=str(data)), settings, Policy())
+    assert there == [("reading-", 0o700, True)]
+    assert list(state.iterdir()) == []
+    state.rmdir()
+    state.write_bytes(b"no folder")
+    with pytest.raises(UserError, match="state must be writable, but"):
+        source_of(NodeConfig(state=str(state), data=str(data)), settings, Policy())
 
 
 def test_a_run_of_the_app_equals_one_on_this_machine_and_can_be_resumed(tmp_path: Path) -> None:

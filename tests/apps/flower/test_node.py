@@ -31,7 +31,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from engines.flower.deployment import write_certificates, write_node_key
 from hyperfed.apps import cli
-from hyperfed.apps.flower import node
+from hyperfed.apps.flower import commands, node
 from hyperfed.apps.flower.app import NodeConfig
 from hyperfed.apps.flower.executor import CrashedError, FailedError
 from hyperfed.apps.flower.node import LARGEST_SETTINGS, Node, SuperLink
@@ -207,6 +207,14 @@ def test_a_message_without_an_answer_is_noted(
     ]
     assert told_by(Path("s")).calls == 4
     assert told_by(Path("s")).refused == 2
+
+
+def test_what_a_killed_message_left_of_the_data_is_removed_at_once(tmp_path: Path) -> None:
+    copy = tmp_path / "s" / "reading-abc"
+    copy.mkdir(parents=True)
+    (copy / "train.arrow").write_bytes(b"rows")
+    serve(Connection(b"a"), Calls(CrashedError("it ended")))
+    assert not copy.exists()
 
 
 def test_a_message_is_replied_to_also_where_that_cannot_be_noted(
@@ -405,6 +413,21 @@ def test_without_a_superlink_the_command_says_how_to_start(tmp_path: Path, capsy
     ]
     assert command("node", "--check") == 2
     assert "give --data" in capsys.readouterr().err
+
+
+def test_a_node_reads_its_data_beside_its_state_and_a_check_leaves_that_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def read(*_: Any, **options: Any) -> Any:
+        asked.append(options["scratch"])
+        raise UserError("no data")
+
+    monkeypatch.setattr(commands, "read_site", read)
+    for more in ([], ["--check"]):
+        assert command("node", "--data", "d", "--state", str(tmp_path / "state"), *more) == 2
+    assert asked == [tmp_path / "state", None]
 
 
 def test_what_is_to_be_run_is_said_whole_and_found_wrong_before_it_is(

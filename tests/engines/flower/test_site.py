@@ -282,10 +282,12 @@ def test_a_node_that_starts_has_the_state_for_itself_and_removes_what_killed_one
     kept = set(state.rglob("*"))
     for folder in folders:
         (folder / ".10-0.safetensors.aa.tmp").write_bytes(b"half")
+    (state / "reading-abc").mkdir()
+    (state / "reading-abc" / "train.arrow").write_bytes(b"rows")
     starts = ["node", "--clients", "0-3", "--state", str(state), "--insecure"]
     with pytest.raises(SystemExit):
         cli.main(starts)  # prints how it is started
-    assert len(set(state.rglob("*")) - kept) == len(folders)
+    assert len(set(state.rglob("*")) - kept) == len(folders) + 2
     served: list[bool | None] = []
     monkeypatch.setattr(commands, "_serve", lambda *_, **__: served.append(is_held(state)))
     for _ in range(2):

@@ -190,7 +190,12 @@ def source_of(node: NodeConfig, config: RunConfig, policy: Policy) -> Source:
     labels = declared or own
     try:
         data = sitedata.read(
-            node.data, val=policy.val, test=policy.test, columns=node.columns, labels=labels
+            node.data,
+            val=policy.val,
+            test=policy.test,
+            columns=node.columns,
+            labels=labels,
+            scratch=Path(node.state),
         )
     except UserError as error:
         if not declared or own:

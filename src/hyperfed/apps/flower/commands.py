@@ -97,6 +97,7 @@ def node(
             columns=columns,
             labels=listed(labels),
             check=True,
+            scratch=None if check else state,
         )
     start: dict[str, str] = {}
     if not check and state is None:

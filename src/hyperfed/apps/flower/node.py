@@ -46,7 +46,7 @@ from hyperfed.engines.flower.diary import REFUSED, Diary
 from hyperfed.engines.flower.grid import PAUSE, bytes_of, record_of
 from hyperfed.engines.flower.policy import Policy, RefusedError
 from hyperfed.engines.flower.sites import pause
-from hyperfed.engines.flower.store import make_private
+from hyperfed.engines.flower.store import clean, make_private
 from hyperfed.engines.flower.wire import WireError
 from hyperfed.errors import LONGEST, UserError, one_line
 from hyperfed.system.signals import handled
@@ -334,6 +334,7 @@ class Node:
         except FailedError as error:
             return self._failed(message, ErrorCode.CLIENT_APP_RAISED_EXCEPTION, str(error))
         except CrashedError as error:
+            clean(self._state)  # no other process works with it
             return self._failed(message, ErrorCode.CLIENT_APP_CRASHED, str(error))
         return Message(record_of(answer), reply_to=message)
 

@@ -16,10 +16,12 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from os.path import lexists
 from pathlib import Path
+from shutil import rmtree
 from tempfile import TemporaryFile
 from typing import Any
 from urllib.parse import quote
 
+from hyperfed.data.site import READING
 from hyperfed.engines.flower.diary import LOG
 from hyperfed.engines.flower.policy import RefusedError
 from hyperfed.engines.flower.wire import Version
@@ -264,7 +266,7 @@ def make_private(folder: Path) -> None:
 
 
 def clean(folder: Path) -> None:
-    """Removes what killed processes were about to put in place, in all of a site's state.
+    """Removes what killed processes were about to put in place, in all of a site's state, or read.
 
     Args:
         folder: the state, which no process works with.
@@ -280,6 +282,11 @@ def clean(folder: Path) -> None:
         *folder.glob(f"{MODELS}/run-*"),
     ):
         remove_unfinished(place)
+    for place in folder.glob(f"{READING}*"):
+        try:
+            rmtree(place)
+        except OSError as error:
+            raise refused(place, error) from error
 
 
 def check_writable(folder: Path) -> None:
