@@ -601,7 +601,9 @@ class Server:
     """The server half of a method. A method's own Server fills in the two functions below.
 
     Attributes that are modules, optimisers, tensors or trees of tensors are its state: they are
-    what a checkpoint holds. Everything else must follow from ``outline`` and ``config``.
+    what a checkpoint holds. Everything else must follow from ``outline`` and ``config``. Modules
+    and optimisers are made here; a tensor or a tree may first come in a round. What an optimiser
+    moves it moves in place, so that it is given copies: ``trees.clone(outline.initial(size))``.
     """
 
     def __init__(self, outline: Outline, config: Any) -> None:
@@ -660,14 +662,12 @@ class Server:
 
     def to(self, device: torch.device) -> Self:
         """Moves all tensors of a new server to a device, and returns it."""
-        for name, value in vars(self).items():
-            setattr(self, name, state.moved(value, device))
+        vars(self).update(state.moved(vars(self), device))
         return self
 
     def load(self, saved: Tree) -> None:
         """Puts back what :meth:`state` gave."""
-        for name, value in saved.items():
-            setattr(self, name, state.loaded(getattr(self, name), value))
+        vars(self).update(state.loaded(vars(self), saved))
 
 
 class Method(Protocol):

@@ -38,8 +38,7 @@ class Snapshot:
         """Puts all back, and takes back what the cohort of the round was posted."""
         vars(server).clear()
         vars(server).update(self._attributes)
-        for name, tensors in self._tensors.items():
-            setattr(server, name, state.loaded(self._attributes[name], tensors))
+        vars(server).update(state.loaded(self._attributes, self._tensors))
         self._tensors = {}  # they are the server's now
         for value in self._attributes.values():
             if isinstance(value, nn.Module | Optimizer):

@@ -3,11 +3,12 @@
 Of a module, what is not frozen.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import swap_tensors
 
 from hyperfed import trees
 from hyperfed.system.devices import CPU
@@ -45,26 +46,71 @@ def _state(value: Any) -> Tree | Tensor:
             str(key): {name: leaf for name, leaf in entry.items() if isinstance(leaf, Tensor)}
             for key, entry in state.items()
         }
-    return value if isinstance(value, Tensor) else dict(value)
+    return value.detach() if isinstance(value, Tensor) else trees.detach(value)
 
 
-def moved(value: Any, device: torch.device) -> Any:
-    """Moves a module in place, and returns it; a tensor or a tree is replaced.
+def moved(attributes: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Returns attributes on a device: what learns is moved in place, other tensors are replaced.
 
-    An optimiser stays as it is: it holds the parameters of modules, and has no state of its own
+    An optimiser stays as it is: it holds the tensors that it moves, and has no state of its own
     before the first step.
     """
-    if isinstance(value, nn.Module | Tensor):
-        return value.to(device)
-    return trees.to(value, device) if _is_state(value) and isinstance(value, dict) else value
+    held = _held(attributes)
+
+    def there(value: Any) -> Any:
+        if isinstance(value, Tensor) and _learns(value, held):
+            arrived = value.detach().to(device)
+            if arrived.device != value.device:
+                like = nn.Parameter if isinstance(value, nn.Parameter) else Tensor.requires_grad_
+                swap_tensors(value, like(arrived, value.requires_grad))  # type: ignore[no-untyped-call]
+            return value
+        if isinstance(value, nn.Module | Tensor):
+            return value.to(device)
+        is_tree = isinstance(value, dict) and _is_state(value)
+        return trees.tree_map(there, value) if is_tree else value
+
+    return {name: there(value) for name, value in attributes.items()}
 
 
-def loaded(target: Any, state: Any) -> Any:
-    """Loads a module or an optimiser in place, and returns it; a tensor or a tree replaces it.
+def loaded(attributes: Mapping[str, Any], saved: Tree) -> dict[str, Any]:
+    """Returns what attributes are with what :func:`of` gave put back, {name: value}.
+
+    Modules and optimisers are loaded in place, and so are tensors that learn: an optimiser goes on
+    with those that it holds. Other tensors and trees are replaced, and may be new.
+
+    Args:
+        attributes: as they are.
+        saved: of all or some of them, {name: tensor or tree}; not to be used any more.
 
     Raises:
-        ValueError: what an optimiser is to know of a parameter is not of its shape.
+        ValueError: what is to be loaded in place is not of the shape that is there.
     """
+    held = _held(attributes)
+    return {name: _loaded(attributes.get(name), value, held) for name, value in saved.items()}
+
+
+def _held(attributes: Mapping[str, Any]) -> set[int]:
+    """Returns the ids of all tensors that optimisers among some attributes hold."""
+    optimizers = [of for of in attributes.values() if isinstance(of, torch.optim.Optimizer)]
+    return {id(leaf) for of in optimizers for group in of.param_groups for leaf in group["params"]}
+
+
+def _learns(leaf: Tensor, held: Collection[int]) -> bool:
+    """Returns whether a tensor must stay the same one: an optimiser's, or one of gradients."""
+    return id(leaf) in held or (leaf.requires_grad and leaf.is_leaf)
+
+
+def _loaded(target: Any, state: Any, held: Collection[int]) -> Any:
+    if isinstance(target, Tensor) and _learns(target, held):
+        if target.shape != state.shape:
+            came, there = tuple(state.shape), tuple(target.shape)
+            raise ValueError(f"a tensor that learns must be of shape {there}, came {came}")
+        with torch.no_grad():
+            target.copy_(state)
+        target.grad = None
+        return target
+    if isinstance(target, dict) and isinstance(state, dict):
+        return {name: _loaded(target.get(name), leaf, held) for name, leaf in state.items()}
     if isinstance(target, nn.Module):
         frozen = trees.frozen_of(target)
         kept = {name: value for name, value in target.state_dict().items() if name in frozen}

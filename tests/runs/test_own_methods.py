@@ -1,0 +1,75 @@
+"""Runs of a method of one's own, registered from Python, whose state has an odd shape."""
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import hyperfed
+from hyperfed import federation, trees
+from hyperfed.federation import Cohort, Outline, step
+from hyperfed.methods import METHODS
+from hyperfed.runs import config
+from hyperfed.runs.run import Run
+from hyperfed.training import LocalConfig, fit
+from hyperfed.trees import Model, Tree, weighted_mean
+from toys import make_task, recorded
+
+KEYS: dict[str, Any] = {
+    "rounds": 4,
+    "cohort": 2,
+    "evaluate_every": 2,
+    "checkpoint_every": 1,
+    "method": {"local_steps": 2, "local_lr": 0.1},
+}
+
+
+class Client(federation.Client):
+    @step(bounded="reply")
+    def train_model(self, model: Model) -> Tree:
+        settings, trainable = self.config.local, self.parameters
+        trained = fit(self.objective, model, self.batches, settings, trainable=trainable).model
+        return trees.subtract(model, trained)
+
+
+class Server(federation.Server):
+    """Descends by an optimiser of tensors, and keeps the mean delta of the last round."""
+
+    def __init__(self, outline: Outline, config: Any) -> None:
+        super().__init__(outline, config)
+        self.model = trees.clone(outline.initial())
+        self.optimizer = torch.optim.Adam([*self.model.values()], lr=0.05, fused=True)
+
+    def round(self, clients: Cohort) -> None:
+        batches = self.config.batches
+        deltas = clients.ask(Client.train_model, self.model, batches=batches)
+        self.delta = weighted_mean(deltas, clients.weight)
+        for name, weight in self.model.items():
+            weight.grad = self.delta[name].clone()
+        self.optimizer.step()
+
+    def personalize(self, clients: Cohort) -> Model:
+        return self.model
+
+
+@pytest.fixture(autouse=True)
+def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = ModuleType("mine")
+    module.Config, module.Client, module.Server = LocalConfig, Client, Server
+    module.PRESETS = {"default": {}}
+    monkeypatch.setitem(METHODS, "mine", module)  # type: ignore[arg-type]
+
+
+def test_what_a_server_moves_itself_and_what_first_comes_in_a_round_are_resumed(
+    tmp_path: Path,
+) -> None:
+    whole = hyperfed.train("mine", make_task(novel=1), **KEYS)
+    run = Run.start(config.from_keys("mine", KEYS), tmp_path, make_task(novel=1))
+    for progress in run.train():
+        if progress.round == 2:
+            break
+    assert run.folder is not None
+    resumed = hyperfed.resume(run.folder.path, make_task(novel=1))
+    assert recorded(resumed) == recorded(whole)
