@@ -2,11 +2,17 @@
 
 import gc
 
+import pytest
 import torch
 
 from hyperfed.engines.calls import Answer, Call
+from hyperfed.engines.local.loop import LoopEngine
+from hyperfed.engines.local.vmap import VmappedEngine
 from hyperfed.engines.memories import Memories
+from hyperfed.federation import AllLostError, step
+from hyperfed.trees import Tree
 from probe import Client, engine_of
+from toys import make_task
 
 
 def test_memory_survives_rounds_and_scratch_one_round() -> None:
@@ -56,3 +62,59 @@ def test_drafts_end_with_their_cohort() -> None:
     del cohort
     gc.collect()
     assert engine.memories.of(call) == ({}, {})
+
+
+class Nesting(Client):
+    """Remembers in a tree within its memory."""
+
+    def add(self, number: float) -> Tree:
+        for tree in (self.memory, self.scratch):
+            inner = tree.setdefault("inner", {})
+            inner["sum"] = inner.get("sum", torch.tensor(0.0)) + number
+        return {"scratch": self.scratch["inner"]["sum"]}
+
+    @step
+    def one(self) -> Tree:
+        return self.add(1)
+
+    @step
+    def spoiled(self) -> Tree:
+        return {"reply": self.add(1)["scratch"] * torch.nan}
+
+    @step
+    def diverges(self) -> Tree:
+        self.add(torch.nan)
+        return {}
+
+    @step(deferrable=True)
+    def hides_what_it_writes(self) -> Tree:
+        self.memory["inner"]["sum"] = torch.tensor(5.0)
+        return {}
+
+
+@pytest.mark.parametrize("kind", [LoopEngine, VmappedEngine])
+def test_a_tree_within_a_memory_is_a_draft_as_the_rest(kind: type[LoopEngine]) -> None:
+    engine = kind(make_task(), Nesting, None, seed=0)
+
+    def remembered() -> list[float]:
+        return [float(engine.memory[client]["inner"]["sum"]) for client in (0, 1)]
+
+    first = engine.cohort([0, 1], 0, training=True)
+    assert [first.ask(Nesting.one)["scratch"].tolist() for _ in range(2)] == [[1, 1], [2, 2]]
+    engine.commit(first)
+    engine.cohort([0, 1], 1, training=False).ask(Nesting.one)  # it is served
+    for lost, what in (
+        (Nesting.spoiled, "the reply"),
+        (Nesting.diverges, "what it would remember"),
+    ):
+        cohort = engine.cohort([0, 1], 1, training=True)
+        with pytest.raises(AllLostError, match=f"{what} is not finite"):
+            cohort.ask(lost)
+        engine.commit(cohort)
+    assert remembered() == [2, 2]
+    cohort = engine.cohort([0, 1], 2, training=True)
+    cohort.ask(Nesting.one)
+    cohort.post(Nesting.hides_what_it_writes).reply()
+    assert [why[:15] for _, why in cohort.state.late] == ["PermissionError"] * 2
+    engine.commit(cohort)
+    assert remembered() == [3, 3]

@@ -173,7 +173,7 @@ def execute(
             call.released, lambda sigma: call.question(sigma, data(call.client)), noise, limits
         ),
     )
-    written = {name: kept for name, kept in answer.memory.items() if kept is not memory.get(name)}
+    written = {n: kept for n, kept in answer.memory.items() if not _same(kept, memory.get(n))}
     check_tree(written, does="remember")
     finite = all(trees.finite([written]))
     if private is None:
@@ -274,8 +274,8 @@ def perform(
     built = client(
         id=call.client,
         round=call.round,
-        memory=dict(memory),
-        scratch=dict(scratch),
+        memory=_apart(memory),
+        scratch=_apart(scratch),
         evaluates=info.evaluates,
         **options,
     )
@@ -290,8 +290,16 @@ def perform(
     return Answer(trees.detach(reply), built.memory, built.scratch, released)
 
 
-def _same(memory: Tree, before: Tree) -> bool:
-    return memory.keys() == before.keys() and all(memory[key] is before[key] for key in memory)
+def _apart(tree: Tree) -> Tree:
+    """Returns a tree of the same tensors, of which all trees in it can be written to."""
+    return trees.tree_map(lambda leaf: leaf, tree)
+
+
+def _same(kept: object, before: object) -> bool:
+    """Returns whether a tree, or a leaf of one, holds the very tensors that it held before."""
+    if isinstance(kept, dict) and isinstance(before, dict):
+        return kept.keys() == before.keys() and all(_same(kept[key], before[key]) for key in kept)
+    return kept is before
 
 
 def is_labelled(task: Task, client: int) -> bool:
