@@ -21,11 +21,14 @@ from typing import Any
 from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt
 from pydantic.dataclasses import dataclass
 
-from hyperfed import federation
-from hyperfed.federation import Cohort, Outline, average, step
+from hyperfed.federation import step
+from hyperfed.methods import fedavg
+from hyperfed.methods.fedavg import Server
 from hyperfed.methods.parts.presets import DEFAULT
-from hyperfed.training import LocalConfig, Steps, fit, proximal
-from hyperfed.trees import Model, Tree
+from hyperfed.training import LocalConfig, fit, proximal
+from hyperfed.trees import Model
+
+__all__ = ["PRESETS", "Client", "Config", "Server"]
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -59,7 +62,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-class Client(federation.Client):
+class Client(fedavg.Client):
     """Trains the global model on its own data, without going far."""
 
     @step(like="model")
@@ -67,35 +70,3 @@ class Client(federation.Client):
         """Returns the model that was trained on F(w) + mu/2 |w - w_t|^2."""
         near = proximal(self.objective, model, self.config.proximity, self.parameters)
         return fit(near, model, self.batches, self.config.local, trainable=self.parameters).model
-
-    @step(draws_as=train_model)
-    def join(self, model: Model) -> Tree:
-        """Does the same and replies with nothing."""
-        self.scratch["personal"] = self.train_model(model)
-        return {}
-
-    def personal_model(self, received: Model) -> Model:
-        """Returns what a novel client trained, or the global model."""
-        personal: Model = self.scratch.get("personal", received)
-        return personal
-
-
-class Server(federation.Server):
-    """Holds the global model, ``self.model[size]``."""
-
-    def __init__(self, outline: Outline, config: Config) -> None:
-        super().__init__(outline, config)
-        self.model: Tree = {size: outline.initial(size) for size in outline.models}
-
-    def round(self, clients: Cohort) -> None:
-        """Replaces the global model by the weighted mean of the trained ones."""
-        batches = self.config.batches
-        self.model = average(clients, Client.train_model, self.model, batches)
-
-    def personalize(self, clients: Cohort) -> Model:
-        """Sends the global model; a novel client may train it first."""
-        model: Model = self.model[clients.size]
-        if clients.novel and self.config.novel_steps:
-            batches = Steps(self.config.novel_steps, self.config.batch_size)
-            clients.ask(Client.join, model, batches=batches)
-        return model
