@@ -83,12 +83,15 @@ class Answer:
         memory: what is to survive rounds.
         scratch: what is to survive the messages of this round.
         released: what the client has let out by now, in rounds that come to nothing too.
+        remembers: whether it has a memory, or would have one if what it wrote were finite, which
+            where training is private nobody may be told.
     """
 
     tree: Tree
     memory: Tree
     scratch: Tree
     released: Tree = field(default_factory=dict)
+    remembers: bool = False
 
 
 def find_step(client: type[Client], name: str) -> tuple[Callable[..., Tree], StepInfo]:
@@ -287,7 +290,8 @@ def perform(
             "write it in a step that is asked, or write scratch"
         )
     released = built.releases.kept if isinstance(built.releases, Releases) else {}
-    return Answer(trees.detach(reply), built.memory, built.scratch, released)
+    remembers = bool(built.memory)
+    return Answer(trees.detach(reply), built.memory, built.scratch, released, remembers)
 
 
 def _apart(tree: Tree) -> Tree:

@@ -1,6 +1,7 @@
 """What clients remember, for an engine whose clients' memories are in this process."""
 
 from collections.abc import Collection
+from dataclasses import replace
 
 import torch
 
@@ -38,10 +39,17 @@ class Memories:
 
     def note(self, call: Call, answer: Answer) -> None:
         """Keeps what a call's client wrote as a draft of its cohort."""
+        remembers = answer.remembers or self.remembers(call)
         if self._device != CPU:
-            there = (moved(tree, self._device) for tree in (answer.memory, answer.scratch))
-            answer = Answer({}, *there)
-        self._drafts.setdefault(call.cohort, {})[call.client] = answer
+            memory = moved(answer.memory, self._device)
+            answer = Answer({}, memory, moved(answer.scratch, self._device))
+        drafts = self._drafts.setdefault(call.cohort, {})
+        drafts[call.client] = replace(answer, remembers=remembers)
+
+    def remembers(self, call: Call) -> bool:
+        """Returns whether any answer of a call's client in its cohort says that it remembers."""
+        draft = self._drafts.get(call.cohort, {}).get(call.client)
+        return draft is not None and draft.remembers
 
     def keep(self, cohort: int, clients: Collection[int]) -> None:
         """Commits the drafts of some clients of a cohort."""

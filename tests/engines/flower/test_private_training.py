@@ -19,10 +19,11 @@ from hyperfed.engines.flower import releases
 from hyperfed.engines.flower.engine import FlowerEngine
 from hyperfed.engines.flower.policy import Policy
 from hyperfed.engines.flower.site import Shard, Site
+from hyperfed.engines.flower.store import Store
 from hyperfed.engines.flower.wire import Request, pack_request, unpack_response
 from hyperfed.engines.updates import PrivateUpdates
 from hyperfed.errors import UserError
-from hyperfed.methods import fedavg
+from hyperfed.methods import fedavg, fedper
 from hyperfed.privacy import Ledger, multiplier_of, seeded_noise
 from hyperfed.runs.private import charge
 from hyperfed.system.randomness import generator
@@ -171,6 +172,34 @@ def served(folder: Path, private: PrivateUpdates) -> FlowerEngine:
     cohort.ask(fedavg.Client.train_model, task.initial("base"), batches=config.batches)
     assert cohort.state.lost == {}
     return engine
+
+
+def test_that_a_client_diverged_is_not_told(tmp_path: Path) -> None:
+    """It has no memory after its first round, which the server must not see from what it names."""
+    whole = make_task()
+    x = whole.x.clone()
+    x[whole.train[1]] = torch.nan
+    config = fedper.Config(**ONE_STEP)
+    data = Shard(replace(whole, x=x), (0, 1, 2))
+    private = replace(PRIVATE, multiplier=Z)
+    sites = {1: Site(data, tmp_path, fedper.Client, config, seed=0, private=private)}
+    known = remote(whole, DirectLink(sites), sites)
+    assert known.roster is not None
+    engine = FlowerEngine(known, fedper.Client, config, seed=0, private=private)
+    server = fedper.Server(known.outline(), config)
+    cohort = engine.cohort([0, 1, 2], 0, training=True)
+    server.round(cohort)
+    engine.commit(cohort)
+    assert cohort.state.lost == {}
+    assert engine.memory.keys() == {0, 1, 2}
+    version = engine.memory[1]["version"].tolist()
+    kept = Store(tmp_path, known.roster.run)
+    assert kept.memory("000001", (version[0], version[1])) == {}
+    assert kept.memory("000000", (version[0], version[1])).keys() == {"head"}
+    again = engine.cohort([0, 1], 1, training=False)
+    again.ask(fedper.Client.evaluate, server.body["base"])  # begins with it, and writes nothing
+    engine.commit(again)
+    assert engine.memory.keys() == {0, 1, 2}
 
 
 def test_the_server_s_records_have_what_sites_say_was_spent(tmp_path: Path) -> None:

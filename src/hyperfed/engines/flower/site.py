@@ -45,7 +45,7 @@ class Answered:
 
     Attributes:
         reply: what is answered, or what was raised.
-        remembers: whether its client has a memory after it.
+        remembers: whether its client has a memory after it (:class:`Answer`).
         behind: how many examples are behind the reply, where a policy asks.
     """
 
@@ -334,16 +334,16 @@ class Site:
         self.source.check_client(call.client, name)
         draft = store.draft(name, version)
         if draft is not None and draft.serial == request.serial:
-            return Answered(draft.reply, remembers=bool(draft.memory))
+            return Answered(draft.reply, remembers=draft.remembers)
         store.keep_to_data(name, _hash_of_examples(task, call.client))
-        begin = Answer({}, *_beginning(request, call, name, store, draft))
+        begin = _beginning(request, call, name, store, draft)
         masks = {} if draft is None else draft.masks
         if is_exchange(call) and self._masking is not None:
             smallest = self._gate.smallest_sum
             told, masks = STEPS[call.step](masks, *call.payload, smallest=smallest)
-            kept = Draft(request.serial, begin.memory, begin.scratch, told, masks)
+            kept = Draft(request.serial, begin.memory, begin.scratch, told, masks, begin.remembers)
             store.write(name, version, kept, lasting=True)
-            return Answered(told, remembers=bool(begin.memory))
+            return Answered(told, remembers=begin.remembers)
         return self._gate.admit(call, name, task, begin, masks)
 
     def _run(
@@ -364,15 +364,16 @@ class Site:
         for (place, admitted), came in zip(to_run.items(), replies, strict=True):
             call = admitted.call
             memory, scratch = engine.memories.of(call)
+            remembers = engine.memories.remembers(call)
             reply, masks = self._gate.leaving(came, admitted)
             if PERSONAL in scratch:
                 scratch, reply = self._kept(request, call, engine.task, scratch)
             if not isinstance(reply, Exception):
-                draft = Draft(request.serial, memory, scratch, reply, masks)
+                draft = Draft(request.serial, memory, scratch, reply, masks, remembers)
                 version = (request.session, call.cohort)
                 lasting = admitted.covered is not None
                 store.write(request.names[call.client], version, draft, lasting=lasting)
-            answers[place] = Answered(reply, bool(memory), admitted.behind)
+            answers[place] = Answered(reply, remembers, admitted.behind)
         return answers
 
     def _kept(
@@ -420,11 +421,12 @@ def _hash_of_examples(task: Task, client: int) -> str:
 
 def _beginning(
     request: Request, call: Call, name: str, store: Store, draft: Draft | None
-) -> tuple[Tree, Tree]:
-    """Returns memory and scratch with which a call begins."""
+) -> Answer:
+    """Returns the memory and the scratch with which a call begins."""
     if draft is not None:
-        return draft.memory, draft.scratch
-    return store.memory(name, request.begin.get(call.client)), {}
+        return Answer({}, draft.memory, draft.scratch, remembers=draft.remembers)
+    version = request.begin.get(call.client)
+    return Answer({}, store.memory(name, version), {}, remembers=version is not None)
 
 
 def _needed(request: Request, client: int, opened: Sequence[Version]) -> set[Version]:

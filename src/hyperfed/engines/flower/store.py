@@ -65,6 +65,8 @@ class Draft:
         reply: what it replied.
         masks: between the exchanges of a masked sum, what it must know for the next
             (:mod:`hyperfed.engines.flower.pairwise`).
+        remembers: whether the server is to name it later, also where memory is empty
+            (:class:`hyperfed.engines.calls.Answer`).
     """
 
     serial: int
@@ -72,6 +74,7 @@ class Draft:
     scratch: Tree
     reply: Tree
     masks: Tree = field(default_factory=dict)
+    remembers: bool = False
 
 
 class Store:
@@ -174,8 +177,9 @@ class Store:
         if not path.exists():
             return None
         tree, meta = load_state(path)
-        masks = tree.get("masks", {})
-        return Draft(meta["serial"], tree["memory"], tree["scratch"], tree["reply"], masks)
+        memory, masks = tree["memory"], tree.get("masks", {})
+        remembers = meta.get("remembers", bool(memory))
+        return Draft(meta["serial"], memory, tree["scratch"], tree["reply"], masks, remembers)
 
     def memory(self, client: str, version: Version | None) -> Tree:
         """Returns the memory that a client is to begin a cohort with; empty where it has none.
@@ -209,7 +213,7 @@ class Store:
         path.parent.mkdir(mode=PRIVATE, exist_ok=True)
         tree = {"memory": draft.memory, "scratch": draft.scratch, "reply": draft.reply}
         tree["masks"] = draft.masks
-        save_state(path, tree, {"serial": draft.serial})
+        save_state(path, tree, {"serial": draft.serial, "remembers": draft.remembers})
         if lasting:
             sync(path.parent)
 

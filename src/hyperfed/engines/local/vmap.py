@@ -275,6 +275,7 @@ class VmappedEngine(LoopEngine):
                 trees.detach(trees.take(answer["reply"], position)),
                 trees.clone(trees.take(answer["memory"], position)),
                 trees.clone(trees.take(answer["scratch"], position)),
+                remembers=bool(answer["memory"]),
             )
             for position in range(len(calls))
         ]
