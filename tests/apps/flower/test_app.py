@@ -305,7 +305,7 @@ def test_what_a_trusted_server_told_stays_told_whatever_checkpoint_it_goes_on_fr
 ) -> None:
     """An older one is put back, twice: what is told anew has noise anew, and is paid for anew."""
     keys = ["rounds=4", "cohort=4", "task.clients=4", "task.novel=0", "method.local_steps=1"]
-    keys += ["evaluate_every=4", "privacy.epsilon=2", "privacy.where=central"]
+    keys += ["evaluate_every=4", "privacy.epsilon=1", "privacy.where=central"]
     settings = config.load("fedavg", [*keys, "engine=flower", "engine.sites=1"])
     run_config = {"settings": toml.dumps(config.to_dict(settings))}
     node = {"state": str(tmp_path / "site"), "clients": "0-3"}
@@ -340,7 +340,7 @@ def test_what_a_trusted_server_told_stays_told_whatever_checkpoint_it_goes_on_fr
             next(resumed.train())
             resumed.close()
     next(training := resumed.train())
-    with pytest.raises(UserError, match="must stay within epsilon 2"):
+    with pytest.raises(UserError, match="must stay within epsilon 1"):
         list(training)
     resumed.close()
     assert told == [0, 1, 1, 1]
@@ -348,7 +348,7 @@ def test_what_a_trusted_server_told_stays_told_whatever_checkpoint_it_goes_on_fr
     spent = opened.privacy()
     opened.close()
     assert spent is not None
-    assert spent["epsilon_spent"] == pytest.approx(2, rel=1e-6)
+    assert spent["epsilon_spent"] == pytest.approx(1, rel=1e-6)
     (tmp_path / "run" / "checkpoint" / "released.safetensors").write_bytes(b"damaged")
     with pytest.raises(UserError, match="damaged"):
         begun()
@@ -358,7 +358,7 @@ def test_a_trusted_server_goes_on_wherever_it_was_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = ["rounds=4", "cohort=4", "task.clients=4", "task.novel=0", "method.local_steps=1"]
-    keys += ["evaluate_every=2", "privacy.epsilon=2", "privacy.where=central"]
+    keys += ["evaluate_every=2", "privacy.epsilon=1", "privacy.where=central"]
     settings = config.load("fedavg", [*keys, "engine=flower", "engine.sites=1"])
     run_config = {"settings": toml.dumps(config.to_dict(settings))}
     node = {"state": str(tmp_path / "site"), "clients": "0-3"}

@@ -111,6 +111,21 @@ def test_a_site_can_insist_on_noise_of_its_own(
     assert isinstance(asked(site_in(tmp_path, policy=policy), request(2)), dict)
 
 
+@pytest.mark.parametrize(
+    ("most", "refused"), [((4.0, 1e-3), False), ((3.9, 1e-3), True), ((4.0, 1e-4), True)]
+)
+def test_a_server_is_trusted_with_no_more_than_the_site_gives(
+    most: tuple[float, float], refused: bool, tmp_path: Path
+) -> None:
+    policy = Policy(smallest_reply=1, smallest_batch=1, epsilon=most[0], delta=most[1])
+    central = site_in(tmp_path, policy=policy, private=replace(PRIVATE, where="central"))
+    told = asked(central, request(multiplier=None))
+    assert isinstance(told, Exception) == refused
+    if refused:
+        assert f"at most {most[0]:g} and {most[1]:g} here, came 4 and 0.001; lower" in str(told)
+        assert not [*tmp_path.glob("run-*")]
+
+
 def test_the_site_s_own_epsilon_holds(tmp_path: Path) -> None:
     policy = Policy(smallest_reply=1, smallest_batch=1, epsilon=0.9 * BUDGET)
     refused = asked(site_in(tmp_path, policy=policy), request())

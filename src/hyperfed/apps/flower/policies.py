@@ -152,7 +152,8 @@ def explain(policy: Policy, data: SiteData | None) -> list[str]:
         f"{policy.epsilon:g} at delta {policy.delta:g} in all runs together, and then none. That "
         "bounds what they tell of any one example; answers of training are counted by what they "
         "tell of all of a client's examples at once, those of itpfl's newcomers by what they tell "
-        "of one",
+        "of one. A run whose server adds the noise is refused if it may spend more than that by "
+        "itself; what several of them spend together is not counted here",
         f"Never run: {', '.join(policy.refused_steps) or 'nothing'}. Every call is noted in "
         "audit.jsonl in the state folder.",
     ]

@@ -66,7 +66,8 @@ class Policy:
             (:data:`hyperfed.metrics.ON_REQUEST`), which tells of their labels or targets.
         epsilon: what all answers with noise may cost a client, in all runs together: a bound
             of what they tell of any one of its examples. (Those of private training are counted by
-            what they tell of all its examples at once, so that of one they tell no more.)
+            what they tell of all its examples at once, so that of one they tell no more.) It is
+            also what one run may whose server adds the noise, which has its own account.
         delta: at which that is spent.
         noise_in_training: whether clients that train must add noise of their own to what they
             answer, of which epsilon is then the most that it may cost.
@@ -126,6 +127,8 @@ class Policy:
             raise RefusedError("clients train here with noise of their own alone; set privacy")
         if self.masks_in_training and masking is None:
             raise RefusedError("clients train here for masked sums alone; set privacy.masking")
+        if private is not None and private.where == "central":
+            self._check_trusted(private)
         if self.methods is not None and method not in self.methods:
             raise RefusedError(f"the method must be one that the site runs, came {method}")
         for name, (least, _) in self.settings.items():
@@ -135,6 +138,15 @@ class Policy:
             raise RefusedError(
                 "metrics must be among those that the site counts for "
                 f"({', '.join(self.metrics) or 'none'}), came {refused[0]}; leave it out"
+            )
+
+    def _check_trusted(self, private: PrivateUpdates) -> None:
+        """Raises ``RefusedError`` for a run whose server, which adds the noise, may tell more."""
+        if private.epsilon > self.epsilon or private.delta > self.delta:
+            raise RefusedError(
+                "where a server adds the noise, privacy.epsilon and privacy.delta must be at most "
+                f"{self.epsilon:g} and {self.delta:g} here, came {private.epsilon:g} and "
+                f"{private.delta:g}; lower them"
             )
 
     def check_call(
