@@ -105,6 +105,9 @@ def step(
 ) -> S | Callable[[S], S]:
     """Marks a function of a :class:`Client` that the network may call. Takes and returns trees.
 
+    What it takes stays as it is, since it may be the server's own: a step makes new tensors, or
+    writes into ``trees.clone(...)``.
+
     Args:
         function: the function, where the decorator stands without brackets.
         like: the argument whose names, shapes and dtypes the reply must have. A reply that differs
@@ -160,7 +163,8 @@ class Client:
         id: the client's number.
         round: the current round, from 0.
         config: the method's own settings.
-        memory: a tree that survives rounds. Write to it; a lost client keeps the old one.
+        memory: a tree that survives rounds. Write new tensors to it, never into one that is there:
+            a lost client keeps the old ones.
         scratch: a tree that survives the messages of one round.
         module: this worker's own copy of the target; weights that are not frozen mean nothing.
         batches: the batches that the server asked for.

@@ -11,7 +11,7 @@ from hyperfed.engines.calls import Call, execute, find_step
 from hyperfed.engines.local.loop import LoopEngine
 from hyperfed.engines.local.vmap import VmappedEngine
 from hyperfed.engines.replies import BadReplyError
-from hyperfed.federation import step
+from hyperfed.federation import AllLostError, Each, step
 from hyperfed.functional import forward
 from hyperfed.system.randomness import generator
 from hyperfed.training import Batches, Epochs, Steps
@@ -176,3 +176,54 @@ def test_only_steps_of_the_methods_client_can_be_asked() -> None:
     for name in ("answer", "absent", "id"):  # a plain function, nothing, an attribute
         with pytest.raises(TypeError, match=f"must be a step of the method's Client, came {name}"):
             find_step(Client, name)
+
+
+class Writing(federation.Client):
+    """Writes in place, into what it was sent or what it remembers, and counts."""
+
+    @step
+    def count(self) -> Tree:
+        self.memory["inner"] = {"n": torch.tensor(1.0)}
+        return {}
+
+    @step
+    def adds_to_memory(self) -> Tree:
+        self.memory["inner"]["n"] += 1
+        return {}
+
+    @step(like="model")
+    def adds_to_model(self, model: Tree) -> Tree:
+        model["w"].view(-1)[0].add_(1)
+        return model
+
+    @step(like="model")
+    def adds_to_copies(self, model: Tree) -> Tree:
+        self.memory["inner"]["n"] = self.memory["inner"]["n"].clone().add_(1)
+        return {"w": trees.clone(model)["w"].add_(1)}
+
+
+@pytest.mark.parametrize("each", [True, False])
+@pytest.mark.parametrize("kind", [LoopEngine, VmappedEngine])
+def test_who_writes_into_what_others_hold_is_lost(kind: type[LoopEngine], each: bool) -> None:
+    engine = kind(make_task(), Writing, None, seed=0)
+    sent = {"w": torch.zeros(2, 2) if each else torch.zeros(2)}
+    payload = Each(sent) if each else sent
+    first = engine.cohort([0, 1], 0, training=True)
+    first.ask(Writing.count)
+    engine.commit(first)
+    for wrong, payloads in ((Writing.adds_to_memory, ()), (Writing.adds_to_model, (payload,))):
+        cohort = engine.cohort([0, 1], 1, training=True)
+        with pytest.raises(AllLostError, match=f"must not write in place .* {wrong.__name__} did"):
+            cohort.ask(wrong, *payloads)
+    cohort = engine.cohort([0, 1], 2, training=True)
+    now = sent["w"].clone()
+    torch.testing.assert_close(
+        cohort.ask(Writing.adds_to_copies, payload)["w"], (now + 1).expand(2, 2)
+    )
+    engine.commit(cohort)
+    assert torch.equal(sent["w"], now)
+
+
+def test_what_was_made_in_inference_mode_can_be_sent() -> None:
+    with torch.inference_mode():
+        assert engine_of().cohort([0], 0, training=False).ask(Client.echo, {"w": torch.ones(1)})

@@ -282,7 +282,9 @@ def perform(
         evaluates=info.evaluates,
         **options,
     )
+    before = versions(*call.payload, memory)
     reply = step(built, *call.payload)
+    check_unwritten(call.step, before, versions(*call.payload, memory))
     check_tree(reply)
     if info.deferrable and not _same(built.memory, memory):
         raise PermissionError(
@@ -292,6 +294,34 @@ def perform(
     released = built.releases.kept if isinstance(built.releases, Releases) else {}
     remembers = bool(built.memory)
     return Answer(trees.detach(reply), built.memory, built.scratch, released, remembers)
+
+
+def versions(*held: Tree) -> list[int]:
+    """Returns how often each tensor of some trees was written to in place.
+
+    That takes a tenth of a microsecond for each. What is computed under ``vmap`` shows it outside,
+    on what is stacked.
+    """
+    # A tensor made in inference mode does not count.
+    return [
+        0 if leaf.is_inference() else leaf._version
+        for tree in held
+        for _, leaf in trees.leaves(tree)
+    ]
+
+
+def check_unwritten(step: str, before: Sequence[int], after: Sequence[int]) -> None:
+    """Finds out by :func:`versions` whether a step has left what it was handed as it was.
+
+    Raises:
+        PermissionError: it has not.
+    """
+    if before != after:
+        raise PermissionError(
+            "a step must not write in place into what it was sent or what its client remembers, "
+            f"which others hold too, but {step} did; make new tensors, as by x = x + 1 for x += 1 "
+            "(a network's buffers, too, when it is not training), or write into trees.clone(...)"
+        )
 
 
 def _apart(tree: Tree) -> Tree:
