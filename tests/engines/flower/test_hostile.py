@@ -207,12 +207,13 @@ def test_no_failure_at_a_site_ends_a_run(failure: str, tmp_path: Path) -> None:
     shares = {HOSTILE: [1, 3], 11: [0, 2, 4]}
     sites = sites_of(task, module, config.settings, tmp_path / "state", shares)
     link = Failing(sites, FAILURES[failure], at=6)  # two rounds and an evaluation, two rounds
-    made = Run.start(config, tmp_path, remote(task, link, sites))
+    enrolled = remote(task, link, sites)  # of those who were there when it began
+    made = Run.start(config, tmp_path, enrolled)
     for progress in made.train():
         if progress.round == 4:
             break
     assert made.folder is not None
-    resumed = Run.resume(made.folder.path, remote(task, link, sites))
+    resumed = Run.resume(made.folder.path, enrolled)
     for _ in resumed.train():
         pass
     assert resumed.summary["rounds"] == 5
