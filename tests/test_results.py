@@ -81,7 +81,6 @@ def test_of_honest_runs_the_bound_on_replies_lost_clients_in_those_that_security
     ]
     assert lost == {
         "few_labels/fedas/seed2",
-        "many_labels/fedas/seed2",
         "writers/mapper/seed0",
         *(f"pefll/rates-{cell}/seed0-scale0.1" for cell in diverged),
     }
