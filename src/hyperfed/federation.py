@@ -670,7 +670,13 @@ class Server:
         return self
 
     def load(self, saved: Tree) -> None:
-        """Puts back what :meth:`state` gave."""
+        """Puts back what :meth:`state` gave.
+
+        Raises:
+            ValueError: a part has another shape, or the name of a method.
+        """
+        if methods := [name for name in saved if hasattr(type(self), name)]:
+            raise ValueError(f"a server's state must not be named as a method, came {methods[0]}")
         vars(self).update(state.loaded(vars(self), saved))
 
 

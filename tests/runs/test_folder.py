@@ -230,7 +230,7 @@ EDITS: dict[str, Any] = {
         lambda body: body.update({"body.bias": torch.ones(7)}), of=lambda tree: tree["best"]
     ),
     "memory of nobody": lambda tree, said: tree["memory"].update(x={}),
-    "a server of other parts": lambda tree, said: tree["server"].update(other={}),
+    "a server whose round is none": lambda tree, said: tree["server"].update(round={}),
     "a best without a server": lambda tree, said: tree["best"].pop("server"),
     "a best of other counts": lambda tree, said: tree["best"]["val"].update(
         count=torch.ones(7, dtype=torch.int64)
