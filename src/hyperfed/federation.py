@@ -8,6 +8,7 @@ engine's business: methods know no engine, engines know no method.
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, ClassVar, Literal, Protocol, Self, TypeAlias, TypeVar, overload
 
 import torch
@@ -126,22 +127,38 @@ def step(
             step that looks at no data at all, such as a draw, which private training leaves alone.
         draws_as: another step, whose batches and other draws this one has: it does the same, and
             replies with something else.
+
+    Raises:
+        ValueError: the function has no argument that is called as ``like`` says.
     """
     bounded = bounded or (None if like is None else "change")
     drawn = None if draws_as is None else draws_as.__name__
 
     def mark(function: S) -> S:
+        name = function.__name__
+        place = None if like is None else _place_of(like, name, [*signature(function).parameters])
         function.__dict__["step"] = StepInfo(
-            function.__name__, like, evaluates, deferrable, private, bounded, reads, drawn
+            name, like, evaluates, deferrable, private, bounded, reads, drawn, place
         )
         return function
 
     return mark if function is None else mark(function)
 
 
+def _place_of(like: str, step: str, arguments: Sequence[str]) -> int:
+    """Returns which argument of a step, after the client itself, its reply is like."""
+    sent = arguments[1:]
+    if like not in sent:
+        told = ", ".join(sent) or "of which there is none"
+        raise ValueError(
+            f"like must name what step {step} is sent, {told}, came {like!r}; name such an argument"
+        )
+    return sent.index(like)
+
+
 @dataclass(frozen=True)
 class StepInfo:
-    """What :func:`step` noted of a function."""
+    """What :func:`step` noted of a function; ``place`` is where the argument ``like`` stands."""
 
     name: str
     like: str | None
@@ -151,6 +168,7 @@ class StepInfo:
     bounded: Bounded | None = None
     reads: Reads = 1.0
     draws_as: str | None = None
+    place: int | None = None
 
 
 class Client:

@@ -176,6 +176,24 @@ def test_only_steps_of_the_methods_client_can_be_asked() -> None:
     for name in ("answer", "absent", "id"):  # a plain function, nothing, an attribute
         with pytest.raises(TypeError, match=f"must be a step of the method's Client, came {name}"):
             find_step(Client, name)
+    cohort = engine_of().cohort([0], 0, training=True)
+    for ask in (cohort.ask, cohort.mean, cohort.post):
+        with pytest.raises(TypeError, match="came answer; mark a function of that name there"):
+            ask(Client.answer, {})
+
+
+def test_what_a_reply_is_like_is_an_argument_that_is_sent() -> None:
+    with pytest.raises(ValueError, match="what step train is sent, model, rate, came 'trained'"):
+
+        class Wrong(federation.Client):
+            @step(like="trained")
+            def train(self, model: Tree, rate: Tree) -> Tree:
+                trained = model  # a name, but nobody's argument
+                return trained
+
+    cohort = engine_of().cohort([0], 0, training=True)
+    with pytest.raises(TypeError, match=r"step echo must be sent model, .* was sent 0 arguments"):
+        cohort.ask(Client.echo)
 
 
 class Writing(federation.Client):

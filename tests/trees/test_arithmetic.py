@@ -15,6 +15,16 @@ def test_delta_is_sent_minus_trained() -> None:
     torch.testing.assert_close(delta, tree(2.0, -2.0))
 
 
+@pytest.mark.parametrize(
+    ("wrong", "where"),
+    [({0: torch.ones(1)}, "it has 0"), ({"in": {3: {"a": torch.ones(1)}}}, "in/ has 3")],
+)
+def test_a_name_that_is_no_text_is_told(wrong: trees.Tree, where: str) -> None:
+    """In a tree that is kept it would be text afterwards, and nobody would find it."""
+    with pytest.raises(TypeError, match=f"must be text, but {where}, which is int; take str"):
+        list(trees.leaves(wrong))
+
+
 def test_stack_take_and_repeat_undo_each_other() -> None:
     first, second = tree(1.0, 2.0), tree(3.0, 4.0)
     stacked = trees.stack([first, second])

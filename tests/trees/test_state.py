@@ -123,3 +123,8 @@ def test_other_tensors_are_replaced() -> None:
     server.load({"model": trees.tree_map(torch.ones_like, server.model)})
     assert server.model["body.bias"].tolist() == [1, 1, 1, 1]
     assert server.outline.initial()["body.bias"].tolist() != [1, 1, 1, 1]
+
+
+def test_what_is_no_tree_of_tensors_is_no_state_whatever_its_names() -> None:
+    given = {"names": {0: "ann", 1: "bob"}, "places": {"a": [1]}, "net": {"in": nn.Linear(1, 1)}}
+    assert state.of(given) == {}

@@ -110,6 +110,12 @@ def find_step(client: type[Client], name: str) -> tuple[Callable[..., Tree], Ste
     return function, info
 
 
+def name_of(step: Callable[..., Tree]) -> str:
+    """Returns by which name a step is found, whether or not it is marked as one."""
+    info = getattr(step, "step", None)
+    return info.name if isinstance(info, StepInfo) else getattr(step, "__name__", repr(step))
+
+
 def keys_of_draws(call: Call, client: type[Client]) -> tuple[int, int, str, int]:
     """Returns what the draws of a call to a method's Client are a function of, beside the seed."""
     _, info = find_step(client, call.step)
@@ -254,11 +260,19 @@ def let_out(
 
 
 def promised(step: Callable[..., Tree] | None, info: StepInfo, call: Call) -> Tree | None:
-    """Returns the argument that a step's reply must be like, if any."""
-    if step is None or info.like is None:
+    """Returns the argument that a step's reply must be like, if any.
+
+    Raises:
+        TypeError: it was not sent.
+    """
+    if step is None or info.place is None:
         return None
-    names = step.__code__.co_varnames[1:]
-    return call.payload[names.index(info.like)]
+    if info.place >= len(call.payload):
+        raise TypeError(
+            f"step {info.name} must be sent {info.like}, which its reply is like, but was sent "
+            f"{len(call.payload)} arguments; ask it with one more"
+        )
+    return call.payload[info.place]
 
 
 def perform(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hyperfed import trees
 from hyperfed.engines.bounds import too_large
-from hyperfed.engines.calls import Call, find_step, promised
+from hyperfed.engines.calls import Call, find_step, name_of, promised
 from hyperfed.engines.faults import Faults
 from hyperfed.engines.masking import Masking
 from hyperfed.engines.replies import (
@@ -318,7 +318,7 @@ class EngineCohort:
         self, step: Callable[..., Tree], *payload: Tree | Each, batches: Batches | None = None
     ) -> Tree:
         """Runs a step at every client that is still there and stacks the replies."""
-        self._check_unmasked(f"each client's own reply to {step.__dict__['step'].name}")
+        self._check_unmasked(f"each client's own reply to {name_of(step)}")
         return self.gather(step, payload, batches)
 
     def mean(
@@ -328,7 +328,7 @@ class EngineCohort:
         masking = self._engine.masking
         if masking is None or not self.state.training:
             return trees.weighted_mean(self.ask(step, *payload, batches=batches), self.weight)
-        function, info = find_step(self._engine.client, step.__dict__["step"].name)
+        function, info = find_step(self._engine.client, name_of(step))
         like = promised(function, info, Call(0, 0, 0, info.name, payload))
         assert like is not None, "of what is averaged, a step's mark says what it is like"
         centre = centre_of(like, like, info)  # zeros of a difference
@@ -400,7 +400,7 @@ class EngineCohort:
         self, step: Callable[..., Tree], *payload: Tree | Each, batches: Batches | None = None
     ) -> Question:
         """Has a step travel with the next message to the clients that are still there."""
-        self._check_unmasked(f"each client's own reply to {step.__dict__['step'].name}")
+        self._check_unmasked(f"each client's own reply to {name_of(step)}")
         self._check_postable(step)
         question = self._question(step, payload, batches, posted=True)
         self.state.posted.update(call.client for call in question.calls.values())
@@ -479,7 +479,7 @@ class EngineCohort:
     ) -> Question:
         function, info = None, step
         if not isinstance(info, StepInfo):
-            function, info = find_step(self._engine.client, info.__dict__["step"].name)
+            function, info = find_step(self._engine.client, name_of(info))
         _check_detached(payload)
         if again := self.state.posted.intersection(self.there):
             raise ValueError(
@@ -498,7 +498,7 @@ class EngineCohort:
         return Question(self, function, info, calls, reached, posted)
 
     def _check_postable(self, step: Callable[..., Tree]) -> None:
-        _, info = find_step(self._engine.client, step.__dict__["step"].name)
+        _, info = find_step(self._engine.client, name_of(step))
         if not info.deferrable:
             raise ValueError(
                 f"what is posted must be a step that can run later, but {info.name} is not marked "

@@ -27,12 +27,23 @@ Structure: TypeAlias = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
 
 
 def leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yields (path, tensor) for every leaf, depth first; a path joins names with '/'."""
+    """Yields (path, tensor) for every leaf, depth first; a path joins names with '/'.
+
+    Raises:
+        TypeError: a name is no text, as which alone it is kept and sent.
+    """
     for name, value in tree.items():
+        try:
+            path = prefix + name
+        except TypeError as error:
+            raise TypeError(
+                f"names in a tree must be text, but {prefix or 'it'} has {name!r}, which is "
+                f"{type(name).__name__}; take str(...) of it"
+            ) from error
         if isinstance(value, dict):
-            yield from leaves(value, f"{prefix}{name}/")
+            yield from leaves(value, f"{path}/")
         else:
-            yield prefix + name, value
+            yield path, value
 
 
 def tree_map(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:

@@ -12,7 +12,7 @@ from torch.utils import swap_tensors
 
 from hyperfed import trees
 from hyperfed.system.devices import CPU
-from hyperfed.trees import Tree, leaves
+from hyperfed.trees import Tree
 
 
 def of(attributes: Mapping[str, Any], *, optimizers: bool = True) -> Tree:
@@ -31,7 +31,7 @@ def of(attributes: Mapping[str, Any], *, optimizers: bool = True) -> Tree:
 
 def _is_state(value: object) -> bool:
     if isinstance(value, dict):
-        return all(isinstance(leaf, Tensor) for _, leaf in leaves(value))
+        return all(isinstance(of, dict | Tensor) and _is_state(of) for of in value.values())
     return isinstance(value, nn.Module | torch.optim.Optimizer | Tensor)
 
 
