@@ -488,8 +488,31 @@ def test_several_target_sizes(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ALL)
-def test_no_example_and_no_label_travels(method: str) -> None:
-    """What clients reply with is no larger than a model and holds none of their rows.
+def test_no_reply_has_a_row_of_data_in_it(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    replies: list[trees.Tree] = []
+
+    def gather(self: EngineCohort, *asked: Any, **options: Any) -> trees.Tree:
+        replies.append(right(self, *asked, **options))
+        return replies[-1]
+
+    right = EngineCohort.gather
+    monkeypatch.setattr(EngineCohort, "gather", gather)
+    ours = federation(method, novel=1)
+    ours.round([0, 1, 2])
+    used(ours, 0)
+    used(ours, 3)
+    rows = ours.task.x.flatten(1)
+    told = [leaf.double().flatten() for reply in replies for _, leaf in trees.leaves(reply)]
+    assert told
+    for numbers in told:
+        if len(numbers) >= rows.shape[1]:
+            there = numbers.unfold(0, rows.shape[1], 1)
+            assert not (there[:, None] == rows).all(dim=2).any()
+
+
+@pytest.mark.parametrize("method", ALL)
+def test_no_reply_is_larger_than_a_model(method: str) -> None:
+    """What clients reply with is no larger than a model.
 
     Or it is like what the server sent, name by name and shape by shape, as the step promises.
     """
