@@ -205,7 +205,7 @@ def test_who_diverges_is_lost_unless_that_would_tell(private: bool) -> None:
 def test_a_private_mean_has_noise_for_the_share_of_the_heaviest() -> None:
     ours, theirs, shares = masked(), masked(), []
 
-    def add(mean: Tree, share: float) -> Tree:
+    def add(mean: Tree, share: float, clients: Any) -> Tree:
         shares.append(share)
         return trees.tree_map(lambda leaf: leaf + 1, mean)
 
@@ -222,7 +222,7 @@ def test_a_private_mean_has_noise_before_it_is_rounded() -> None:
     task, dtypes = make_task(net=lambda: TwoLayers().bfloat16()), []
     task = replace(task, x=task.x.bfloat16(), models={"base": task.models["base"].bfloat16()})
 
-    def add(mean: Tree, share: float) -> Tree:
+    def add(mean: Tree, share: float, clients: Any) -> Tree:
         dtypes.extend(leaf.dtype for leaf in mean.values())
         return mean
 

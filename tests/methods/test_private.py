@@ -29,7 +29,7 @@ OTHERS = replace(TASK, x=-2 * TASK.x, y=(TASK.y + 1) % 3)
 """The same clients with other data."""
 
 
-def blind(mean: Tree, share: float) -> Tree:
+def blind(mean: Tree, share: float, clients: Any) -> Tree:
     """As with infinitely much noise: what is told does not depend on any client."""
     return trees.tree_map(torch.zeros_like, mean)
 
@@ -139,7 +139,9 @@ def test_who_does_not_learn_says_nothing_by_the_measure_of_its_bound(
 
 
 def with_noise(value: float) -> MeanNoise:
-    return MeanNoise(CLIP, lambda mean, share: trees.tree_map(lambda leaf: leaf + value, mean))
+    return MeanNoise(
+        CLIP, lambda mean, share, clients: trees.tree_map(lambda leaf: leaf + value, mean)
+    )
 
 
 CLIP, RATE = 0.03, 0.5
@@ -201,7 +203,7 @@ def test_a_mean_has_noise_before_it_is_rounded() -> None:
     w[0] = torch.nextafter(w[0], torch.full_like(w[0], 9))
     told = []
 
-    def add(mean: Tree, share: float) -> Tree:
+    def add(mean: Tree, share: float, clients: Any) -> Tree:
         told.append(mean["w"])
         return mean
 
@@ -228,7 +230,7 @@ def test_of_several_sizes_the_noise_is_that_of_each_one_s_clients() -> None:
     sizes = {"models": {"S": TwoLayers().double(), "L": TwoLayers().double()}}
     shares = []
 
-    def note(mean: Tree, share: float) -> Tree:
+    def note(mean: Tree, share: float, clients: Any) -> Tree:
         shares.append(share)
         return mean
 

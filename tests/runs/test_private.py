@@ -16,8 +16,9 @@ from hyperfed.methods import METHODS
 from hyperfed.runs.config import from_keys
 from hyperfed.runs.private import cohort_of
 from hyperfed.runs.run import Run
+from hyperfed.system.randomness import seeded
 from hyperfed.trees import Tree, tree_map
-from toys import make_token_task
+from toys import TwoLayers, make_task, make_token_task
 
 TASK = {"clients": 8, "novel": 0.0, "model": "mlp", "hidden": [4]}
 SMALL: dict[str, Any] = {"rounds": 4, "cohort": 3, "evaluate_every": 4, "task": TASK}
@@ -167,6 +168,28 @@ def test_a_newcomer_is_served_by_a_run_without_novel_clients_too() -> None:
     told = run.privacy()
     assert told is not None
     assert told["epsilon_spent"] == pytest.approx(8, rel=1e-6)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "per_fedavg", "pfedhn", "pefll", "headstart", "fml"])
+def test_of_several_sizes_each_client_pays_for_the_means_that_it_is_in(method: str) -> None:
+    """Those of its own size, and those of all of them: no more than where there is one size."""
+    keys = {"rounds": 2, "cohort": 1.0, "evaluate_every": 2, "track": "none"}
+    private = {"epsilon": 8.0, "delta": DELTA, "where": "central"}
+    own = {"standardize": False} if method in ("pefll", "headstart") else {}
+    with seeded(0, "sizes"):
+        models = {size: TwoLayers().double() for size in "SML"}
+    noise = []
+    for sizes in ((), ("S", "L", "M", "S", "L")):
+        kinds = {"models": models, "sizes": sizes} if sizes else {}
+        task = make_task(examples=(8, 8, 8, 9, 9), **kinds)
+        run = Run(from_keys(method, keys | {"privacy": private, "method": QUICK | own}), task)
+        list(run.train())
+        answers = [len(kept["multipliers"]) for kept in run.engine.released.values()]
+        assert len(answers) == 5
+        assert len(set(answers)) == 1
+        noise.append(run.summary["privacy"]["noise_multiplier"])
+        assert run.summary["privacy"]["epsilon_spent"] == pytest.approx(8, rel=1e-6)
+    assert noise[1] == noise[0]
 
 
 @pytest.mark.parametrize("method", ["pfedhn", "mh_pfedhn"])

@@ -140,7 +140,7 @@ def test_whole_numbers_stay_whole_and_no_claim_carries_them_off(
 def test_noise_is_told_the_largest_share_and_added_to_what_is_not_rounded_yet() -> None:
     told: list[tuple[Tree, float]] = []
 
-    def add(mean: Tree, share: float) -> Tree:
+    def add(mean: Tree, share: float, clients: Any) -> Tree:
         told.append((mean, share))
         return mean
 

@@ -327,7 +327,8 @@ class EngineCohort:
         """Runs a step at every client that is still there and returns the mean of the replies."""
         masking = self._engine.masking
         if masking is None or not self.state.training:
-            return trees.weighted_mean(self.ask(step, *payload, batches=batches), self.weight)
+            replies = self.ask(step, *payload, batches=batches)
+            return trees.weighted_mean(replies, self.weight, self.ids)
         function, info = find_step(self._engine.client, name_of(step))
         like = promised(function, info, Call(0, 0, 0, info.name, payload))
         assert like is not None, "of what is averaged, a step's mark says what it is like"
@@ -338,7 +339,7 @@ class EngineCohort:
             mean = masking.mean(total, int(weight.sum()), trees.exact(centre))
         except ValueError as error:
             self.give_up(str(error))
-        return trees.as_told(mean, float(weight.max() / weight.sum()), like)
+        return trees.as_told(mean, float(weight.max() / weight.sum()), like, self.ids)
 
     def gather(
         self,

@@ -237,6 +237,6 @@ class Server(pefll.Server):
         descend(optimizers, model, delta, clients, self.config.clip)
         for size, group in clients.sizes.items():
             if group.weight.any():
-                mean = weighted_mean(delta[size], group.weight.sign())
+                mean = weighted_mean(delta[size], group.weight.sign(), group.ids)
                 for name, value in self.hyper_net.common(size).items():
                     value.sub_(mean[name], alpha=self.config.common_lr)

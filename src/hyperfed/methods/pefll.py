@@ -222,7 +222,7 @@ class Server(federation.Server):
         for size, group in groups.items():
             if group.weight.any():
                 moved, _ = trees.partition(delta[size], self.buffers[size])
-                moved = trees.weighted_mean(moved, group.weight.sign())
+                moved = trees.weighted_mean(moved, group.weight.sign(), group.ids)
                 self.buffers[size] = trees.subtract(self.buffers[size], moved)
         if gradient:
             trees.set_gradients(self.descriptor_net, gradient)

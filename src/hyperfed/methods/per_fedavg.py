@@ -136,7 +136,10 @@ class Server(federation.Server):
             size: group.ask(Client.train_model, self.model[size], batches=batches)
             for size, group in groups.items()
         }
-        means = {s: weighted_mean(trained[s], group.weight.sign()) for s, group in groups.items()}
+        means = {
+            size: weighted_mean(trained[size], group.weight.sign(), group.ids)
+            for size, group in groups.items()
+        }
         self.model = self.model | means
 
     def personalize(self, clients: Cohort) -> Tree:

@@ -41,7 +41,7 @@ class Answers:
     """How often a client answers with what depends on its data.
 
     Attributes:
-        round: in a round that it takes part in; of a trusted server, the means that are told of it.
+        round: in a round that it takes part in; of a trusted server, the means that it is in.
         serving: whenever its model is made, of a known client.
         novel: whenever its model is made, of a novel one.
     """
@@ -86,9 +86,14 @@ def answers_of(config: RunConfig, task: Task, method: ModuleType) -> Answers:
     engine = LoopEngine(task, method.Client, settings, seed=config.seed, private=free)
     with seeded(config.seed, "server"):
         server: Server = method.Server(task.outline(), settings)
-    mean = AggregateNoise(free, config.seed, 0)
     first = {task.size_of(client): client for client in reversed(task.known)}
     everyone = [*first.values(), *task.novel_ids[:1]]
+    means = Counter[int]()
+
+    def pay(group: Sequence[int] | None) -> None:
+        means.update(first.values() if group is None else group)
+
+    mean = AggregateNoise(free, config.seed, 0, pay=pay)
 
     def spent(client: int) -> int:
         released = engine.released.get(client, {})
@@ -118,7 +123,7 @@ def answers_of(config: RunConfig, task: Task, method: ModuleType) -> Answers:
 
     rounds = after(train)
     return Answers(
-        mean.told if wanted.where == "central" else rounds,
+        max(means.values(), default=0) if wanted.where == "central" else rounds,
         after(lambda: serve([*first.values()])),
         after(lambda: serve(task.novel_ids[:1])) if task.novel else 0,
     )
@@ -132,7 +137,8 @@ class AggregateNoise:
         seed: of the run.
         round: the round's number.
         secret: noise is the operating system's, not the seed's.
-        pay: called before a mean is told; what it raises keeps the mean from being told.
+        pay: called before a mean is told, with the clients that it is of, or None where nobody
+            says; what it raises keeps the mean from being told.
 
     Attributes:
         told: how many means there were.
@@ -145,7 +151,7 @@ class AggregateNoise:
         round: int,
         *,
         secret: bool = False,
-        pay: Callable[[], None] = lambda: None,
+        pay: Callable[[Sequence[int] | None], None] = lambda group: None,
     ) -> None:
         self.told, self._pay = 0, pay
         self._private, self._seed, self._round = private, seed, round
@@ -156,9 +162,9 @@ class AggregateNoise:
         """What :func:`hyperfed.trees.aggregating` takes."""
         return MeanNoise(self._private.clip, self.add)
 
-    def add(self, mean: Tree, share: float) -> Tree:
-        """Returns a mean, in which no client has more than a share, with noise."""
-        self._pay()
+    def add(self, mean: Tree, share: float, clients: torch.Tensor | None = None) -> Tree:
+        """Returns a mean of clients, in which none has more than a share, with noise."""
+        self._pay(None if clients is None else clients.tolist())
         sigma = self._private.sigma(self._private.sensitivity * share)
         source = generator(self._seed, "noise of means", self._round, self.told)
         noise = privacy.secret_noise if self._secret else privacy.seeded_noise(source)
@@ -174,7 +180,7 @@ class AggregateNoise:
 
 
 def charge(engine: Engine, clients: Sequence[int], private: PrivateUpdates) -> None:
-    """Notes that a mean is told, of a cohort: also of clients that were lost on the way.
+    """Notes that a mean is told of some clients: also of those that were lost on the way.
 
     Raises:
         UserError: that is more than they may spend.

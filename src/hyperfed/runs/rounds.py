@@ -148,8 +148,9 @@ class Rounds:
             return
         clients, seed, secret = cohort.ids.tolist(), run.config.seed, cohort.state.remote
 
-        def pay() -> None:  # at once: a round that comes to nothing may still be told of
-            private.charge(run.engine, clients, here)
+        def pay(group: Sequence[int] | None) -> None:
+            # At once: a round that comes to nothing may still be told of.
+            private.charge(run.engine, clients if group is None else group, here)
             if secret:
                 self._charged()
 

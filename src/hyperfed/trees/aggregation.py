@@ -59,13 +59,13 @@ class MeanNoise:
     Attributes:
         clip: the largest length of what each client may add to it; of replies it is bounded when
             they come, of what a server makes of them (gradients) by the server.
-        add: returns a mean with noise, given it and the largest share that a client has in it. Its
-            floats are float64: what is rounded before there is noise may move by more than what
-            clients add.
+        add: returns a mean with noise, given it, the largest share that a client has in it, and
+            which clients it is of, None where nobody says. Its floats are float64: what is rounded
+            before there is noise may move by more than what clients add.
     """
 
     clip: float
-    add: Callable[[Tree, float], Tree]
+    add: Callable[[Tree, float, Tensor | None], Tree]
 
 
 MEAN = Rule()
@@ -95,16 +95,17 @@ def private_clip() -> float | None:
     return None if noise is None else noise.clip
 
 
-def as_told(mean: Tree, share: float, like: Tree) -> Tree:
+def as_told(mean: Tree, share: float, like: Tree, clients: Tensor | None = None) -> Tree:
     """Returns a mean with noise where it is private.
 
     Args:
         mean: its floats in float64, where it is.
         share: the most that a client has in it.
         like: leaves of the dtypes that are returned.
+        clients: their numbers, as of :func:`weighted_mean`.
     """
     noise = _NOISE.get()
-    told = mean if noise is None else noise.add(mean, share)
+    told = mean if noise is None else noise.add(mean, share, clients)
     return tree_map(lambda leaf, kind: leaf.to(kind.dtype), told, like)
 
 
@@ -113,13 +114,15 @@ def exact(tree: Tree) -> Tree:
     return tree_map(lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, tree)
 
 
-def weighted_mean(tree: Tree, weight: Tensor) -> Tree:
+def weighted_mean(tree: Tree, weight: Tensor, clients: Tensor | None = None) -> Tree:
     """Averages a stacked tree over clients, or does what stands for that here.
 
     Args:
         tree: leaves of shape (C, ...). Integer leaves (batch-norm's step counters) are rounded
         back.
         weight: (C,) non-negative and not all zero; need not sum to one.
+        clients: their numbers, lost ones among them: who pays for a mean that is private. Where
+            they are not given that is the whole round.
 
     Returns:
         leaves of shape (...), of the dtype they had.
@@ -128,7 +131,8 @@ def weighted_mean(tree: Tree, weight: Tensor) -> Tree:
     there = weight > 0
     if noise is not None and tree and there.any():
         exactly = weight.double()
-        return as_told(_mean(exact(tree), weight), float(exactly.max() / exactly.sum()), tree)
+        share = float(exactly.max() / exactly.sum())
+        return as_told(_mean(exact(tree), weight), share, tree, clients)
     if rule.name == "mean" or not tree or not there.any():
         return _mean(tree, weight)
     return _ROBUST[rule.name](take(tree, there), weight[there], rule.borne(int(there.sum())))

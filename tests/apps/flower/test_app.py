@@ -313,8 +313,8 @@ def test_what_a_trusted_server_told_stays_told_whatever_checkpoint_it_goes_on_fr
     told = []  # with the noise of the run, and not of its plan
     add = private.AggregateNoise.add
 
-    def noted(self: Any, mean: Any, share: float) -> Any:
-        noisy = add(self, mean, share)
+    def noted(self: Any, mean: Any, share: float, clients: Any) -> Any:
+        noisy = add(self, mean, share, clients)
         if self._secret:
             told.append(self._round)
         return noisy

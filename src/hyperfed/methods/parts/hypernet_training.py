@@ -183,7 +183,7 @@ def pull_back_apart(
         by_parameter = clip_together(by_parameter, clip)
     apart = [own is not None and clip is None for _, own in reached]
     shared = {str(i): by_parameter[i] for i in range(len(reached)) if not apart[i]}
-    mean = weighted_mean(shared, there[there > 0])
+    mean = weighted_mean(shared, there[there > 0], clients.ids)
     for i, (parameter, own) in enumerate(reached):
         total = by_parameter[i].sum(dim=0) if apart[i] else mean[str(i)] * len(pulled)
         if own == "rows" and not apart[i]:  # of which those of other clients have no gradient
