@@ -523,7 +523,12 @@ def test_no_reply_is_larger_than_a_model(method: str) -> None:
     largest = max(trees.count_bytes(trees.model_of(network)) for network in networks)
     for exchange in cohort.state.exchanges:
         _, info = find_step(ours.method.Client, exchange.step)
-        assert exchange.up <= (largest if info.like is None else exchange.down)
+        most = largest if info.like is None else exchange.down
+        assert exchange.up <= most, (
+            f"step {info.name} must reply with at most {most} bytes, those of the largest network "
+            f"or of what it was sent and says it is like, but replied with {exchange.up}: reply "
+            "with less, or have it sent a tree of that shape and mark it @step(like=...)"
+        )
     assert {exchange.client for exchange in cohort.state.exchanges} == {0, 1}
 
 
