@@ -518,7 +518,7 @@ class TestMutants:
         self, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
     ) -> None:
         mean = trees.weighted_mean
-        monkeypatch.setattr(trees, "weighted_mean", lambda t, w: mean(t, torch.ones_like(w)))
+        monkeypatch.setattr(trees, "weighted_mean", lambda t, w, *_: mean(t, torch.ones_like(w)))
         with pytest.raises(AssertionError):
             check_three_rounds(**settings)
 

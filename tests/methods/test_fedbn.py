@@ -297,7 +297,7 @@ class TestMutants:
 
     def test_mutant_that_does_not_weight_the_mean(self, monkeypatch: pytest.MonkeyPatch) -> None:
         right = trees.weighted_mean
-        rejected(monkeypatch, trees, "weighted_mean", lambda t, w: right(t, torch.ones_like(w)))
+        rejected(monkeypatch, trees, "weighted_mean", lambda t, w, *_: right(t, torch.ones_like(w)))
 
 
 def rejected(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, mutant: Any) -> None:

@@ -290,7 +290,7 @@ class TestMutants:
 
     def test_mutant_that_does_not_weight_the_mean(self, monkeypatch: pytest.MonkeyPatch) -> None:
         right = trees.weighted_mean
-        monkeypatch.setattr(trees, "weighted_mean", lambda t, w: right(t, torch.ones_like(w)))
+        monkeypatch.setattr(trees, "weighted_mean", lambda t, w, *_: right(t, torch.ones_like(w)))
         with pytest.raises(AssertionError):
             check_two_rounds()
 

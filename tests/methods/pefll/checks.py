@@ -89,7 +89,7 @@ def parameters(federation: Federation) -> dict[str, Tensor]:
 
 
 def summed_over_clients(_: Any) -> Callable[..., Tree]:
-    return lambda tree, weight: trees.tree_map(lambda leaf: leaf.sum(0), tree)
+    return lambda tree, weight, *_: trees.tree_map(lambda leaf: leaf.sum(0), tree)
 
 
 def from_another_batch(gradient_of: Callable[..., Tree]) -> Callable[..., Tree]:
