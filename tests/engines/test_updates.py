@@ -20,7 +20,7 @@ from hyperfed.federation import AllLostError, Each, step
 from hyperfed.methods import fedavg, fedper
 from hyperfed.task import Task
 from hyperfed.trees import Tree
-from toys import Federation, Normed, make_task, short
+from toys import ONE_STEP, Federation, Normed, make_task, short
 
 CLIP, MULTIPLIER = 0.4, 1.5  # a sensitivity of 1 would hide what divides by it
 SIGMA = MULTIPLIER * 2 * CLIP  # of whoever could have answered with -x in the place of x
@@ -422,6 +422,9 @@ def test_a_variance_is_not_brought_below_zero_and_the_difference_of_one_is_refus
     assert reply["norm.running_var"].min() == 0 < reply["norm.running_var"].max()
     with pytest.raises(AllLostError, match="batch-norm's variances"):
         Federation("pefll", make_task(Normed), private, **short("pefll")).round([0, 1])
+    common = Federation("mh_pfedhn", make_task(Normed), private, global_model=True, **ONE_STEP)
+    with pytest.raises(AllLostError, match="train_global replies with a difference of batch-norm"):
+        common.round([0, 1])
 
 
 def test_who_trains_privately_counts_alike_whatever_number_of_examples_it_has() -> None:

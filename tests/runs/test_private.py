@@ -68,6 +68,8 @@ def test_epsilon_is_that_of_the_client_who_answers_most_often(where: str, epsilo
     assert delta_of(epsilon, z, most) == pytest.approx(DELTA, rel=1e-6)
     assert epsilon <= renyi_epsilon(z, most) <= 2 * epsilon  # a bound, not exact
     assert told["epsilon_spent"] == pytest.approx(epsilon, rel=1e-6)
+    for bare in ("counts of evaluations", "numbers of examples", "a hash", "channels", "classes"):
+        assert bare in told["not_covered"]
     for client, spent in enumerate(told["epsilon_of_clients"]):
         count = answers.get(client, 0)
         assert (spent == 0) == (count == 0)

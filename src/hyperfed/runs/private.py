@@ -28,6 +28,13 @@ from hyperfed.task import Task
 from hyperfed.trees import Tree
 from hyperfed.trees.aggregation import MEAN, MeanNoise
 
+NOT_COVERED = (
+    "counts of evaluations, numbers of examples, and at sites what each introduces itself with "
+    "beside these: a hash of its data, mean and deviation of its images' channels, number and "
+    "names of its classes"
+)
+"""What is told of clients as it is, as records say it."""
+
 
 def cohort_of(config: RunConfig, task: Task, round: int) -> list[int]:
     """Draws a round's cohort uniformly, without replacement; a number above all means all."""
@@ -199,5 +206,5 @@ def promised(private: PrivateUpdates) -> dict[str, Any]:
         "epsilon": private.epsilon,
         "delta": private.delta,
         "noise_multiplier": private.multiplier,
-        "not_covered": "counts of evaluations, numbers of examples",
+        "not_covered": NOT_COVERED,
     }
