@@ -168,6 +168,21 @@ def test_a_run_that_is_resumed_goes_on_in_the_same_run(service, tmp_path):
     assert service.ended[-1] == ENDS[service.__name__][0]
 
 
+def test_a_run_that_was_elsewhere_meanwhile_goes_on_in_its_first_run(tmp_path, monkeypatch):
+    fakes = {name: make() for name, make in FAKES.items()}
+    for name, fake in fakes.items():
+        monkeypatch.setitem(sys.modules, name, fake)
+    run = Run.start(from_keys("fedavg", SMALL | {"track": "mlflow"}), tmp_path)
+    for other in ("wandb", "mlflow", None):
+        run.stop()
+        watch(run, show=False)
+        run.close()
+        if other is not None:
+            run = Run.resume(run.folder.path, changed={"track": other})
+    begun = {name: [each["id"] for each in fake.begun] for name, fake in fakes.items()}
+    assert begun == {"mlflow": [None, "run1"], "wandb": [None]}
+
+
 def test_a_service_that_fails_on_the_way_is_told_once_and_left_alone(service, tmp_path, caplog):
     service.broken.add("log")
     run = hyperfed.train("fedavg", out=tmp_path, track=service.__name__, **SMALL)

@@ -180,7 +180,7 @@ def _opened(name: str, run: Tracked, folder: Path | None) -> Tracker:
             f"track={name} must begin a run there, but: {error}; mend that, or leave track out"
         ) from error
     if memo is not None and tracker.id is not None:
-        atomic_write(memo, json.dumps({name: tracker.id}).encode())
+        atomic_write(memo, json.dumps(before | {name: tracker.id}).encode())
     return tracker
 
 
