@@ -185,7 +185,8 @@ class Client:
             a lost client keeps the old ones.
         scratch: a tree that survives the messages of one round.
         module: this worker's own copy of the target; weights that are not frozen mean nothing.
-        batches: the batches that the server asked for.
+        batches: the batches that the server asked for, to be gone through once: a step that begins
+            again after the last keeps them in a list, or has :meth:`draw_batches`.
         generator: for any other draw of this step, a function of (seed, client, round, step).
         labelled: whether its training and validation examples have labels for it.
         releases: what the client has let out with noise, and its way to let out more.
@@ -212,7 +213,8 @@ class Client:
         releases: Releases | None = None,
     ) -> None:
         self.id, self.round, self.config = id, round, config
-        self.batches, self.generator = batches, generator
+        self.batches: Iterable[Batch] = training.OnePass(batches)
+        self.generator = generator
         self.memory, self.scratch, self.releases = memory, scratch, releases
         self.module, self._networks = module, networks or {}
         self.loss, self.classes = task.loss, task.classes

@@ -5,7 +5,7 @@ network is only a description of the computation, run with the weights of a tree
 (:mod:`hyperfed.functional`).
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
@@ -256,6 +256,33 @@ class Batch:
                 "this client has no labels, but the step reads them: use its inputs only"
             )
         return self._y
+
+
+class OnePass(Iterator[Batch]):
+    """Batches that are gathered as they are asked for, and gone afterwards.
+
+    Who begins a pass after all are gone would train on nothing, and is told.
+    """
+
+    def __init__(self, batches: Iterable[Batch]) -> None:
+        self._batches, self._some, self._gone = iter(batches), False, False
+
+    def __iter__(self) -> "OnePass":
+        if self._gone:
+            raise ValueError(
+                "self.batches must be gone through once, but a step began again after all were "
+                "gone; keep them, list(self.batches), or draw others, self.draw_batches(...)"
+            )
+        return self
+
+    def __next__(self) -> Batch:
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._gone = self._some  # of none, every pass is over all
+            raise
+        self._some = True
+        return batch
 
 
 Objective: TypeAlias = Callable[[Model, Batch], tuple[Tensor, Model]]

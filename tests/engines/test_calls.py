@@ -115,6 +115,32 @@ def test_a_step_may_draw_as_another_does(kind: type[LoopEngine]) -> None:
             assert not torch.equal(value, first[name])
 
 
+class Going(federation.Client):
+    """Goes through its batches a second time."""
+
+    def count(self) -> int:
+        return sum(1 for _ in self.batches)
+
+    @step
+    def twice(self) -> Tree:
+        return {"count": torch.tensor([self.count(), self.count()])}
+
+    @step
+    def in_two_parts(self) -> Tree:
+        first = next(iter(self.batches))
+        return {"count": torch.tensor([len(first.y), self.count()])}
+
+
+@pytest.mark.parametrize("kind", [LoopEngine, VmappedEngine])
+def test_batches_that_are_gone_are_told(kind: type[LoopEngine]) -> None:
+    """A second training by them would be none."""
+    cohort = kind(make_task(), Going, None, seed=0).cohort([0, 1], 0, training=True)
+    assert cohort.ask(Going.in_two_parts, batches=Steps(3, 4))["count"].tolist() == [[4, 2]] * 2
+    assert cohort.ask(Going.twice)["count"].tolist() == [[0, 0]] * 2  # none were asked for
+    with pytest.raises(AllLostError, match=r"self\.batches must be gone through once"):
+        cohort.ask(Going.twice, batches=Steps(3, 4))
+
+
 def test_only_an_evaluation_reads_test_data() -> None:
     cohort = engine_of().cohort([0], 0, training=False)
     with pytest.raises(PermissionError, match="test data is for evaluation"):
