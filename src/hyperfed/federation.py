@@ -557,7 +557,8 @@ class Cohort(Protocol):
         """Runs a step at every client and returns the mean of the replies, by training examples.
 
         What is only asked for so can be masked (:mod:`hyperfed.engines.masking`): then nobody
-        sees a single reply.
+        sees a single reply. For that the step's mark says what the reply is like, of a difference
+        ``@step(like=..., bounded="reply")``.
 
         Raises:
             AllLostError: as :meth:`ask`.
@@ -603,7 +604,8 @@ def average(
 
     Args:
         clients: of any target sizes.
-        step: takes the model of its client's size and returns it trained.
+        step: takes the model of its client's size and returns it trained; marked to be like it, or
+            it cannot be masked. Differences are averaged by :meth:`Cohort.mean`, size by size.
         model: {size: model}.
         batches: what to train on.
 

@@ -121,6 +121,22 @@ def test_the_mean_of_differences_is_one() -> None:
     torch.testing.assert_close(means[1], means[0], rtol=0, atol=5.0 * 2**-32)
 
 
+class Unlike(Client):
+    @step(bounded="reply")
+    def train_model(self, model: Tree) -> Tree:
+        return trees.subtract(model, super().train_model(model))
+
+
+def test_a_difference_that_is_like_nothing_is_no_sum() -> None:
+    engine = LoopEngine(TASK, Unlike, fedavg.Config(**ONE_STEP), seed=0, masking=Masking(5.0))
+    cohort, model = engine.cohort([0, 1, 3], 0, training=True), TASK.initial("base")
+    told = r'step train_model does not say .* a difference, @step\(like=..., bounded="reply"\)'
+    with pytest.raises(UserError, match=told):
+        cohort.mean(Unlike.train_model, model, batches=Steps(1, 32))
+    engine.masking = None
+    assert cohort.mean(Unlike.train_model, model, batches=Steps(1, 32)).keys() == model.keys()
+
+
 def test_sums_are_those_of_integers_modulo_2_to_the_64() -> None:
     parts = torch.tensor([2**63 - 1, 2**63 - 1, 5])
     assert int(parts.sum()) == (2 * (2**63 - 1) + 5) - 2**64

@@ -331,7 +331,12 @@ class EngineCohort:
             return trees.weighted_mean(replies, self.weight, self.ids)
         function, info = find_step(self._engine.client, name_of(step))
         like = promised(function, info, Call(0, 0, 0, info.name, payload))
-        assert like is not None, "of what is averaged, a step's mark says what it is like"
+        if like is None:
+            raise UserError(
+                f"what is averaged in masked training must be like an argument, but step "
+                f"{info.name} does not say which; mark it @step(like=...), or, where it replies "
+                'with a difference, @step(like=..., bounded="reply")'
+            )
         centre = centre_of(like, like, info)  # zeros of a difference
         total = masking.total(self, step, payload, batches)
         weight = self.weight
