@@ -70,6 +70,19 @@ def same(first: trees.Tree, second: trees.Tree) -> bool:
 
 
 @pytest.mark.parametrize("method", ALL)
+def test_how_long_a_method_takes_is_shortened_by_the_name_of_its_setting(method: str) -> None:
+    settings = vars(METHODS[method].Config(**SETTINGS | lengths(method, 1)))
+    long = {
+        name: of
+        for name, of in settings.items()
+        if name.endswith(("_steps", "_rounds", "_epochs"))
+        and name not in SETTINGS
+        and (of or 0) > 1
+    }
+    assert long == {}
+
+
+@pytest.mark.parametrize("method", ALL)
 def test_training_changes_something_and_twice_is_the_same(method: str) -> None:
     first, second = federation(method), federation(method)
     before = trees.clone(first.server.state(optimizers=False))

@@ -268,13 +268,23 @@ def recorded(run: Run, *but: str) -> Any:
     return evaluations, {key: of for key, of in run.summary.items() if key not in left_out}
 
 
-LENGTHS = ("novel_steps", "novel_rounds", "absorb_steps", "phase_one_rounds")
-"""Settings of how long methods do what is not local training."""
+LENGTHS = ("_steps", "_rounds", "_epochs")
+"""How settings end that say how long something is done."""
 
 
 def lengths(method: str, length: int = 2) -> dict[str, int]:
-    """The same short length of all that a method has beside local training."""
-    return {key: length for key in LENGTHS if key in METHODS[method].Config.__dataclass_fields__}
+    """The same short length of all that a method has beside local training.
+
+    What is shorter by default stays so, but for a newcomer's training, which there is then.
+    """
+    fields = METHODS[method].Config.__dataclass_fields__
+    usual = {key: of.default for key, of in fields.items() if key.endswith(LENGTHS)}
+    return {
+        key: length
+        for key, default in usual.items()
+        if default is not None and not key.startswith("local_")
+        if default > length or key.startswith("novel_")
+    }
 
 
 def short(method: str, **settings: Any) -> dict[str, Any]:
