@@ -28,6 +28,7 @@ GPU_SETTINGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
+MADE := $(VENV)/.made
 USABLE := $(VENV)/.usable
 READY := $(VENV)/.ready
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -43,7 +44,11 @@ unexport PYTHONDONTWRITEBYTECODE
 $(USABLE): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "hyperfed needs Python >= 3.11, this is $$($(PYTHON) --version 2>&1); try make PYTHON=python3.11" >&2; exit 1; }
+	@# It is cleared, and nobody's own is to be.
+	@if [ -L $(VENV) ] || { [ -e $(VENV) ] && [ ! -e $(MADE) ] && [ ! -e $@ ]; }; then \
+	  echo "$(VENV) must be one that make has made, since it is cleared, but is not; remove it, or take make VENV=other" >&2; exit 1; fi
 	$(PYTHON) -m venv --clear $(VENV)
+	@touch $(MADE)
 	$(BIN)/python -m pip install --quiet -c constraints.txt $(TORCH_ARGS) torch
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
 	@touch $@
