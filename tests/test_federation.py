@@ -114,3 +114,14 @@ def test_masking_takes_absent_classes_out_at_minus_infinity() -> None:
     task.y[task.test[0]] = 0
     counts = cohort.ask(Client.evaluate, task.outline().initial())["test"]
     assert [counts[f"{name}_correct"].item() for name in ("masked", "zeroed")] == [0, 6]
+
+
+def test_a_servers_state_may_be_named_as_a_default_of_its_class_and_not_as_a_method() -> None:
+    class Server(federation.Server):
+        total: trees.Tree = {}
+
+    server = Server(make_task().outline(), None)
+    server.load({"total": {"sum": torch.ones(2)}})
+    assert server.state()["total"]["sum"].tolist() == [1, 1]
+    with pytest.raises(ValueError, match="must not be named as a method, came personalize"):
+        server.load({"personalize": {}})

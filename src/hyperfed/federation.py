@@ -697,7 +697,7 @@ class Server:
         Raises:
             ValueError: a part has another shape, or the name of a method.
         """
-        if methods := [name for name in saved if hasattr(type(self), name)]:
+        if methods := [name for name in saved if callable(getattr(type(self), name, None))]:
             raise ValueError(f"a server's state must not be named as a method, came {methods[0]}")
         vars(self).update(state.loaded(vars(self), saved))
 

@@ -13,6 +13,7 @@ import hyperfed
 from hyperfed.errors import UserError
 from hyperfed.federation import step
 from hyperfed.methods import METHODS
+from hyperfed.runs.capability import NO_UPDATES
 from hyperfed.runs.config import from_keys
 from hyperfed.runs.private import cohort_of
 from hyperfed.runs.run import Run
@@ -172,7 +173,7 @@ def test_a_newcomer_is_served_by_a_run_without_novel_clients_too() -> None:
     assert told["epsilon_spent"] == pytest.approx(8, rel=1e-6)
 
 
-@pytest.mark.parametrize("method", ["fedavg", "per_fedavg", "pfedhn", "pefll", "headstart", "fml"])
+@pytest.mark.parametrize("method", sorted({*METHODS} - {*NO_UPDATES}))
 def test_of_several_sizes_each_client_pays_for_the_means_that_it_is_in(method: str) -> None:
     """Those of its own size, and those of all of them: no more than where there is one size."""
     keys = {"rounds": 2, "cohort": 1.0, "evaluate_every": 2, "track": "none"}

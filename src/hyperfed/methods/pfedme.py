@@ -133,7 +133,7 @@ class Server(federation.Server):
         for size, group in clients.sizes.items():
             moved[size] = group.ask(Client.train_model, self.model[size], batches=batches)
         for size, group in clients.sizes.items():
-            mean = weighted_mean(moved[size], group.weight.sign())
+            mean = weighted_mean(moved[size], group.weight.sign(), group.ids)
             trained = parameters_of(self.outline.models[size])
             parameters, buffers = partition(self.model[size], trained)
             # Beyond the mean a variance can be below zero.

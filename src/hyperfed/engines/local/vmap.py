@@ -32,6 +32,7 @@ from hyperfed.engines.calls import (
     let_out,
     noise_of,
     perform,
+    tensors_of,
     versions,
 )
 from hyperfed.engines.local.draws import Draws, OwnError
@@ -265,15 +266,15 @@ class VmappedEngine(LoopEngine):
             # An operation without a rule is looped over: no harm here.
             warnings.filterwarnings("ignore", "There is a performance drop")
             stacked = self._stacked(kind, calls)
-            handed = stacked["payload"], stacked["memory"]
-            before = versions(*handed)
+            handed = tensors_of(stacked["payload"], stacked["memory"])
+            before = versions(handed)
             if self.graphs is None:
                 answer = together(stacked)
             else:
                 key = kind, *self._lengths(first), len(calls)
                 # A recording is of any round, and draws nothing: its draws would be those of one.
                 answer = self.graphs.run(key, stacked, together, vmap(of))
-        check_unwritten(first.step, before, versions(*handed))
+        check_unwritten(first.step, before, versions(handed))
         # What is remembered must not keep the tensors of all clients alive.
         return [
             Answer(
