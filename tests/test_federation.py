@@ -1,5 +1,7 @@
 """What the contract itself computes: a client's own evaluation."""
 
+from typing import ClassVar
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -118,7 +120,7 @@ def test_masking_takes_absent_classes_out_at_minus_infinity() -> None:
 
 def test_a_servers_state_may_be_named_as_a_default_of_its_class_and_not_as_a_method() -> None:
     class Server(federation.Server):
-        total: trees.Tree = {}
+        total: ClassVar[trees.Tree] = {}
 
     server = Server(make_task().outline(), None)
     server.load({"total": {"sum": torch.ones(2)}})

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from hyperfed.methods import METHODS
-from hyperfed.papers import origin
+from hyperfed.papers import agreement, origin
 from hyperfed.runs import config
 from hyperfed.runs.budgets import Budget, within
 from hyperfed.runs.folder import find_runs, read_run
-from hyperfed.runs.records import REHEARSAL
+from hyperfed.runs.records import REHEARSAL, deciding
 
 RESULTS = Path(__file__).parents[1] / "results"
 DOCS = RESULTS.parent / "docs"
@@ -60,6 +60,13 @@ def test_the_best_round_of_a_record_is_found_again_in_its_evaluations() -> None:
             found = within(longer, Budget("rounds", rounds))
             assert found.summary is not None
             assert found.summary["best_round"] == record.summary["best_round"], path
+
+
+def test_records_from_before_a_rehearsal_was_written_down_agree_too() -> None:
+    """Their best round was chosen by numbers that are nowhere."""
+    records = [agreement.read_run(path) for path in RUNS if "itpfl" in path.as_posix()]
+    chosen = {deciding(record.evaluations) for record in records if record.evaluations}
+    assert chosen == {"val", REHEARSAL}
 
 
 def test_what_was_served_in_another_way_says_of_which_record() -> None:

@@ -67,9 +67,12 @@ def test_reads_who_holds_what_and_what_for(tmp_path, name, labels):
 
 def test_columns_of_a_text_stand_in_any_order_beside_others(tmp_path):
     path = tmp_path / "dealt.csv"
-    path.write_text("note, split ,client\nfirst,0,0\n,2,0\n", encoding="utf-8-sig")  # as Excel
-    client, split = partition_files.read(path, LABELS[:2], 1)
-    assert (client.tolist(), split.tolist()) == ([0, 0], [0, 2])
+    for encoding in ("utf-8", "utf-8-sig"):  # as Excel
+        for names, first in (("note, split ,client", "first,0,0"), ("split,client,note", "0,0,a")):
+            second = ",2,0" if first == "first,0,0" else "2,0,"
+            path.write_text("\n".join([names, first, second, ""]), encoding=encoding)
+            client, split = partition_files.read(path, LABELS[:2], 1)
+            assert (client.tolist(), split.tolist()) == ([0, 0], [0, 2])
 
 
 def test_small_and_unsigned_integers_will_do(tmp_path):
