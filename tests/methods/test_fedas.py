@@ -144,6 +144,31 @@ def test_rounds_are_those_of_modules_and_optimisers(net: Any) -> None:
     close(ours.personal(3), net_of_3.state_dict())
 
 
+def test_bodies_weigh_by_whole_traces_whatever_these_are_divided_by_on_their_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of batches of four, of which clients have different numbers."""
+    own = ONE_STEP | {"batch_size": 4, "align_epochs": 0}
+    ours, other = (Federation("fedas", make_task(), **own) for _ in range(2))
+    client = METHODS["fedas"].Client
+    fisher, told = client.fisher_trace, list[Tensor]()
+
+    def noted(self: Any, model: Tree) -> Tensor:
+        told.append(fisher(self, model))
+        return told[-1]
+
+    cohort = other.engine.cohort([0, 1, 2], 0, training=True)
+    body, batches = other.server.body["base"], other.config.batches
+    with monkeypatch.context() as patched:
+        patched.setattr(client, "fisher_trace", noted)
+        bodies = cohort.ask(client.train_model, body, batches=batches)["body"]
+    ours.round([0, 1, 2])
+    assert len({-(-len(rows) // 4) for rows in ours.task.train[:3]}) > 1
+    weight = torch.stack(told) / torch.stack(told).sum()
+    for name, value in ours.server.body["base"].items():
+        torch.testing.assert_close(value, torch.tensordot(weight, bodies[name], 1))
+
+
 def test_the_trace_is_that_of_the_batches_of_a_pass() -> None:
     """With one example to a batch, as their order is none of ours."""
     settings = ONE_STEP | {"batch_size": 1, "local_lr": 1e-12, "align_epochs": 0}
