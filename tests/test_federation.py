@@ -8,7 +8,10 @@ from torch import Tensor, nn
 
 import hyperfed
 from hyperfed import federation, trees
+from hyperfed.engines.local.loop import LoopEngine
 from hyperfed.errors import UserError
+from hyperfed.federation import step
+from hyperfed.trees import Tree
 from probe import Client, engine_of
 from toys import CLASSES, FEATURES, logits, make_task
 
@@ -53,6 +56,22 @@ def test_outputs_beyond_the_classes_are_absent_at_every_client() -> None:
     )
     found = [counts[name].item() for name in ("correct", "masked_correct", "zeroed_correct")]
     assert found == [0, 6, 6]
+
+
+def test_a_clients_names_are_in_the_models_order() -> None:
+    """What is summed over them is the same in each process; that of a set is not."""
+
+    class Ordered(federation.Client):
+        @step
+        def in_order(self) -> Tree:
+            names = ([*self.parameters], [*self.buffers])
+            return {"right": torch.tensor(names == (trained, moving))}
+
+    net = nn.Sequential(*(nn.BatchNorm1d(FEATURES) for _ in range(8)), nn.Linear(FEATURES, CLASSES))
+    trained = [name for name, _ in net.named_parameters()]
+    moving = [name for name, _ in net.named_buffers()]
+    engine = LoopEngine(make_task(lambda: net), Ordered, None, seed=0)
+    assert engine.cohort([0], 0, training=False).ask(Ordered.in_order)["right"].all()
 
 
 class OneLogit(nn.Module):

@@ -6,7 +6,7 @@ way across. Who runs the clients (a loop, one vectorised kernel, a thousand mach
 engine's business: methods know no engine, engines know no method.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any, ClassVar, Literal, Protocol, Self, TypeAlias, TypeVar, overload
@@ -258,14 +258,14 @@ class Client:
         return Split(self._task, self._task.test[self.id])
 
     @property
-    def parameters(self) -> frozenset[str]:
-        """Names of the target's trainable entries; the rest of a model are buffers."""
-        return frozenset(trees.parameters_of(self.module))
+    def parameters(self) -> KeysView[str]:
+        """Names of the target's trainable entries, in order; the rest of a model are buffers."""
+        return trees.parameters_of(self.module).keys()
 
     @property
-    def buffers(self) -> frozenset[str]:
+    def buffers(self) -> KeysView[str]:
         """Names of the target's buffers (batch-norm statistics), none of a frozen part."""
-        return frozenset(trees.buffers_of(self.module))
+        return trees.buffers_of(self.module).keys()
 
     @property
     def device(self) -> torch.device:

@@ -242,7 +242,7 @@ class TestMutants:
         def train_model(self: fedrep.Client, body: Model) -> Model:
             first, *batches = self.batches
             own = self.personal_model(body)
-            model = fitted(self, own, [first], self.parameters.difference(self.head))
+            model = fitted(self, own, [first], self.parameters - self.head)
             model = fitted(self, model, batches, frozenset(self.head))
             self.memory["head"], body = trees.partition(model, self.head)
             return body
@@ -257,7 +257,7 @@ class TestMutants:
             *batches, last = self.batches
             own = self.personal_model(body)
             self.train_head(body, batches)
-            model = fitted(self, own, [last], self.parameters.difference(self.head))
+            model = fitted(self, own, [last], self.parameters - self.head)
             return trees.partition(model, self.head)[1]
 
         rejected(monkeypatch, train_model)

@@ -301,7 +301,7 @@ def test_mutant_of_the_proximal_term(mutant: Any, monkeypatch: Any) -> None:
         check_a_round()
 
 
-def by_examples(tree: Model, weight: Tensor) -> Model:
+def by_examples(tree: Model, weight: Tensor, *_: Any) -> Model:
     return trees.weighted_mean(tree, torch.tensor([EXAMPLES[0], EXAMPLES[2], 0.0])[: len(weight)])
 
 

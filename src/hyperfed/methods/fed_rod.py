@@ -19,7 +19,7 @@ the shares of the classes in the client's training data, and descends the person
 place. A novel client needs one pass through it, and its labels.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cached_property
 from typing import Any, Literal
 
@@ -95,10 +95,10 @@ class Client(federation.Client):
     @step
     def fit_head(self, received: Model) -> Tree:
         """Trains the personal head with the generic model frozen; replies with nothing."""
-        _, self.memory["head"] = partition(self.trained(received, frozenset()), received)
+        _, self.memory["head"] = partition(self.trained(received, ()), received)
         return {}
 
-    def trained(self, received: Model, generic: frozenset[str]) -> Model:
+    def trained(self, received: Model, generic: Collection[str]) -> Model:
         """Returns everything trained: these ``generic`` parameters, and what makes the head h."""
         personal, model = self.parts(received)
         count = self.class_counts  # before autograd looks on
@@ -121,7 +121,7 @@ class Client(federation.Client):
             objective,
             model | personal,
             self.batches,
-            trainable=generic.union(personal),
+            trainable={*generic, *personal},
             own=personal if self.config.head == "linear" else (),
             unclipped=personal,
         )

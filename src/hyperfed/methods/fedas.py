@@ -120,7 +120,7 @@ class Client(federation.Client):
 
         start = body | partition(self.own, self.head)[0]
         batches = self.draw_batches(Epochs(config.align_epochs, config.align_batch_size))
-        trainable = self.parameters.difference(self.head)
+        trainable = self.parameters - self.head
         optimizer = training.Sgd(config.align_lr)
         model = training.fit(objective, start, batches, optimizer, trainable=trainable).model
         return partition(model, body)[0]

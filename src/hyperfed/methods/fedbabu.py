@@ -83,7 +83,7 @@ class Client(federation.Client):
             self.whole(body),
             self.batches,
             self.config.local,
-            trainable=self.parameters.difference(self.head),
+            trainable=self.parameters - self.head,
         ).model
         return partition(trained, self.head)[1]
 

@@ -90,7 +90,7 @@ class Client(federation.Client):
             self.personal_model(shared),
             self.batches,
             self.config.local,
-            trainable=self.parameters.intersection(self.norm),
+            trainable=self.parameters & self.norm,
         ).model
         self.memory["norm"], _ = partition(trained, self.norm)
         return {}

@@ -139,7 +139,7 @@ class Client(federation.Client):
             model | head,
             self.batches,
             self.config.local,
-            trainable=self.parameters.difference(self.head),
+            trainable=self.parameters - self.head,
         ).model
         self.scratch["model"] = trained
         return trained

@@ -104,7 +104,7 @@ class Client(federation.Client):
             self.personal_model(body),
             batches,
             self.config.local,
-            trainable=self.parameters.difference(self.head),
+            trainable=self.parameters - self.head,
         ).model
         return partition(trained, self.head)[1]
 

@@ -73,7 +73,7 @@ class Client(federation.Client):
             self.personal_model(received),
             self.batches,
             trainable=self.parameters,
-            own=self.parameters.difference(self.head),
+            own=self.parameters - self.head,
         )
         head, self.memory["body"] = partition(trained, self.head)
         return head
@@ -86,7 +86,7 @@ class Client(federation.Client):
             self.personal_model(received),
             self.batches,
             self.config.local,
-            trainable=self.parameters.difference(self.head),
+            trainable=self.parameters - self.head,
         ).model
         _, self.memory["body"] = partition(trained, self.head)
         return {}
