@@ -23,8 +23,9 @@ from rich.table import Table
 
 from gpu_steps import INTERRUPTS, Ending, State, Step, execute
 from hyperfed.errors import UserError
-from hyperfed.runs import comparison, config
+from hyperfed.runs import config
 from hyperfed.runs.folder import find_runs, read_run
+from hyperfed.runs.remarks import percent
 from hyperfed.system.devices import describe, find_device
 from hyperfed.system.files import atomic_write
 from hyperfed.system.provenance import commit, versions
@@ -232,9 +233,9 @@ def table(steps: Mapping[str, Mapping[str, Any]]) -> Table:
             step["state"],
             f"{step['seconds']:.1f}",
             str(run.get("rounds", "–")),
-            comparison.percent(run.get("test_accuracy")),
+            percent(run.get("test_accuracy")),
             _seconds(run),
-            comparison.percent(beside.get("test_accuracy")),
+            percent(beside.get("test_accuracy")),
             _seconds(beside),
             step["said"],
         )

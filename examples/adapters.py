@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hyperfed
+from hyperfed.analysis import comparison
 from hyperfed.data import datasets
-from hyperfed.runs import comparison
 
 ROUNDS, COHORT, LOCAL_STEPS = 120, 10, 5
 """The same for every method: 1,200 visits to clients, of five steps each."""

@@ -18,7 +18,7 @@ from rich.console import Console
 from torch import nn
 
 import hyperfed
-from hyperfed.runs import comparison, paired
+from hyperfed.analysis import comparison, paired
 
 TASK: dict[str, Any] = {
     "name": "digits",

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from hyperfed.runs.comparison import Row
+from hyperfed.analysis.comparison import Row
 from hyperfed.runs.records import Evaluation, summarise
 
 

@@ -18,9 +18,10 @@ import typer
 
 import check_method
 import readme
+from hyperfed.analysis import seeds
 from hyperfed.apps import cli, training
 from hyperfed.methods import METHODS
-from hyperfed.runs import config, experiments, seeds
+from hyperfed.runs import config, experiments
 from hyperfed.runs.keys import keys_of
 
 ROOT = Path(__file__).parents[1]

@@ -18,15 +18,17 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from finished_runs import finished
+from hyperfed.analysis import comparison, differences, paired
 from hyperfed.data import roster
 from hyperfed.data.roster import Frame, Introduction, Member, Roster
 from hyperfed.engines.calls import Call
 from hyperfed.engines.flower import wire
 from hyperfed.engines.flower.wire import Request, Response, WireError
 from hyperfed.errors import UserError
-from hyperfed.runs import comparison, config, differences, paired, records, status
+from hyperfed.runs import config, records, status
 from hyperfed.runs.folder import RunFolder, read_run
 from hyperfed.runs.measures import Measure
+from hyperfed.runs.remarks import remark
 from hyperfed.system import toml
 from hyperfed.training import Steps
 from hyperfed.trees import checkpoints
@@ -199,7 +201,7 @@ def compare(folder: Path) -> None:
     comparison.tables(rows)
     paired.tables(paired.pair(runs, rows))
     differences.table(differences.differences(runs, rows))
-    comparison.remark(found.summary)
+    remark(found.summary)
 
 
 STATUS = {

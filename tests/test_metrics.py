@@ -11,9 +11,10 @@ from torch import Tensor
 
 import hyperfed
 from finished_runs import finished
+from hyperfed.analysis import comparison
 from hyperfed.errors import UserError
 from hyperfed.metrics import BINS, KINDS, METRICS, named, why_not
-from hyperfed.runs import comparison, config
+from hyperfed.runs import config
 from hyperfed.runs.measures import measure
 from hyperfed.runs.run import Run
 from toys import Normed, make_task

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from hyperfed.analysis.budgets import Budget, within
 from hyperfed.methods import METHODS
 from hyperfed.papers import agreement, origin
 from hyperfed.runs import config
-from hyperfed.runs.budgets import Budget, within
 from hyperfed.runs.folder import find_runs, read_run
 from hyperfed.runs.records import REHEARSAL, deciding
 

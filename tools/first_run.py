@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 import digits
 
 from hyperfed import Run
-from hyperfed.runs import paired
+from hyperfed.analysis import paired
 from hyperfed.runs.folder import read_run
 
 RESULTS = ROOT / "results" / "first_run"

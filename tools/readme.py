@@ -18,10 +18,10 @@ from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean
 
+from hyperfed.analysis.budgets import budget_of, within
 from hyperfed.errors import UserError
 from hyperfed.methods import METHODS
 from hyperfed.papers.agreement import read_run
-from hyperfed.runs.budgets import budget_of, within
 from hyperfed.runs.folder import RunRecord
 from hyperfed.runs.records import FinishedRun
 

@@ -131,8 +131,8 @@ def compare(*runs: "Run | str | Path") -> "DataFrame":
     """
     import pandas
 
+    from hyperfed.analysis import comparison
     from hyperfed.papers.agreement import read_runs
-    from hyperfed.runs import comparison
     from hyperfed.runs.records import FinishedRun
 
     found: list[FinishedRun] = []

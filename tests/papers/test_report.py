@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from hyperfed.analysis.statistics import Spread
 from hyperfed.apps.cli import main
 from hyperfed.papers import lines, origin, report
 from hyperfed.runs import experiments
 from hyperfed.runs.folder import RunFolder
 from hyperfed.runs.records import summarise
-from hyperfed.runs.statistics import Spread
 from made_tables import TABLE, collected, make_table, record, row, untested, written
 
 

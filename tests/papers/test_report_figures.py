@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from hyperfed.analysis.statistics import Spread
 from hyperfed.errors import UserError
 from hyperfed.papers import pages, report, svg
 from hyperfed.runs import experiments
 from hyperfed.runs.experiments import Published
-from hyperfed.runs.statistics import Spread
 from made_tables import TABLE, record, row, written
 
 

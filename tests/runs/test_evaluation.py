@@ -10,8 +10,9 @@ import hyperfed
 from hyperfed.data.own import mean_squared_error, minus_squared_error
 from hyperfed.engines.local.loop import LoopEngine
 from hyperfed.federation import Client
-from hyperfed.runs import comparison, progress
+from hyperfed.runs import progress
 from hyperfed.runs.evaluation import SUMS, Counts, all_together, chosen_by, evaluate, is_better
+from hyperfed.runs.remarks import remark
 from hyperfed.runs.run import Progress
 from hyperfed.trees import Tree
 from toys import Federation, make_quadratic_task, make_task
@@ -158,10 +159,10 @@ def test_a_summary_whose_numbers_lack_clients_says_so(monkeypatch: pytest.Monkey
     absent(monkeypatch, {number: {1} for number in range(5)})
     run = hyperfed.train("fedavg", make_task(novel=1), **KEYS)
     assert run.summary["evaluated"] == "2 of 3"
-    said = comparison.remark(run.summary)
+    said = remark(run.summary)
     assert said is not None
     assert "evaluated 2 of 3 clients: the test numbers are without the others" in said
-    assert "evaluated" not in (comparison.remark(whole.summary) or "")
+    assert "evaluated" not in (remark(whole.summary) or "")
 
 
 def test_the_best_round_is_not_one_that_the_worst_clients_missed(

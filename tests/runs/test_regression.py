@@ -16,13 +16,15 @@ from torch import Tensor, nn
 
 import hyperfed
 from finished_runs import Finished, finished
+from hyperfed.analysis import comparison, figures, page, paired, seeds, statistics
 from hyperfed.apps.cli import main
 from hyperfed.errors import UserError
 from hyperfed.metrics import METRICS, R2, RMSE, metric_of
-from hyperfed.runs import comparison, figures, page, paired, progress, seeds, statistics, trackers
+from hyperfed.runs import progress, trackers
 from hyperfed.runs.folder import read_run
 from hyperfed.runs.measures import measure, worst_decile
 from hyperfed.runs.records import as_written, summarise
+from hyperfed.runs.remarks import remark
 from hyperfed.runs.run import Run
 
 KEYS: dict[str, Any] = {"rounds": 4, "evaluate_every": 1, "cohort": 1.0}
@@ -243,10 +245,10 @@ def test_the_page_knows_which_way_is_better() -> None:
 def test_models_that_are_not_personal_are_remarked_upon(
     own: float, others: float, said: bool
 ) -> None:
-    told = comparison.remark({"metric": "rmse", "test_rmse": own, "others_rmse": others})
+    told = remark({"metric": "rmse", "test_rmse": own, "others_rmse": others})
     assert (told is not None) == said
     assert "%" not in (told or "")
-    assert comparison.remark({"metric": "rmse", "test_rmse": 2.0, "others_rmse": 1.0}) is not None
+    assert remark({"metric": "rmse", "test_rmse": 2.0, "others_rmse": 1.0}) is not None
 
 
 def test_r2_says_nothing_of_targets_that_are_alike_and_survives_a_large_mean() -> None:

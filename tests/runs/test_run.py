@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 import hyperfed
 from hyperfed import trees
+from hyperfed.analysis.budgets import Budget, within
 from hyperfed.engines import Faults
 from hyperfed.errors import LostEverybodyError, UserError
 from hyperfed.methods import METHODS, pfedhn
 from hyperfed.runs import config
-from hyperfed.runs.budgets import Budget, within
 from hyperfed.runs.records import as_written
 from hyperfed.runs.run import Run
 from toys import Normed, Stemmed, lengths, make_task, recorded

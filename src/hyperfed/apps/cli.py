@@ -17,6 +17,7 @@ import typer.core
 from typer import Argument, Option
 
 import hyperfed
+from hyperfed.analysis import seeds, tried
 from hyperfed.apps import catalogue, completion
 from hyperfed.apps import tables as papers
 from hyperfed.apps.catalogue import Kind
@@ -32,7 +33,7 @@ from hyperfed.data import partition_files, tasks
 from hyperfed.data.newcomer import read_like
 from hyperfed.errors import LostEverybodyError, UserError, one_line
 from hyperfed.metrics import named
-from hyperfed.runs import clients, config, experiments, records, seeds, tried
+from hyperfed.runs import clients, config, experiments, records
 from hyperfed.runs.export import export_model
 from hyperfed.runs.run import Run
 from hyperfed.runs.serving import Served

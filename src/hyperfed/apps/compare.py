@@ -6,10 +6,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from hyperfed.apps.printing import Json, print_json, print_tables, say
-from hyperfed.errors import UserError
-from hyperfed.papers import agreement
-from hyperfed.runs import (
+from hyperfed.analysis import (
     budgets,
     comparison,
     differences,
@@ -19,10 +16,14 @@ from hyperfed.runs import (
     seeds,
     table_file,
 )
-from hyperfed.runs.comparison import Row
+from hyperfed.analysis.comparison import Row
+from hyperfed.analysis.paired import Paired
+from hyperfed.apps.printing import Json, print_json, print_tables, say
+from hyperfed.errors import UserError
+from hyperfed.papers import agreement
 from hyperfed.runs.folder import RunRecord
-from hyperfed.runs.paired import Paired
 from hyperfed.runs.records import FinishedRun
+from hyperfed.runs.remarks import without
 from hyperfed.system.files import check_suffix
 
 
@@ -109,7 +110,7 @@ def _warn(runs: Sequence[FinishedRun], rows: Sequence[Row]) -> None:
     if not comparison.saw_the_same(rows):
         say("warning: these runs saw different data, so their numbers do not compare")
     for run, row in zip(runs, rows, strict=True):
-        if (missing := comparison.without(run.summary or {})) is not None:
+        if (missing := without(run.summary or {})) is not None:
             say(f"warning: {row.label}: {missing}")
 
 

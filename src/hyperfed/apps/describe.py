@@ -8,8 +8,8 @@ from typer import Argument
 from hyperfed.apps.printing import Json, print_json
 from hyperfed.metrics import named
 from hyperfed.runs import config
-from hyperfed.runs.comparison import megabytes
 from hyperfed.runs.description import describe as description_of
+from hyperfed.runs.remarks import megabytes
 
 
 def describe(

@@ -13,8 +13,8 @@ from hyperfed.apps.printing import Json, print_json
 from hyperfed.engines.flower.diary import LOG, Told, told_by
 from hyperfed.engines.flower.store import MODELS, models_kept
 from hyperfed.runs import status
-from hyperfed.runs.comparison import megabytes
 from hyperfed.runs.folder import RunFolder
+from hyperfed.runs.remarks import megabytes
 
 WRONG = 1
 """Exit code of what is stale or has failed."""

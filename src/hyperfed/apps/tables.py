@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
+from hyperfed.analysis.seeds import of_option
 from hyperfed.apps import completion
 from hyperfed.apps.guard import STOPPED
 from hyperfed.apps.printing import Json, print_json, print_made, say
@@ -15,7 +16,6 @@ from hyperfed.papers import computed, pages, reproduction, side_by_side
 from hyperfed.papers.report import of_papers
 from hyperfed.papers.side_by_side import Outcome
 from hyperfed.runs import experiments as tables
-from hyperfed.runs.seeds import of_option
 from hyperfed.system.devices import is_cpu
 from hyperfed.system.files import check_suffix
 

@@ -13,16 +13,18 @@ from typing import Any, NoReturn
 
 import typer
 
+from hyperfed.analysis import comparison, seeds, tried
 from hyperfed.apps.flower import submit
 from hyperfed.apps.guard import STOPPED, Tell, divide
 from hyperfed.apps.printing import print_json, print_tables, say
 from hyperfed.data import tasks
 from hyperfed.errors import EngineLostError, LostEverybodyError, UserError, one_line
 from hyperfed.methods import METHODS
-from hyperfed.runs import comparison, config, experiments, seeds, tried
+from hyperfed.runs import config, experiments
 from hyperfed.runs.folder import read_run
 from hyperfed.runs.progress import following, watch
 from hyperfed.runs.records import FinishedRun
+from hyperfed.runs.remarks import remarks
 from hyperfed.runs.run import Run
 from hyperfed.runs.settings import RunConfig
 from hyperfed.system.signals import handled
@@ -239,7 +241,7 @@ def _show(run: FinishedRun) -> None:
 
 def _say_remarks(summary: Mapping[str, Any]) -> None:
     """Says of a run that is done what its numbers do not."""
-    for remark in comparison.remarks(summary):
+    for remark in remarks(summary):
         say(remark)
 
 

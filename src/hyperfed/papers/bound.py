@@ -23,9 +23,10 @@ from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from hyperfed import trees
+from hyperfed.analysis import statistics
 from hyperfed.errors import UserError, check_positive, told
 from hyperfed.functional import apply
-from hyperfed.runs import experiments, statistics
+from hyperfed.runs import experiments
 from hyperfed.runs.settings import RunConfig
 from hyperfed.runs.trained import TrainedMethod
 from hyperfed.system.files import atomic_write

@@ -5,15 +5,16 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from hyperfed.analysis import statistics
+from hyperfed.analysis.comparison import difference
+from hyperfed.analysis.statistics import Difference, Spread
 from hyperfed.data.partitions import novel_number
 from hyperfed.papers import grids, markdown, measured
 from hyperfed.papers.measured import UNITS, Found, Measurement, Verdict
 from hyperfed.papers.svg import Dot, Series, draw_cells
-from hyperfed.runs import statistics
-from hyperfed.runs.comparison import difference, percent
 from hyperfed.runs.experiments import Experiment, Measure, Published
+from hyperfed.runs.remarks import percent
 from hyperfed.runs.settings import cohort_size
-from hyperfed.runs.statistics import Difference, Spread
 
 
 @dataclass(frozen=True)

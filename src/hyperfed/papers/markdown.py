@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from hyperfed.analysis.statistics import Spread
 from hyperfed.runs.experiments import Published
-from hyperfed.runs.statistics import Spread
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:

@@ -9,17 +9,19 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from hyperfed.analysis import comparison, statistics
+from hyperfed.analysis.statistics import Scores, Spread
 from hyperfed.errors import UserError, one_line
 from hyperfed.methods import METHODS
 from hyperfed.metrics import ACCURACY
 from hyperfed.papers import agreement, origin
 from hyperfed.papers.origin import Origin
-from hyperfed.runs import comparison, config, statistics
+from hyperfed.runs import config
 from hyperfed.runs.experiments import Experiment, Published
 from hyperfed.runs.folder import RunRecord, find_runs
 from hyperfed.runs.measures import Number
+from hyperfed.runs.remarks import lacking
 from hyperfed.runs.settings import RunConfig
-from hyperfed.runs.statistics import Scores, Spread
 from hyperfed.system.toml import literal
 
 POINTS = 1.5
@@ -353,14 +355,14 @@ def verdict(
     """
     mean = over_seeds(group, metric)
     found = _verdict(group[0], metric, mean, published, judged=judged)
-    lacking = []
+    missing = []
     for one in group:
-        why = comparison.lacking(one.summary, metric.partition("_")[0])
+        why = lacking(one.summary, metric.partition("_")[0])
         if mean is not None and one.value(metric) is None:
             why = "no number"
         if why:
-            lacking.append(f"seed {one.summary.get('seed', 0)}: {why}")
-    return Verdict(None, "; ".join([*lacking, found.why])) if lacking else found
+            missing.append(f"seed {one.summary.get('seed', 0)}: {why}")
+    return Verdict(None, "; ".join([*missing, found.why])) if missing else found
 
 
 def _verdict(

@@ -3,11 +3,12 @@
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 
+from hyperfed.analysis import paired, seeds
+from hyperfed.analysis.comparison import difference
 from hyperfed.metrics import Metric
 from hyperfed.papers.markdown import minutes, table
-from hyperfed.runs import paired, seeds
-from hyperfed.runs.comparison import difference, without
 from hyperfed.runs.folder import RunRecord
+from hyperfed.runs.remarks import without
 
 
 def compared(metric: Metric, labelled: Mapping[str, Sequence[RunRecord]]) -> str:

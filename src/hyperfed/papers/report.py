@@ -10,6 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hyperfed.analysis import comparison
 from hyperfed.errors import one_line
 from hyperfed.metrics import ACCURACY, Metric, named
 from hyperfed.papers import bound, grids, markdown, measured, owed
@@ -18,7 +19,7 @@ from hyperfed.papers.lines import Lines, budgets, figure, in_words, lines_of, ta
 from hyperfed.papers.measured import UNITS, Found, Measurement
 from hyperfed.papers.others import compared
 from hyperfed.papers.svg import Place, Series, draw_along, draw_series, to_svg
-from hyperfed.runs import comparison, learned
+from hyperfed.runs import learned
 from hyperfed.runs.experiments import Experiment
 from hyperfed.runs.folder import RunRecord
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from io import StringIO
 from typing import TYPE_CHECKING
 
+from hyperfed.analysis.statistics import Spread
 from hyperfed.runs.drawing import COLOURS, finish, look, new_figure, write
 from hyperfed.runs.experiments import Published
-from hyperfed.runs.statistics import Spread
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -25,10 +25,10 @@ from rich.progress import (
 from rich.progress import Progress as RichProgress
 
 from hyperfed.errors import UserError, one_line
-from hyperfed.runs.comparison import megabytes, remarks
 from hyperfed.runs.folder import RunFolder
 from hyperfed.runs.measures import Number
 from hyperfed.runs.records import Evaluation, Lost
+from hyperfed.runs.remarks import megabytes, remarks
 from hyperfed.runs.trackers import tracking
 from hyperfed.system.files import refused
 

@@ -8,9 +8,10 @@ import torch
 import hyperfed
 from finished_runs import Finished
 from hyperfed import trees
+from hyperfed.analysis import budgets
 from hyperfed.federation import Cohort
 from hyperfed.methods import itpfl
-from hyperfed.runs import budgets, evaluation
+from hyperfed.runs import evaluation
 from hyperfed.runs.config import to_dict
 from hyperfed.system.randomness import generator, seeded
 from hyperfed.training import UnlabelledError

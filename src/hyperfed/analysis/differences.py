@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.table import Table
 
-from hyperfed.runs.comparison import Row, grouped, settings_of
+from hyperfed.analysis.comparison import Row, grouped, settings_of
 from hyperfed.runs.records import FinishedRun
 
 NAMED = 6

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from rich.table import Table
 
+from hyperfed.analysis.statistics import Difference
 from hyperfed.data import datasets
 from hyperfed.data.division import OF_LABELLED
 from hyperfed.errors import UserError
@@ -17,14 +18,11 @@ from hyperfed.metrics import ACCURACY, METRICS, Metric, named
 from hyperfed.runs.config import flat, to_dict
 from hyperfed.runs.measures import Number
 from hyperfed.runs.records import FinishedRun, deciding
+from hyperfed.runs.remarks import megabytes
 from hyperfed.runs.settings import RunConfig
-from hyperfed.runs.statistics import Difference
 
 MOST_NAMED = 3
 """Settings by which a run is told from others, at most."""
-
-MOST_LOST = 10
-"""Clients that are named of those that took no part, at most."""
 
 CHANGE_NO_NUMBER = (
     *("engine.", "device", "checkpoint_every", "preset", "task.data_dir", "track", "metrics"),
@@ -34,9 +32,6 @@ CHANGE_NO_NUMBER = (
 
 KEPT_MOMENTUM = ("local", "fml", "pfedhn_pc")
 """Methods whose records of before ``keep_momentum`` have kept it."""
-
-PERSONAL = 0.01
-"""By which part of the metric a client's own model must be better than another client's."""
 
 
 @dataclass(frozen=True)
@@ -389,85 +384,6 @@ def canonical(nested: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def remarks(summary: Mapping[str, Any]) -> list[str]:
-    """Returns sentences on a run: :func:`remark`, whom it had nothing of, what privacy cost."""
-    return [told for of in (remark, _always_lost, _spent) if (told := of(summary)) is not None]
-
-
-def _always_lost(summary: Mapping[str, Any]) -> str | None:
-    """Returns a sentence where clients took no part in training, though they were asked."""
-    if not (names := summary.get("always_lost")):
-        return None
-    more = f" and {len(names) - MOST_LOST} more" if len(names) > MOST_LOST else ""
-    return (
-        f"lost in every round that was to have them: {', '.join(names[:MOST_LOST])}{more}; log.txt "
-        "and metrics.jsonl say why"
-    )
-
-
-def _spent(summary: Mapping[str, Any]) -> str | None:
-    """Returns a sentence on what answers cost, where they are private."""
-    if (found := summary.get("privacy")) is None:
-        return None
-    return (
-        f"private: epsilon {found['epsilon_spent']:.4g} at delta {found['delta']:g} was spent by "
-        f"the client that spent most; noise {found['noise']}"
-    )
-
-
-def remark(summary: Mapping[str, Any]) -> str | None:
-    """Returns a sentence where numbers lack clients, or all, or models are not personal, or None.
-
-    They are not where the model that is made for another client does as well on a client's data
-    (``others_accuracy``, None where a method makes no such models).
-    """
-    if (missing := without(summary)) is not None:
-        return missing
-    metric = named(summary.get("metric", ACCURACY.name))
-    if summary.get(f"test_{metric.name}", 0) is None:
-        return (
-            "no client has an example to test with, so nothing says how good the models are; set "
-            "test above 0, or let the data's split have some"
-        )
-    own, others = (summary.get(f"{which}_{metric.name}") for which in ("test", "others"))
-    if own is None or others is None:
-        return None
-    if metric.gain(own, others) >= PERSONAL * max(abs(own), abs(others)):
-        return None
-    told = f"its model is {percent(own)} % right and that of another client {percent(others)} %"
-    if metric.name != ACCURACY.name:
-        told = f"{metric.label} is {metric.told(own)}, with another's model {metric.told(others)}"
-    return (
-        f"nothing is personal: on a client's own test data {told}; clients may not differ, or more "
-        "rounds or a larger method.lr are needed"
-    )
-
-
-def without(summary: Mapping[str, Any]) -> str | None:
-    """Returns a sentence where clients are missing in a run's numbers, or None."""
-    for split in ("test", "novel"):
-        if told := lacking(summary, split):
-            return f"{told}: the {split} numbers are without the others, which metrics.jsonl names"
-    return None
-
-
-def lacking(summary: Mapping[str, Any], split: str) -> str:
-    """Returns how many clients were evaluated where that is not all; "" where it is.
-
-    Args:
-        summary: of a run.
-        split: "novel" for clients that joined afterwards; of known ones any other.
-    """
-    told = summary.get("novel_evaluated" if split == "novel" else "evaluated") or ""
-    evaluated, _, clients = told.partition(" of ")
-    return "" if evaluated == clients else f"evaluated {told} clients"
-
-
-def percent(fraction: Number) -> str:
-    """Returns a fraction in per cent, without the sign, or a dash where there is none."""
-    return ACCURACY.shown(fraction)
-
-
 def difference(
     found: Difference | None, metric: Metric = ACCURACY, seeds: int | None = None
 ) -> str:
@@ -489,8 +405,3 @@ def difference(
     if seeds is None or found.seeds == seeds:
         return told
     return f"{told}, {found.seeds} seed{'s' * (found.seeds > 1)}"
-
-
-def megabytes(count: float) -> str:
-    """Returns bytes in MB (1e6), of less than 0.1 in thousandths."""
-    return f"{count / 1e6:.{3 if 0 < count < 1e5 else 1}f}"

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from finished_runs import row
+from hyperfed.analysis.tried import best, points, source
 from hyperfed.errors import UserError
 from hyperfed.metrics import RMSE
 from hyperfed.runs.experiments import MOST_SEEDS
-from hyperfed.runs.tried import best, points, source
 
 RATE = "method.local_lr"
 LOW, MIDDLE, HIGH = ((f"{RATE}={rate}",) for rate in ("1e-3", "0.01", "0.1"))

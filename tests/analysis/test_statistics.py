@@ -7,9 +7,7 @@ from types import SimpleNamespace
 import pytest
 from scipy import stats
 
-from hyperfed.metrics import ACCURACY, RMSE, named
-from hyperfed.runs.records import summarise
-from hyperfed.runs.statistics import (
+from hyperfed.analysis.statistics import (
     Difference,
     Scores,
     best,
@@ -18,6 +16,8 @@ from hyperfed.runs.statistics import (
     scores,
     spread,
 )
+from hyperfed.metrics import ACCURACY, RMSE, named
+from hyperfed.runs.records import summarise
 
 
 def test_the_spread_over_seeds_is_the_sample_deviation() -> None:

@@ -8,11 +8,11 @@ import pytest
 from rich.console import Console
 
 from finished_runs import finished, row
+from hyperfed.analysis.comparison import compare
+from hyperfed.analysis.seeds import asked_for, of_option, over_seeds, tables
 from hyperfed.errors import UserError
 from hyperfed.metrics import RMSE
-from hyperfed.runs.comparison import compare
 from hyperfed.runs.config import load
-from hyperfed.runs.seeds import asked_for, of_option, over_seeds, tables
 
 
 def test_a_range_is_a_run_for_each_seed_and_anything_else_one_run():

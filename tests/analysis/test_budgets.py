@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from finished_runs import Finished, evaluation, finished
+from hyperfed.analysis.budgets import Budget, budget_of, within
+from hyperfed.analysis.comparison import compare
 from hyperfed.errors import UserError
 from hyperfed.metrics import RMSE
-from hyperfed.runs.budgets import Budget, budget_of, within
-from hyperfed.runs.comparison import compare
 from hyperfed.runs.config import from_keys
 from hyperfed.runs.records import REHEARSAL, Evaluation, Lost, summarise
 

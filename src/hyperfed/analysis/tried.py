@@ -6,9 +6,9 @@ from itertools import product
 from math import prod
 from statistics import fmean
 
+from hyperfed.analysis.comparison import Row
 from hyperfed.errors import UserError
 from hyperfed.runs import config, experiments
-from hyperfed.runs.comparison import Row
 from hyperfed.runs.experiments import MOST_SEEDS
 
 Point = tuple[str, ...]

@@ -6,9 +6,9 @@ import pandas
 import pytest
 
 from finished_runs import row
+from hyperfed.analysis.table_file import write_table
 from hyperfed.errors import UserError
 from hyperfed.metrics import RMSE
-from hyperfed.runs.table_file import write_table
 
 
 def test_csv_has_a_line_for_each_run_with_all_numbers_unrounded(tmp_path):

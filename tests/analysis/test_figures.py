@@ -8,11 +8,11 @@ import pytest
 from matplotlib.figure import Figure
 
 from finished_runs import Finished, finished
+from hyperfed.analysis.comparison import compare
+from hyperfed.analysis.differences import differences, table
+from hyperfed.analysis.figures import TOGETHER, curve, draw_accuracy
+from hyperfed.analysis.page import content, write_page
 from hyperfed.errors import UserError
-from hyperfed.runs.comparison import compare
-from hyperfed.runs.differences import differences, table
-from hyperfed.runs.figures import TOGETHER, curve, draw_accuracy
-from hyperfed.runs.page import content, write_page
 
 
 def moved(run: Finished, cohort: float = 2) -> Finished:

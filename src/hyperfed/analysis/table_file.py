@@ -5,8 +5,9 @@ from pathlib import Path
 
 from pandas import DataFrame
 
-from hyperfed.runs.comparison import Row, megabytes, metric_of
-from hyperfed.runs.seeds import over_seeds
+from hyperfed.analysis.comparison import Row, metric_of
+from hyperfed.analysis.seeds import over_seeds
+from hyperfed.runs.remarks import megabytes
 from hyperfed.system.files import atomic_write, check_suffix
 
 SUFFIXES = (".csv", ".tex")

@@ -8,12 +8,13 @@ from typing import Any
 
 from rich.table import Table
 
+from hyperfed.analysis.comparison import KEYS, Row, grouped, new_table
+from hyperfed.analysis.statistics import Spread, by_seed, spread
 from hyperfed.errors import UserError
 from hyperfed.metrics import Metric
-from hyperfed.runs.comparison import KEYS, Row, grouped, megabytes, new_table
 from hyperfed.runs.experiments import MOST_SEEDS
 from hyperfed.runs.measures import Number
-from hyperfed.runs.statistics import Spread, by_seed, spread
+from hyperfed.runs.remarks import megabytes
 
 RANGE = re.compile(r"\s*(\d{1,18})\.\.(\d{1,18})\s*")
 

@@ -12,23 +12,14 @@ from rich.console import Console
 from scipy import stats
 
 from finished_runs import Finished, evaluation, finished
+from hyperfed.analysis import paired
+from hyperfed.analysis.comparison import compare, difference, groups, saw_the_same, table
+from hyperfed.analysis.figures import draw_accuracy
+from hyperfed.analysis.statistics import Difference
 from hyperfed.errors import UserError
 from hyperfed.metrics import ACCURACY
-from hyperfed.runs import paired
-from hyperfed.runs.comparison import (
-    compare,
-    difference,
-    groups,
-    megabytes,
-    percent,
-    remark,
-    remarks,
-    saw_the_same,
-    table,
-)
-from hyperfed.runs.figures import draw_accuracy
 from hyperfed.runs.records import REHEARSAL
-from hyperfed.runs.statistics import Difference
+from hyperfed.runs.remarks import megabytes, percent, remark, remarks
 
 
 def test_rows_are_the_summaries_in_order():

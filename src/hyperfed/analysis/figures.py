@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from hyperfed.analysis.budgets import AXES, axis_of
+from hyperfed.analysis.comparison import Row, compare, metric_of
 from hyperfed.errors import UserError
 from hyperfed.metrics import Metric
-from hyperfed.runs.budgets import AXES, axis_of
-from hyperfed.runs.comparison import Row, compare, metric_of
 from hyperfed.runs.drawing import COLOURS, check_format, look, new_figure, save
 from hyperfed.runs.records import FinishedRun
 

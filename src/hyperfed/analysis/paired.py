@@ -8,10 +8,8 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from hyperfed.errors import UserError
-from hyperfed.metrics import Metric
-from hyperfed.runs import statistics
-from hyperfed.runs.comparison import (
+from hyperfed.analysis import statistics
+from hyperfed.analysis.comparison import (
     Row,
     compare,
     difference,
@@ -19,12 +17,14 @@ from hyperfed.runs.comparison import (
     metric_of,
     most_alike,
     new_table,
-    percent,
 )
+from hyperfed.analysis.statistics import Difference, Scores
+from hyperfed.errors import UserError
+from hyperfed.metrics import Metric
 from hyperfed.runs.drawing import COLOURS, MARKERS, check_format, finish, new_figure, save
 from hyperfed.runs.measures import Number
 from hyperfed.runs.records import FinishedRun
-from hyperfed.runs.statistics import Difference, Scores
+from hyperfed.runs.remarks import percent
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,8 @@ class Paired:
         metric: by which both are judged.
         seeds: of how many seeds there are runs.
         best: the label of the run that does best on these test data, of one method's settings on
-            validation data (:func:`hyperfed.runs.statistics.best`); None where no other saw any.
+            validation data (:func:`hyperfed.analysis.statistics.best`); None where no other saw
+            any.
         to_best: what clients gain over that one; None for itself.
         novel_to_best: what clients that joined afterwards gain over it; None where there are none.
         over_local: what they gain over training alone; None where no run of ``local`` saw the same.
@@ -98,7 +99,7 @@ def pair(runs: Sequence[FinishedRun], rows: Sequence[Row]) -> list[Paired]:
 
     Args:
         runs: finished.
-        rows: of :func:`hyperfed.runs.comparison.compare`, one for each.
+        rows: of :func:`hyperfed.analysis.comparison.compare`, one for each.
     """
     return _pair([_of_rows(row.label, [run], [row]) for run, row in zip(runs, rows, strict=True)])
 

@@ -6,13 +6,14 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from hyperfed.analysis.budgets import AXES
+from hyperfed.analysis.comparison import TESTED, compare, metric_of, saw_the_same
+from hyperfed.analysis.differences import differences
+from hyperfed.analysis.figures import curve, of_clients
 from hyperfed.metrics import Metric, named
-from hyperfed.runs.budgets import AXES
-from hyperfed.runs.comparison import TESTED, compare, metric_of, saw_the_same, without
-from hyperfed.runs.differences import differences
-from hyperfed.runs.figures import curve, of_clients
 from hyperfed.runs.measures import Number
 from hyperfed.runs.records import FinishedRun
+from hyperfed.runs.remarks import without
 from hyperfed.system.files import atomic_write
 
 

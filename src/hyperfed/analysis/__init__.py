@@ -1,0 +1,1 @@
+"""Finished runs side by side: tables, statistics, pairs of methods, figures, a page."""
