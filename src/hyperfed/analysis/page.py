@@ -1,4 +1,4 @@
-"""Finished runs on one page for a browser, which loads nothing else (``comparison.html``)."""
+"""Finished runs on one page for a browser, which loads nothing else (``page.html``)."""
 
 import json
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ def write_page(runs: Sequence[FinishedRun], path: Path, axis: str = "rounds") ->
         UserError: a run is not done or has no test examples, several metrics, no such axis, or the
             disk refuses.
     """
-    template = (files("hyperfed.runs") / "comparison.html").read_text(encoding="utf-8")
+    template = (files("hyperfed.analysis") / "page.html").read_text(encoding="utf-8")
     text = json.dumps(content(runs, axis), allow_nan=False)
     # In a script of a page only "<" can mean anything but itself.
     atomic_write(path, template.replace("@DATA@", text.replace("<", "\\u003c")).encode())
