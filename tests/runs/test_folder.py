@@ -15,6 +15,7 @@ from hyperfed.errors import UserError
 from hyperfed.methods import fedper
 from hyperfed.runs import config
 from hyperfed.runs.folder import RunFolder
+from hyperfed.runs.records import Evaluation
 from hyperfed.runs.run import Run
 from hyperfed.system.locks import Lock
 from hyperfed.trees import Tree
@@ -73,6 +74,68 @@ def test_a_run_writes_through_no_link(name: str, tmp_path: Path) -> None:
         Run.resume(folder.path, make_task())
     assert [file.read_bytes() for file in files] == before
     assert Run.open(folder.path, make_task()).round == 2  # who reads it writes nothing
+
+
+def test_who_opened_a_run_that_was_killed_spoils_no_record_by_training_it(tmp_path: Path) -> None:
+    folder = stopped(tmp_path, 3)  # the checkpoint is of round 2
+    before = folder.metrics.read_bytes()
+    for left in (before, before[:-9]):  # as of a kill within a line
+        folder.metrics.write_bytes(left)
+        with pytest.raises(UserError, match=r"must end where .*, round 2, but has more.* resume"):
+            list(Run.open(folder.path, make_task()).train())
+        assert folder.metrics.read_bytes() == left
+    assert hyperfed.resume(folder.path, make_task()).done
+    Run.open(folder.path, make_task())
+
+
+def test_who_left_a_run_to_another_process_spoils_no_record(tmp_path: Path) -> None:
+    run = Run.start(config.from_keys("fedper", KEYS), tmp_path, make_task())
+    assert run.folder is not None
+    training = run.train()
+    next(training)
+    training.close()
+    next(training := run.train())  # nobody was there meanwhile
+    training.close()
+    hyperfed.resume(run.folder.path, make_task())
+    with pytest.raises(UserError, match="of a process that was killed or that went on"):
+        list(run.train())
+    assert Run.open(run.folder.path, make_task()).summary["rounds"] == 6
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_of_a_run_that_is_done_nothing_remains_to_be_trained(opened: bool, tmp_path: Path) -> None:
+    task = make_task(novel=1)
+    run = Run.start(config.from_keys("fedper", KEYS), tmp_path, task)
+    list(run.train())
+    assert run.folder is not None
+    before = run.folder.metrics.read_bytes()
+    again = Run.open(run.folder.path, task) if opened else run
+    assert list(again.train()) == []
+    assert run.folder.metrics.read_bytes() == before
+    assert sum(e.split == "novel" for e in again.evaluations) == 1
+
+
+def test_a_round_that_was_broken_off_is_not_gone_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has changed of the server nobody knows, nor what is recorded of its evaluation."""
+    run = Run.start(config.from_keys("fedper", KEYS), tmp_path, make_task())
+    assert run.folder is not None
+    training, append = run.train(), RunFolder.append
+
+    def interrupted(self: RunFolder, evaluation: Evaluation) -> None:
+        append(self, evaluation)
+        if evaluation.round == 2:
+            raise KeyboardInterrupt
+
+    next(training)
+    monkeypatch.setattr(RunFolder, "append", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(training)
+    monkeypatch.setattr(RunFolder, "append", append)
+    with pytest.raises(UserError, match=r"its latest was broken off; .* hyperfed\.resume"):
+        list(run.train())
+    assert hyperfed.resume(run.folder.path, make_task()).done
 
 
 def test_who_cannot_resume_leaves_the_folder_to_others(tmp_path: Path) -> None:

@@ -185,8 +185,28 @@ class RunFolder:
         Raises:
             UserError: the metrics are damaged, or the disk refuses.
         """
+        atomic_write(self.metrics, self._as_of(round))
+
+    def check_as_of(self, round: int) -> None:
+        """Finds out whether there is nothing that :meth:`truncate_after` would drop.
+
+        Raises:
+            UserError: there is, or the metrics are damaged.
+        """
+        if self._metrics() != self._as_of(round):
+            raise UserError(
+                f"{self.metrics} must end where a run is that is to be trained on, round {round}, "
+                "but has more, of a process that was killed or that went on; use hyperfed resume "
+                f"{self.path}, or hyperfed.resume(FOLDER)"
+            )
+
+    def _as_of(self, round: int) -> bytes:
+        """Returns the metrics of a run that has come to the end of a round."""
         kept = [e for e in self.evaluations() if e.round <= round and e.split != "novel"]
-        atomic_write(self.metrics, b"".join(map(as_line, kept)))
+        return b"".join(map(as_line, kept))
+
+    def _metrics(self) -> bytes:
+        return _read(self.metrics) if self.metrics.exists() else b""
 
     def evaluations(self) -> list[Evaluation]:
         """Returns the metrics so far, without a last line that a kill cut short.
@@ -194,7 +214,7 @@ class RunFolder:
         Raises:
             UserError: the metrics are damaged.
         """
-        whole = _read(self.metrics).rpartition(b"\n")[0] if self.metrics.exists() else b""
+        whole = self._metrics().rpartition(b"\n")[0]
         found: list[Evaluation] = []
         first: dict[tuple[int, str], Evaluation] = {}
         for number, line in enumerate(whole.splitlines(), start=1):

@@ -100,6 +100,7 @@ class Run(Served):
         self.summary: dict[str, Any] = {}
         self._newest_is_whole = True  # of the checkpoints on disk
         self._stop = False
+        self._within = False  # a round, or what follows the last one
         self._saved = monotonic()  # the latest checkpoint
         self._lock: Lock | None = None
         self._rounds = Rounds(self, self._charged)
@@ -140,6 +141,7 @@ class Run(Served):
 
         Where the latest cannot be gone on from, a run that is not done is opened as of the one
         before, which the log says. Where its device is not here, clients are served on the CPU.
+        One that was killed is trained on by :meth:`resume` alone.
 
         Raises:
             UserError: not a run's folder, a damaged or foreign checkpoint, or other data.
@@ -280,13 +282,21 @@ class Run(Served):
     def train(self) -> Iterator[Progress]:
         """Runs the remaining rounds and yields after each; ends early after :meth:`stop`.
 
-        The last round is followed by the summary.
+        The last round is followed by the summary; of a run that has one nothing remains.
 
         Raises:
-            UserError: another process trains in the run's folder.
+            UserError: another process trains in the run's folder; or a round was broken off, or the
+                folder has later records than this run, which goes on by :meth:`resume` then.
         """
+        if self._within:
+            raise UserError(
+                "a run must go on from the end of a round, but its latest was broken off; go on "
+                "from its checkpoint with hyperfed.resume(FOLDER), or train a new one"
+            )
+        if self.summary:
+            return
         if self.folder is not None and self._lock is None:
-            self._lock = Lock(self.folder.path)
+            self._take(self.folder)
         self._reporter.begin(self.folder)
         self._saved = monotonic()
         try:
@@ -302,6 +312,15 @@ class Run(Served):
         finally:
             self._unlock()
 
+    def _take(self, folder: RunFolder) -> None:
+        """Keeps others from the run's folder, which must be as the run left it."""
+        self._lock = Lock(folder.path)
+        try:
+            folder.check_as_of(self.round)
+        except UserError:
+            self._unlock()
+            raise
+
     def close(self) -> None:
         """Gives back the engine's threads, actors and connections, and the run's folder."""
         self._unlock()
@@ -314,6 +333,7 @@ class Run(Served):
 
     def _train(self) -> Iterator[Progress]:
         while not self._over():
+            self._within = True
             self._reporter.tell("training")
             with self._computing():
                 self._one_round()
@@ -325,11 +345,14 @@ class Run(Served):
             self._unproven &= not now  # it has asked all known clients
             if self._is_to_be_saved():
                 self._checkpoint()
+            self._within = False
             yield Progress(self.round, self.config.rounds, self._rounds.tally.news(), evaluation)
         if self.done:
+            self._within = True
             self._reporter.tell("evaluating")
             with self._computing():
                 self._finish()
+            self._within = False
         elif self._stop:
             self._checkpoint()
 
