@@ -38,6 +38,7 @@ def counts(*correct: float | None, of: int = 10) -> Counts:
     [
         (counts(6, 6), counts(5, 6), True),
         (counts(5, 6), counts(5, 6), False),
+        (counts(14, 1, of=25), counts(15, 0, of=25), False),  # 14 / 25 * 25 is not quite 14
         (counts(None, 9), counts(1, 9), False),  # on both it is as good
         (counts(None, 9), counts(9, 8), True),
         (counts(9, None), counts(None, 1), False),  # nobody was there both times

@@ -22,7 +22,7 @@ from hyperfed.engines import Engine, EngineCohort
 from hyperfed.engines.replies import UNUSABLE
 from hyperfed.errors import UserError, one_line
 from hyperfed.federation import AllLostError, Client, Each, Server
-from hyperfed.runs.measures import Number, weighted_mean
+from hyperfed.runs.measures import Number, finite
 from hyperfed.system.devices import CPU
 from hyperfed.system.randomness import generator
 from hyperfed.task import accuracy
@@ -363,9 +363,9 @@ def _mean(found: Tree, whose: Tensor, hostile: float | None) -> Number:
     held = (whose & (found["count"] > 0)).nonzero().flatten().tolist()
     count = [int(found["count"][place]) for place in held]
     correct = [float(found["correct"][place]) for place in held]
+    if hostile is None:  # of sums: shares that are weighted again would part ties by their rounding
+        return finite(sum(correct) / sum(count)) if held else None
     scores = [c / n for c, n in zip(correct, count, strict=True)]
-    if hostile is None:
-        return weighted_mean(scores, count)
     cut = Rule(hostile=hostile).borne(len(scores))
     return fmean(sorted(scores)[cut : len(scores) - cut]) if scores else None
 
