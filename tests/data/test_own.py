@@ -301,6 +301,10 @@ def test_outputs_must_suit_the_usual_loss_and_the_usual_score(functions, instead
         ({"classes": 10**9}, "above 0, 1000000 at most, got 1000000000"),
         ({"y": np.stack([Y, Y - 1], 1)}, r"labels must lie in 0..2, got -1 at index 0 .34 such."),
         (
+            {"y": np.where(Y[:, None] == 1, -100, np.stack([Y, Y], 1))},
+            r"each row of y must have a label that counts, got -100 alone at index 1 .33 such.",
+        ),
+        (
             {"y": ["a", np.nan, "b", np.nan] * 25},
             "y must have a label in every row, got none in 50 rows, the first at index 1",
         ),

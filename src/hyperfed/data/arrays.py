@@ -83,7 +83,8 @@ def targets(
         y: NumPy array or tensor of integers (labels) or floats (regression).
         classes: number of labels; largest label + 1 where None.
         problems: what must hold and does not is appended here.
-        tokens: labels may be those of tokens, (N, T), of which IGNORED counts for nothing.
+        tokens: labels may be those of tokens, (N, T), of which IGNORED counts for nothing; an
+            example of these alone has no loss, and would count as wrong.
     """
     y = to_tensor(y, "y")
     several = y.ndim == 2 and y.shape[1] != 1  # one each is a column that nobody flattened
@@ -122,6 +123,11 @@ def targets(
             f"labels must lie in 0..{limit - 1}, got {found} at index {first} "
             f"({int(wrong.sum())} such); number them from 0{more}"
             + (", and leave out rows that have none" if found < 0 else "")
+        )
+    if of_tokens and (nothing := (y == IGNORED).all(dim=1)).any():
+        problems.append(
+            f"each row of y must have a label that counts, got {IGNORED} alone at index "
+            f"{int(nothing.nonzero()[0])} ({int(nothing.sum())} such); leave out such rows"
         )
     return y, limit
 

@@ -57,7 +57,7 @@ def from_arrays(
             model's precision; or integer tokens (N, ...).
         y: (N,) integer labels from 0; words, which are numbered in their order; or floats for
             regression; or (N, T) integer labels of every token, for a model that gives
-            (B, T, classes): -100 counts for nothing.
+            (B, T, classes): -100 counts for nothing, and no row may be of it alone.
         client: (N,) who holds each example: ids of any hashable type. Clients are numbered in the
             order of their first appearance; a client's name is its id as text.
         model: target network, or a function that makes one (called with seeded initialisation), or
