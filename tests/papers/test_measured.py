@@ -13,7 +13,7 @@ from hyperfed.papers.measured import UNITS
 from hyperfed.runs import config
 from hyperfed.runs.experiments import Published
 from hyperfed.runs.folder import RunFolder
-from hyperfed.runs.records import Lost, summarise
+from hyperfed.runs.records import REHEARSAL, Lost, summarise
 from made_tables import TABLE, collected, make_table, record, row, written
 
 
@@ -207,6 +207,23 @@ def test_clients_that_a_metric_is_about_are_those_of_its_split_and_size(folder: 
     assert measured.plain("novel_zeroed_accuracy") == "novel_accuracy"
     assert measured.plain("test_zeroed_accuracy") == "test_accuracy"
     assert one.value("novel_accuracy") == 90
+
+
+def test_clients_of_validation_data_are_those_of_a_rehearsal_where_there_is_one(
+    folder: Path,
+) -> None:
+    """As the number of the summary is that their mean stands beside."""
+    path = record(folder, "fedavg", 0, [1, 2, 3, 4])
+    for split, right in (("val", [5, 5, 5, 5]), (REHEARSAL, [2, 3, 2, 3])):
+        of_split = summarise(
+            round=4, split=split, clients=range(4), count=[10] * 4, correct=right, loss=[1.0] * 4,
+            masked_correct=right, zeroed_correct=right, bytes_down=0, bytes_up=0, seconds=0.0,
+        )  # fmt: skip
+        RunFolder(path).append(of_split)
+        ((one,),) = collected(folder)[0].values()
+        expected = {client: of / 10 for client, of in enumerate(right)}
+        assert one.scores("val_accuracy").clients == expected
+        assert one.scores("val_zeroed_accuracy").clients == expected
 
 
 def edited(path: Path, missed: int = 0, **summary: Any) -> None:

@@ -20,6 +20,7 @@ from hyperfed.runs import config
 from hyperfed.runs.experiments import Experiment, Published
 from hyperfed.runs.folder import RunRecord, find_runs
 from hyperfed.runs.measures import Number
+from hyperfed.runs.records import deciding
 from hyperfed.runs.remarks import lacking
 from hyperfed.runs.settings import RunConfig
 from hyperfed.system.toml import literal
@@ -105,11 +106,14 @@ class Measurement:
     def scores(self, metric: str) -> Scores:
         """Returns the accuracy of each client that the metric is about.
 
-        Of before it was told by client with the logits of other classes at zero there is none.
+        Of validation data that is the one by which the best round was chosen, of a rehearsal where
+        the run has one. Of before it was told by client with the logits of other classes at zero
+        there is none.
         """
-        split = metric.partition("_")[0]
+        split, record = metric.partition("_")[0], self.record
         split = split if split in SPLITS else "test"
-        record = self.record
+        if split == "val":
+            split = deciding(record.evaluations)
         for name in ("client_masked_accuracy", "client_zeroed_accuracy"):
             if metric.endswith(name.removeprefix("client")):
                 told = [getattr(e, name) or (None,) * len(e.clients) for e in record.evaluations]
