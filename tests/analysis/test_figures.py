@@ -95,7 +95,10 @@ def test_the_page_says_whose_numbers_lack_clients():
 
 
 def test_the_page_has_everything_in_it_and_loads_nothing(tmp_path):
-    runs = [moved(finished("local", test_accuracy=0.8525)), moved(finished("pfedhn"), 1)]
+    runs = [
+        moved(finished("local", test_accuracy=0.8525, bytes_up=36_156)),
+        moved(finished("pfedhn"), 1),
+    ]
     runs[0].config["method"]["note"] = runs[1].config["method"]["note"] = "</script>"
     runs[1].config["method"]["note"] = "<b>"
     path = tmp_path / "page.html"
@@ -109,6 +112,7 @@ def test_the_page_has_everything_in_it_and_loads_nothing(tmp_path):
     local = found["runs"][0]
     assert local["shown"]["test"] == "85.2"
     assert local["shown"]["novel"] == "–"
+    assert (local["shown"]["bytes_down"], local["shown"]["bytes_up"]) == ("1.5", "0.036")
     assert local["curves"]["client-visits"] == [[20, 75.0], [40, 60.0]]
     assert local["clients"] == [50.0, 100.0]
     assert local["best_point"] == 0

@@ -13,7 +13,7 @@ from hyperfed.analysis.figures import curve, of_clients
 from hyperfed.metrics import Metric, named
 from hyperfed.runs.measures import Number
 from hyperfed.runs.records import FinishedRun
-from hyperfed.runs.remarks import without
+from hyperfed.runs.remarks import megabytes, without
 from hyperfed.system.files import atomic_write
 
 
@@ -46,6 +46,7 @@ def content(runs: Sequence[FinishedRun], axis: str = "rounds") -> dict[str, Any]
         curves = {name: curve(run, row, name) for name in (axis, *AXES)}
         rounds = [place for place, _ in curves["rounds"]]
         texts = {name: metric.shown(getattr(row, name)) for name in TESTED}
+        texts |= {name: megabytes(getattr(row, name)) for name in ("bytes_down", "bytes_up")}
         numbers: dict[str, Number] = {}
         for other in others:
             pair = row.more.get(other.name, (None, None))
