@@ -1,5 +1,6 @@
 """What is served is what was best, by the run's own settings, and serving leaves no trace."""
 
+import pickle
 from functools import partial
 from typing import Any
 
@@ -68,11 +69,14 @@ def test_a_server_that_changes_while_it_serves_does_not_change_the_best_round() 
 
 def test_who_serves_otherwise_has_what_training_sent() -> None:
     run = overfitted("fedavg", seed=1)
+    run._earlier = 1000.0  # as of a run that was resumed
     tuned = run.served_otherwise(["serve.finetune_steps=2"])
     assert (tuned.round, tuned.bytes) == (5, run.bytes)
     recorded = tuned.evaluate_novel()
     assert (recorded.bytes_down, recorded.bytes_up) == (run.bytes["down"], run.bytes["up"])
     assert recorded.bytes_up > 0
+    assert run.seconds > recorded.seconds > 1000
+    assert pickle.loads(pickle.dumps(tuned)).evaluate_novel().seconds > recorded.seconds
 
 
 def test_of_equally_good_rounds_the_first_is_the_best() -> None:

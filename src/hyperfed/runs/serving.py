@@ -59,7 +59,7 @@ class Served(TrainedMethod):
         What clients have let out goes with it, so that a copy knows what of the budget is spent.
         """
         held = ("_best", "round", "_bytes", "_newcomers", "_trained_on")
-        state = {name: getattr(self, name) for name in held}
+        state = {name: getattr(self, name) for name in held} | {"_earlier": self.seconds}
         return _from_pickle, (self.config, self.task, state, self.engine.released)
 
     @cached_property
@@ -349,6 +349,7 @@ class Served(TrainedMethod):
         """Has another serve clients with what was trained here."""
         other.round, other._best, other._bytes = self.round, self.best, dict(self._bytes)
         other._unproven, other._trained_on = self._unproven, self._trained_on
+        other._earlier, other._start = self._earlier, self._start
 
 
 def _from_pickle(
