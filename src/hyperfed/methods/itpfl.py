@@ -219,7 +219,7 @@ class Client(federation.Client):
             trainable=parameters_of(network),
         ).model
 
-    @step
+    @step(bounded="reply")
     def describe_batch(self, encoder: Model) -> Tree:
         """Returns {"descriptor": (l,)} of one batch of inputs, which it holds for the next step."""
         (batch,) = self.batches

@@ -69,11 +69,14 @@ def log(folder: Path) -> list[dict[str, Any]]:
 HONEST = Steps(20, 8)
 
 
-@pytest.mark.parametrize("method", [fedavg, pefll, fedrep, fedas, fedala], ids=lambda m: m.__name__)
+@pytest.mark.parametrize(
+    "method", [fedavg, pefll, fedrep, fedas, fedala, itpfl], ids=lambda m: m.__name__
+)
 def test_an_honest_run_has_the_numbers_of_one_without_a_policy(method: Any, tmp_path: Path) -> None:
     """Bounds of what an update is made of are none of what else a method asks for."""
     task, name = make_task(examples=(12, 20)), method.__name__.rpartition(".")[2]
     given: dict[str, Any] = {"local_steps": 20, "batch_size": 12, "local_lr": 0.1}
+    given |= {"encoder": "end_to_end"} if method is itpfl else {}  # which describes batches, too
     settings, bounds = method.Config(**given), {"local_steps": (20, 20), "batch_size": (12, 12)}
     sites = {
         node: Site(
@@ -144,6 +147,14 @@ def bounded(**bounds: tuple[int, int]) -> Callable[[Site, Any], Any]:
     return ask
 
 
+def stepping(site: Site, method: Any, steps: int = 1) -> Tree | Exception:
+    """Asks for fewer steps than the run's settings say, of a client that answers with a body."""
+    name = method.__name__.rpartition(".")[2]
+    bounds = {"methods": (name,), "settings": {"local_steps": (10, 1000)}}
+    own = site_in(site.state, method, method.Config(), **bounds)
+    return asked(own, model=BODY, batches=Steps(steps, 12))
+
+
 def passing(
     site: Site, passes: int, asked_for: int = 0, size: int = 12, **bounds: tuple[int, int]
 ) -> Tree | Exception:
@@ -190,11 +201,12 @@ DEPARTURES: dict[str, tuple[Callable[[Site], Any], str]] = {
     "a loop of a method's own without end": (mixing, "a step must be on 1000 examples at most"),
     "fewer steps than its settings say": (
         lambda site: bounded(local_steps=(10, 1000))(site, Steps(1, 12)),
-        "local_steps must be 10 to 1000 here, came 1",
+        "trained on the batches that the settings say, Steps(count=50, size=64), which are bounded "
+        "here, came Steps(count=1, size=12)",
     ),
     "a pass in their place": (
         lambda site: bounded(local_steps=(10, 1000))(site, Epochs(1, 12)),
-        "local_steps must be 10 to 1000 here, came 1",
+        "which are bounded here, came Epochs(count=1, size=12)",
     ),
     "a pass as its settings say": (
         lambda site: passing(site, 1, local_steps=(10, 1000)),
@@ -202,15 +214,23 @@ DEPARTURES: dict[str, tuple[Callable[[Site], Any], str]] = {
     ),
     "more passes": (
         lambda site: passing(site, 3, asked_for=9, local_epochs=(1, 5)),
-        "local_epochs must be 1 to 5 here, came 9",
+        "which are bounded here, came Epochs(count=9, size=12)",
     ),
     "more steps": (
         lambda site: bounded(local_steps=(10, 1000))(site, Steps(1001, 12)),
-        "local_steps must be 10 to 1000 here, came 1001",
+        "which are bounded here, came Steps(count=1001, size=12)",
     ),
     "smaller batches": (
         lambda site: bounded(batch_size=(12, 64))(site, Steps(20, 11)),
-        "batch_size must be 12 to 64 here, came 11",
+        "which are bounded here, came Steps(count=20, size=11)",
+    ),
+    "fewer steps of a reply that is like nothing": (
+        lambda site: stepping(site, fedas),
+        "which are bounded here, came Steps(count=1, size=12)",
+    ),
+    "fewer steps of the body, after those of the head": (
+        lambda site: stepping(site, fedrep, 51),
+        "that the settings say, Steps(count=100, size=64), which are bounded here, came",
     ),
     "losses of few validation examples": (
         lambda site: weighing(site, smallest_evaluation=len(TASK.val[0]) + 1),

@@ -114,15 +114,19 @@ class Gate:
         self._check_private(call, task)
         return Admitted(call, begin, self._allowed(call, name, task, begin.scratch), covered)
 
-    def leaving(self, reply: Tree | Exception, admitted: Admitted) -> tuple[Tree | Exception, Tree]:
+    def leaving(
+        self, reply: Tree | Exception, admitted: Admitted, task: Task
+    ) -> tuple[Tree | Exception, Tree]:
         """Returns a reply as it may leave the site, and what is to be known of its masks."""
         if isinstance(reply, Exception):
             return reply, {}
-        if admitted.covered is not None:
-            try:
+        try:
+            if reply and self._policy is not None:
+                self._policy.check_trained(admitted.call, self.client, self._config, task)
+            if admitted.covered is not None:
                 return admitted.covered(reply)
-            except Exception as error:
-                return error, {}
+        except Exception as error:
+            return error, {}
         step = admitted.call.step
         if self._masking is not None and reply and step not in COUNTING:
             return RefusedError(f"the reply to {step} must be masked in this run"), {}

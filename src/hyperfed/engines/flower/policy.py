@@ -19,11 +19,14 @@ from hyperfed.engines.updates import PrivateUpdates
 from hyperfed.errors import UserError
 from hyperfed.federation import Client, step
 from hyperfed.task import Split, Task
-from hyperfed.training import Batch, Batches, Epochs
+from hyperfed.training import Batch, Batches
 from hyperfed.trees import Model, Tree
 
 COUNTING = ("evaluate", "finetune", "keep")
 """Steps of every client that reply with counts or with nothing."""
+
+BATCHES = {"local_steps", "local_epochs", "batch_size"}
+"""Settings that say on which batches a client trains."""
 
 READS_NOTHING = 1e-3
 """How far a probability must vary over a client's examples, or the model does not read them."""
@@ -46,8 +49,8 @@ class Policy:
             model of a client, which at a site is nobody else's business; the others (``pfedhn``
             with a fixed descriptor) say how many examples it has of each class.
         settings: bounds of the method's settings, {name: (least, most)}; one that is no number is
-            outside. Those of ``local_steps``, ``local_epochs`` and ``batch_size`` are also those of
-            the batches that a message asks for, where an update is made of them; without bounds of
+            outside. Where ``local_steps``, ``local_epochs`` or ``batch_size`` has some, what is
+            trained for a reply is trained on the batches that the settings say; without bounds of
             ``local_epochs``, those of ``local_steps`` are also of the steps in passes.
         smallest_batch: examples of a batch that is trained on.
         smallest_reply: different training examples behind a reply that depends on any.
@@ -213,8 +216,27 @@ class Policy:
             return examples
         self.check_batches(call.batches, examples)
         if find_step(client, call.step)[1].like is not None:
-            self._check_plan(call.batches, config.batches, examples)
+            self._check_plan(call.batches, config, examples)
         return len({*draw(call, client, task, seed).tolist()})
+
+    def check_trained(self, call: Call, client: type[Client], config: Any, task: Task) -> None:
+        """Finds out whether a reply that is like nothing may be made of the batches of its call.
+
+        Of one that is like an argument that was found out before it was made. A step that says
+        nothing of its reply may also train what stays with the client, by batches of another
+        number, and reply with nothing; so this is of one that replied with something.
+
+        Args:
+            call: what was asked.
+            client: the method's Client.
+            config: the method's settings.
+            task: with the client's data.
+
+        Raises:
+            RefusedError: they are others than the settings say, which are bounded.
+        """
+        if call.batches is not None and find_step(client, call.step)[1].bounded is None:
+            self._check_plan(call.batches, config, len(task.train[call.client]))
 
     def check_held_out(self, examples: int, of: str) -> None:
         """Raises ``RefusedError`` for what would be told of so few validation or test examples."""
@@ -233,21 +255,21 @@ class Policy:
                 f"again too, came {examples}"
             )
 
-    def _check_plan(self, plan: Batches, own: Batches, examples: int) -> None:
-        """Raises ``RefusedError`` for batches of an update that settings may not ask for.
+    def _check_plan(self, plan: Batches, config: Any, examples: int) -> None:
+        """Raises ``RefusedError`` for batches to train on that are not those of bounded settings.
 
         Passes are as many steps as there are batches in them, unless they have bounds themselves.
         """
-        counted = isinstance(plan, Epochs) and "local_epochs" not in self.settings
-        if plan == own and not counted:  # the settings themselves
+        if not BATCHES & self.settings.keys():
             return
-        came = {"batch_size": plan.size}
-        if counted or not isinstance(plan, Epochs):
-            came["local_steps"] = plan.count * len(plan.lengths(examples))
-        else:
-            came["local_epochs"] = plan.count
-        for name in came.keys() & self.settings.keys():
-            self._check_setting(name, came[name])
+        if plan != config.batches:
+            raise RefusedError(
+                "what is trained for a reply must be trained on the batches that the settings say, "
+                f"{config.batches}, which are bounded here, came {plan}"
+            )
+        counted = "local_steps" in self.settings and "local_epochs" not in self.settings
+        if counted and config.local_epochs is not None:
+            self._check_setting("local_steps", config.local_epochs * len(plan.lengths(examples)))
 
     def _check_setting(self, name: str, value: Any) -> None:
         least, most = self.settings[name]

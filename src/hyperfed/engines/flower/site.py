@@ -365,7 +365,7 @@ class Site:
             call = admitted.call
             memory, scratch = engine.memories.of(call)
             remembers = engine.memories.remembers(call)
-            reply, masks = self._gate.leaving(came, admitted)
+            reply, masks = self._gate.leaving(came, admitted, engine.task)
             if PERSONAL in scratch:
                 scratch, reply = self._kept(request, call, engine.task, scratch)
             if not isinstance(reply, Exception):
