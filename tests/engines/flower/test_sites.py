@@ -3,15 +3,17 @@
 import itertools
 from collections.abc import Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from hyperfed.data.roster import Introduction, Member, enrol
 from hyperfed.engines.flower import sites as module
 from hyperfed.engines.flower import wire
-from hyperfed.engines.flower.grid import fingerprint
+from hyperfed.engines.flower.grid import GridLink, fingerprint
 from hyperfed.engines.flower.sites import Sites
 from hyperfed.engines.flower.wire import WireError, read_introduction
 from hyperfed.engines.replies import NoAnswerError
@@ -351,3 +353,19 @@ def test_a_key_is_called_as_ssh_keygen_calls_it() -> None:
     assert fingerprint(PUBLIC) == name
     assert fingerprint(key.public_bytes(serialization.Encoding.PEM, form)) == name
     assert fingerprint(b"") == ""
+
+
+def test_a_key_that_ssh_has_no_name_for_ends_no_run() -> None:
+    """A SuperLink that authenticates no nodes takes it: then whoever reaches it could."""
+    form = serialization.PublicFormat.SubjectPublicKeyInfo
+
+    def new(curve: ec.EllipticCurve) -> bytes:
+        key = ec.generate_private_key(curve).public_key()
+        return key.public_bytes(serialization.Encoding.PEM, form)
+
+    keys = [new(ec.SECP256K1()), new(ec.SECP256K1()), new(ec.SECP384R1())]
+    told = [SimpleNamespace(node_id=n, registered_at="", public_key=k) for n, k in enumerate(keys)]
+    nodes = GridLink(SimpleNamespace(get_nodes=lambda: told)).nodes()  # type: ignore[arg-type]
+    assert list(nodes) == [0, 1, 2]
+    assert len({*nodes.values()}) == 3
+    assert all(name.startswith("SHA256:") for name in nodes.values())

@@ -177,6 +177,9 @@ class GridLink:
 def fingerprint(public_key: bytes) -> str:
     """Returns how ``ssh-keygen -lf`` calls a public key; empty where there is none.
 
+    One on a curve that OpenSSH has no name for, with which a node can come to a SuperLink that
+    authenticates none, is called by its DER form.
+
     Args:
         public_key: in PEM, as Flower has it, or as an OpenSSH file has it.
 
@@ -190,9 +193,13 @@ def fingerprint(public_key: bytes) -> str:
     read = forms.load_pem_public_key
     if not public_key.startswith(b"-----"):
         read = forms.load_ssh_public_key
-    line = read(public_key).public_bytes(forms.Encoding.OpenSSH, forms.PublicFormat.OpenSSH)
-    digest = hashlib.sha256(base64.b64decode(line.split()[1])).digest()
-    return f"SHA256:{base64.b64encode(digest).decode().rstrip('=')}"
+    key = read(public_key)
+    try:
+        line = key.public_bytes(forms.Encoding.OpenSSH, forms.PublicFormat.OpenSSH)
+        blob = base64.b64decode(line.split()[1])
+    except ValueError:
+        blob = key.public_bytes(forms.Encoding.DER, forms.PublicFormat.SubjectPublicKeyInfo)
+    return f"SHA256:{base64.b64encode(hashlib.sha256(blob).digest()).decode().rstrip('=')}"
 
 
 def record_of(content: bytes) -> Any:
