@@ -17,7 +17,7 @@ from hyperfed import trees
 from hyperfed.data import tasks
 from hyperfed.data.tasks import TaskConfig
 from hyperfed.engines import cohort as cohorts
-from hyperfed.runs import run as runs
+from hyperfed.runs import rounds
 from hyperfed.runs.config import from_keys
 from hyperfed.runs.rollback import Snapshot
 from hyperfed.runs.run import Run
@@ -25,7 +25,7 @@ from random_images import make_task
 
 PARTS = {
     "state to go back to": (Snapshot, "take"),
-    "check of the state": (runs, "is_finite"),
+    "check of the state": (rounds, "is_finite"),
     "bound on replies": (cohorts, "too_large"),
 }
 ROUNDS = {"digits": 20, "LeNet": 5}

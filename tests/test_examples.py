@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 
+import bench_robust
 import hyperfed
 
 ROOT = Path(__file__).parents[1]
@@ -91,6 +92,11 @@ def test_the_adapters_are_trained_by_every_method_and_one_is_handed_out(tmp_path
     assert peft.LoraConfig.from_pretrained(str(folder)).r == 4
     written = safetensors.torch.load_file(folder / "adapter_model.safetensors")
     assert sum(tensor.numel() for tensor in written.values()) == own
+
+
+def test_what_the_benchmark_of_trust_times_is_there() -> None:
+    """It is found by its name, which no type checker follows."""
+    assert all(callable(getattr(*part)) for part in bench_robust.PARTS.values())
 
 
 @pytest.mark.slow
