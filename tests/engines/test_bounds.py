@@ -20,10 +20,11 @@ def judged(
     like: Tree | None = None,
     factor: float = 10.0,
     payloads: list[Tree] | None = None,
+    noise: float = 0.0,
 ) -> set[int]:
     likes = dict.fromkeys(range(len(replies)), like)
     told = None if payloads is None else dict(enumerate(payloads))
-    found = too_large(dict(enumerate(replies)), likes, factor, told)
+    found = too_large(dict(enumerate(replies)), likes, factor, told, noise=noise)
     assert all("too large" in why for why in found.values())
     return set(found)
 
@@ -117,6 +118,15 @@ def test_who_is_alone_is_measured_by_what_was_sent() -> None:
     assert judged([of(3, 55)], of(3, 4)) == {0}
     assert judged([of(1e15, 0)]) == set()  # of which nothing is known
     assert judged([of(1e39, 0)]) == {0}  # its length is beyond a float32
+
+
+def test_who_is_alone_with_noise_that_is_longer_is_measured_by_that() -> None:
+    reply, sent = of(3, 59), of(3, 4)
+    assert judged([reply], sent, noise=5.4) == {0}
+    assert judged([reply], sent, noise=5.6) == set()
+    assert judged([of(3, 53)], sent, noise=0.1) == set()  # what was sent is longer
+    assert judged([of(1e15, 0)], noise=0.1) == set()  # nothing was
+    assert judged([of(1, 0), of(11, 0)], noise=5.6) == {1}  # others have the same
 
 
 def test_counts_are_judged_by_themselves_and_single_numbers_are_not() -> None:

@@ -212,6 +212,11 @@ def test_the_noise_of_each_answer_is_normal_of_the_multiplier_times_the_sensitiv
     assert float(correlations.abs().max()) < 4.5 / math.sqrt(400)
 
 
+def test_how_long_the_noise_of_an_answer_is() -> None:
+    """Nine numbers of it are floats."""
+    assert FREE.noise_in(SENT) == pytest.approx(3 * SIGMA)
+
+
 def test_noise_is_a_function_of_the_question_and_of_nothing_else() -> None:
     first, other = engine(FREE), engine(FREE, VmappedEngine)
     own = change(0.3)

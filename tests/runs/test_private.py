@@ -113,6 +113,13 @@ def test_a_round_that_is_taken_back_was_told_of_all_the_same(
     assert sum(answers) == SMALL["rounds"] * SMALL["cohort"]
 
 
+def test_who_is_alone_in_a_round_is_not_lost_by_its_own_noise() -> None:
+    """Which is more than a hundred times as long as the model that it was sent."""
+    run = train(epsilon=0.01, cohort=1)
+    assert not [entry for e in run.evaluations for entry in e.lost]
+    assert sum(len(kept["multipliers"]) for kept in run.engine.released.values()) == 4
+
+
 @pytest.mark.parametrize("where", ["local", "central"])
 def test_a_run_that_is_gone_on_with_spends_what_one_that_never_stopped_does(
     where: str, tmp_path: Path

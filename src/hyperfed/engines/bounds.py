@@ -43,6 +43,8 @@ def too_large(
     likes: Mapping[int, Tree | None],
     factor: float,
     payloads: Mapping[int, Tree] | None = None,
+    *,
+    noise: float = 0.0,
 ) -> dict[int, str]:
     """Returns which replies to one question are too large to be used, {position: why}.
 
@@ -51,13 +53,15 @@ def too_large(
     learn, one that has is not an attacker. For the same reason the bound of a reply that is like
     nothing grows with what its client was sent, beside what the others were: a gradient that is
     pulled back is as many times longer as what it was pulled back of. Who is alone, or among zeros,
-    is measured by what was sent, and passes where that tells nothing.
+    is measured by what was sent or, where that is longer, by the noise that it adds, and passes
+    where what was sent tells nothing.
 
     Args:
         replies: {position: reply}, all of one structure and finite.
         likes: {position: the argument that the reply is like}.
         factor: of the median.
         payloads: {position: all that the client was sent}, where replies are like nothing.
+        noise: how long the noise is that clients add to such a reply; 0 where they add none.
     """
     found: dict[int, str] = {}
     positions = list(replies)
@@ -67,8 +71,9 @@ def too_large(
         judged = lengths.judged()
         for place, position in enumerate(positions):
             others = [length for at, length in enumerate(judged) if at != place and length]
-            usual = median(others) * more[place] if others else lengths.sent[place]
-            bound = max(factor * usual, lengths.sent[place]) or torch.inf
+            sent = lengths.sent[place]
+            usual = median(others) * more[place] if others else sent and max(sent, noise)
+            bound = max(factor * usual, sent) or torch.inf
             if not judged[place] <= min(bound, torch.finfo(torch.float32).max):
                 found[position] = (
                     f"the reply is too large: its length is {judged[place]:.3g}, but {bound:.3g} "

@@ -472,7 +472,10 @@ class EngineCohort:
             for position in replies:
                 sent = question.calls[position].payload
                 payloads[position] = {str(place): tree for place, tree in enumerate(sent)}
-        return too_large({p: reply.tree for p, reply in replies.items()}, likes, factor, payloads)
+        told, noise = {position: reply.tree for position, reply in replies.items()}, 0.0
+        if private is not None and is_covered(question.info):
+            noise = private.noise_in(next(iter(told.values())))
+        return too_large(told, likes, factor, payloads, noise=noise)
 
     def _question(
         self,

@@ -10,6 +10,7 @@ server that is trusted with their answers, and adds noise to every mean that it 
 (:class:`hyperfed.trees.aggregation.MeanNoise`).
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -74,6 +75,11 @@ class PrivateUpdates:
     def sigma(self, sensitivity: float) -> float:
         """Returns the noise's standard deviation for an answer of some sensitivity."""
         return self.multiplier * sensitivity
+
+    def noise_in(self, reply: Tree) -> float:
+        """Returns how long the noise of an answer is: the root of its mean square length."""
+        floating = (leaf for _, leaf in trees.leaves(reply) if leaf.is_floating_point())
+        return self.sigma(self.sensitivity) * math.sqrt(sum(leaf.numel() for leaf in floating))
 
 
 def centre_of(reply: Tree, like: Tree | None, info: StepInfo) -> Tree:
