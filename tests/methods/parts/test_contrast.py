@@ -53,6 +53,15 @@ def test_each_token_has_a_distance_of_its_own(distance: Distance) -> None:
         np.testing.assert_allclose(found[:, token].numpy(), alone, rtol=1e-12)
 
 
+@pytest.mark.parametrize("distance", ["cosine", "l2", "mse"])
+def test_one_number_of_each_example_may_stand_without_a_dimension(distance: Distance) -> None:
+    """As a regression's do: what is compared is example by example, never a whole batch."""
+    anchor, other = draw(0)[:, 0], draw(1)[:, 0]
+    found = distances(anchor, other, distance)
+    expected = by_hand(anchor[:, None], other[:, None], distance)
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("distance", get_args(Distance))
 def test_a_model_is_at_no_distance_from_itself_and_its_gradient_is_finite(
     distance: Distance,

@@ -21,7 +21,8 @@ def distances(anchor: Tensor, other: Tensor, distance: Distance) -> Tensor:
     """Compares two models' outputs example by example.
 
     Args:
-        anchor: (B, classes) logits of the model that learns, (B, T, classes) those of tokens.
+        anchor: (B, classes) logits of the model that learns, (B, T, classes) those of tokens, or
+            one number of each example, (B,) as (B, 1).
         other: the same of the model it is compared with, a constant.
         distance: ``kl``, KL(other || anchor) of the two softmax (equation 2); ``cosine``, 1 minus
             the cosine similarity; ``l2``, the Euclidean norm of the difference; ``mse``, its square
@@ -30,6 +31,8 @@ def distances(anchor: Tensor, other: Tensor, distance: Distance) -> Tensor:
     Returns:
         (B,) distances, (B, T) of tokens.
     """
+    if anchor.ndim == 1:
+        anchor, other = anchor[:, None], other[:, None]
     other = other.detach()
     match distance:
         case "kl":
