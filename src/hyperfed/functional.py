@@ -1,6 +1,6 @@
 """A network as a function of its weights: the weights of a tree go in, and outputs come out."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -136,9 +136,15 @@ def _places_of(module: nn.Module) -> _Places:
 
 
 def outputs_and_features(
-    module: nn.Module, model: Model, x: Tensor, y: Tensor | None = None, *, train: bool = False
+    module: nn.Module,
+    model: Model,
+    x: Tensor,
+    y: Tensor | None = None,
+    *,
+    train: bool = False,
+    through: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Runs ``module`` as :func:`apply` does and also returns what goes into its last layer.
+    """Runs ``module`` as :func:`apply` does and also returns what goes to its last layer.
 
     The last layer is the last module, as defined, that has parameters to train, or a weight that is
     made from such: the head of one layer.
@@ -150,6 +156,7 @@ def outputs_and_features(
         y: (B, T) labels of tokens. A linear layer's features of those that count nothing, whose
             label is below 0, are zero.
         train: the mode that batch-norm and dropout see.
+        through: makes of the features what the last layer takes in their place.
 
     Returns:
         the outputs, and the features (B, F), flattened where the last layer takes more dimensions.
@@ -164,7 +171,13 @@ def outputs_and_features(
             "an adapter alone is trained there; name the head in its modules_to_save"
         )
     inputs: list[Tensor] = []
-    hook = last.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
+
+    def pass_on(_: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        features, *more = arguments
+        inputs.append(features)
+        return (features if through is None else through(features), *more)
+
+    hook = last.register_forward_pre_hook(pass_on)
     try:
         output = apply(module, model, x, train=train)
     finally:
@@ -235,15 +248,20 @@ def forward(module: nn.Module, model: Model, x: Tensor) -> tuple[Tensor, Model]:
 
 
 def forward_with_features(
-    module: nn.Module, model: Model, x: Tensor, y: Tensor | None = None
+    module: nn.Module,
+    model: Model,
+    x: Tensor,
+    y: Tensor | None = None,
+    *,
+    through: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Model]:
-    """Runs ``module`` as :func:`forward` does and also returns what goes into its last layer.
+    """Runs ``module`` as :func:`forward` does and also returns what goes to its last layer.
 
     Returns:
         the output, the features (B, F) of :func:`outputs_and_features`, and the buffers.
     """
     own = _with_own_buffers(module, model)
-    output, features = outputs_and_features(module, own, x, y, train=True)
+    output, features = outputs_and_features(module, own, x, y, train=True, through=through)
     return output, features, {name: own[name] for name in _places_of(module).buffers}
 
 

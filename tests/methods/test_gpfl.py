@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hyperfed.errors import UserError
-from hyperfed.runs.evaluation import evaluate
+from hyperfed.runs.evaluation import evaluate, finetuned
 from hyperfed.task import Task
-from hyperfed.training import UnlabelledError
+from hyperfed.training import Steps, UnlabelledError
 from hyperfed.trees import Tree
 from toys import (
     CLASSES,
@@ -125,6 +125,28 @@ def test_two_rounds_are_those_of_tensors_and_optimisers(net: Any) -> None:
         close({name: ours.server.model["base"][name] for name in model}, model)
     for client in range(4):
         check_evaluation(ours, client, heads[client])
+
+
+class Saying(TwoLayers):
+    """Says log-probabilities, which it makes of what its last layer gives."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).log_softmax(dim=1)
+
+
+def test_the_personal_way_goes_on_through_what_a_target_has_behind_its_last_layer() -> None:
+    ours = Federation("gpfl", make_task(novel=1), **THREE_STEPS, **OWN)
+    saying = Federation("gpfl", make_task(Saying, loss=F.nll_loss, novel=1), **THREE_STEPS, **OWN)
+    for number in range(2):
+        for each in (ours, saying):
+            each.round([0, 1, 2], number)
+    close(saying.server.model, ours.server.model)
+    for steps in (0, 2):
+        counted = []
+        for each in (ours, saying):
+            serve = finetuned(each.server.personalize, each.method.Client, Steps(steps, 99))
+            counted.append(evaluate(each.server, each.engine, [0, 3], 9, serve=serve)["test"])
+        close(counted[0].loss, counted[1].loss)
 
 
 def test_defaults_are_those_of_the_authors_script() -> None:

@@ -8,9 +8,9 @@ Features z (what enters the last layer) go two ways, through one conditional val
 
 with gamma and beta networks of one layer of a conditional input s. On the personal way s is the
 mean of the embeddings of the classes, weighted by their shares in the client's training data, and
-the client's own head follows; on the global way s is their plain mean. There is one trained
-embedding e_c for each class. A client's loss is that of the personal way and, with g the output of
-the global one,
+the client's own head follows, with all that the target has behind it; on the global way s is their
+plain mean. There is one trained embedding e_c for each class. A client's loss is that of the
+personal way and, with g the output of the global one,
 
 - the angle: cross-entropy of the cosine similarities of g to all embeddings;
 - the magnitude: lambda times the Euclidean norm of g - e_y over the whole batch, with the
@@ -32,7 +32,7 @@ We had no text of the paper but its summary: the algorithm is that of the author
   ``local_weight_decay``.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -133,9 +133,8 @@ class Client(federation.Client):
         alike, own = embeddings.mean(dim=0), self.condition(embeddings)
 
         def objective(model: Model, batch: Batch) -> tuple[Tensor, Model]:
-            _, features, buffers = forward_with_features(self.module, model, batch.x)
-            output = self.behind(model, self.let_through(model, features, own))
-            general = self.let_through(model, features, alike)
+            output, features, buffers = self.personal_way(model, own, batch)
+            general = self.valve(model, alike)(features)
             cosine = F.normalize(general) @ F.normalize(model[EMBEDDINGS]).T
             angle = F.cross_entropy(cosine, batch.y)
             magnitude = vector_norm(general - embeddings[batch.y])
@@ -145,14 +144,17 @@ class Client(federation.Client):
         start = received | self.recall("head", self.head)
         return self.train_own(objective, start, self.batches, trainable=trainable, own=self.head)
 
-    def let_through(self, model: Model, features: Tensor, condition: Tensor) -> Tensor:
-        """Returns V(z, s), (B, F), of features (B, F) and a conditional input (F,)."""
-        network = self.network(self.size)
-        return apply(network, guidance_of(model), features, condition)
+    def personal_way(
+        self, model: Model, condition: Tensor, batch: Batch
+    ) -> tuple[Tensor, Tensor, Model]:
+        """Returns the outputs (B, classes), the features (B, F) and the buffers, in training."""
+        valve = self.valve(model, condition)
+        return forward_with_features(self.module, model, batch.x, through=valve)
 
-    def behind(self, model: Model, features: Tensor) -> Tensor:
-        """Returns the outputs of the head, (B, classes)."""
-        return F.linear(features, *(model[name] for name in self.head))
+    def valve(self, model: Model, condition: Tensor) -> Callable[[Tensor], Tensor]:
+        """Returns V(., s), from (B, F) features to (B, F), of a conditional input s, (F,)."""
+        network, guidance = self.network(self.size), guidance_of(model)
+        return lambda features: apply(network, guidance, features, condition)
 
     @property
     def head(self) -> tuple[str, ...]:
@@ -171,16 +173,14 @@ class Client(federation.Client):
 
     def predict(self, model: Tree, x: Tensor) -> Tensor:
         """Returns (B, classes) outputs of the personal way."""
-        own, condition = model["model"], model["condition"]
-        _, features = outputs_and_features(self.module, own, x)
-        return self.behind(own, self.let_through(own, features, condition))
+        own, valve = model["model"], self.valve(model["model"], model["condition"])
+        return outputs_and_features(self.module, own, x, through=valve)[0]
 
     def finetuned(self, model: Tree) -> Tree:
         """Returns the same after training target and head on the personal way."""
 
         def objective(own: Model, batch: Batch) -> tuple[Tensor, Model]:
-            _, features, buffers = forward_with_features(self.module, own, batch.x)
-            output = self.behind(own, self.let_through(own, features, model["condition"]))
+            output, _, buffers = self.personal_way(own, model["condition"], batch)
             return self.loss(output, batch.y), buffers
 
         own, settings = model["model"], self.config.local
