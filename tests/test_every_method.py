@@ -11,8 +11,9 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
+import torch.nn.functional as F
 from pydantic import ValidationError
-from torch import nn
+from torch import Tensor, nn
 
 import hyperfed
 from hyperfed import trees
@@ -367,6 +368,55 @@ def test_labels_of_tokens_are_learned_or_refused_before_training(method: str) ->
             evaluate(ours.server, ours.engine, [3], 2)
             continue
         assert "this one has a label for every token; choose another method" in refused
+
+
+class OneLogit(TwoLayers):
+    """Says by a sign which of two classes an example has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 1)
+
+
+def sign_loss(output: Tensor, y: Tensor) -> Tensor:
+    return F.binary_cross_entropy_with_logits(output[:, 0], y.to(output))
+
+
+def sign_is_right(output: Tensor, y: Tensor) -> Tensor:
+    return ((output[:, 0] > 0) == y).double()
+
+
+OF_EACH_CLASS: dict[str, dict[str, Any]] = {
+    "fed_rod": {},
+    "fedphp": {"transfer": "kd"},
+    "fedproto": {"evaluated": "prototypes"},
+    "fml": {},
+    "knn_per": {},
+    "mh_pfedhn": {"global_model": True},
+    "pfedkt": {"distance": "kl"},
+}
+"""Methods that take outputs for logits of the classes, and with which settings."""
+
+
+@pytest.mark.parametrize("method", ALL)
+def test_outputs_that_are_no_logits_are_learned_or_refused_before_training(method: str) -> None:
+    task = make_task(OneLogit, classes=2, loss=sign_loss, score=sign_is_right, novel=1)
+    task.y.clamp_(max=1)
+    for settings in variants(method):
+        try:
+            config = METHODS[method].Config(**SETTINGS | lengths(method) | settings)
+        except ValidationError:  # it does not go with the defaults of the others
+            continue
+        wanted = OF_EACH_CLASS.get(method)
+        if wanted is not None and wanted.items() <= vars(config).items():
+            with pytest.raises(UserError, match="must have an output for each of 2 classes"):
+                METHODS[method].Server(task.outline(), config)
+            continue
+        ours = Federation(method, task, **SETTINGS | lengths(method) | settings)
+        assert ours.round([0, 1, 2]).state.lost == {}, settings
+        for client in (0, 3):
+            counts = evaluate(ours.server, ours.engine, [client], 1)["test"]
+            assert counts.loss.isfinite(), settings
 
 
 BY_ALL_TOKENS = ("headstart", "pefll")

@@ -182,8 +182,23 @@ class Task:
                 f"{idle[0]!r} are frozen or it has none; set requires_grad of some"
             )
         known, of_tokens = len(self.known), self.y.ndim > 1
-        novel = self.novel - self.newcomers
-        return Outline(self.models, known, self.classes, novel, of_tokens)
+        novel, of_each_class = self.novel - self.newcomers, self.without_classes() is None
+        return Outline(self.models, known, self.classes, novel, of_tokens, of_each_class)
+
+    def without_classes(self) -> str | None:
+        """Returns a size of which the target has fewer outputs than there are classes, if any.
+
+        That is for a loss and a score of a user's own, such as of one logit for two classes.
+        """
+        if not self.classes or self.metric is metrics.ACCURACY:  # how often the largest is right
+            return None
+        x = self.transform(self.x[:2])
+        for size, model in self.models.items():
+            with torch.no_grad():
+                output = trees.copied(model).eval()(x)
+            if not metrics.of_each_class(output, self.y, self.classes):
+                return size
+        return None
 
     def on_features(self) -> "Task":
         """Returns the task whose examples are the features, where it has some; else itself."""
@@ -211,7 +226,8 @@ class Outline:
     """What a server knows of a task: the target networks and numbers of clients, never data.
 
     ``clients`` take part in training; ``novel`` are those of which it is known that they will join.
-    ``of_tokens`` says that an example has a label for every token.
+    ``of_tokens`` says that an example has a label for every token, ``of_each_class`` that the
+    targets have an output for each class.
     """
 
     models: Mapping[str, nn.Module]
@@ -219,6 +235,7 @@ class Outline:
     classes: int
     novel: int = 0
     of_tokens: bool = False
+    of_each_class: bool = True
 
     @property
     def dtype(self) -> torch.dtype:

@@ -32,7 +32,7 @@ from torch.func import functional_call
 
 from hyperfed import federation, functional
 from hyperfed.federation import Cohort, Outline, average, step
-from hyperfed.methods.parts.features import check_classes
+from hyperfed.methods.parts.features import check_classes, check_outputs
 from hyperfed.methods.parts.presets import DEFAULT, PFEDKT
 from hyperfed.nets.anatomy import head_names, last_linear
 from hyperfed.nets.hypernets import SingleOutput
@@ -184,12 +184,14 @@ class Server(federation.Server):
     """Holds, in ``self.model[size]``, the generic model and the hypernetwork where there is one.
 
     Raises:
-        UserError: examples are not of one class each, or the last layer of a target is not linear.
+        UserError: examples are not of one class each, or a target has no output for each class, or
+            a last layer that is not linear.
     """
 
     def __init__(self, outline: Outline, config: Config) -> None:
         super().__init__(outline, config)
         check_classes("Fed-RoD", outline)
+        check_outputs("Fed-RoD", outline)
         for target in outline.models.values():
             last_linear(target, "Fed-RoD")  # to which a linear head can be added
         self.model: Tree = {size: outline.initial(size) for size in outline.models}

@@ -155,13 +155,13 @@ class Server(federation.Server):
     """Holds the global model, ``self.model[size]``.
 
     Raises:
-        UserError: the task is a regression, of which there is no divergence.
+        UserError: the outputs are no logits of classes, and so have no divergence.
     """
 
     def __init__(self, outline: Outline, config: Config) -> None:
         super().__init__(outline, config)
         if config.transfer == "kd":
-            check_logits('fedphp with transfer "kd"', outline.classes)
+            check_logits('fedphp with transfer "kd"', outline)
         self.model: Tree = {size: outline.initial(size) for size in outline.models}
 
     def round(self, clients: Cohort) -> None:

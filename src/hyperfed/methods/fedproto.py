@@ -48,7 +48,13 @@ from hyperfed import federation
 from hyperfed.errors import UserError
 from hyperfed.federation import Cohort, Outline, step
 from hyperfed.functional import forward_with_features
-from hyperfed.methods.parts.features import check_classes, class_means, features_of, linear_head
+from hyperfed.methods.parts.features import (
+    check_classes,
+    check_outputs,
+    class_means,
+    features_of,
+    linear_head,
+)
 from hyperfed.methods.parts.presets import DEFAULT
 from hyperfed.nets.anatomy import head_names
 from hyperfed.training import Batch, Objective, PersonalConfig, Steps
@@ -152,13 +158,16 @@ class Server(federation.Server):
     """Holds the global prototypes (classes, F), and which there are.
 
     Raises:
-        UserError: examples are not of one class each, the last layer of a target is not linear, or
-            the features of its targets differ in length.
+        UserError: examples are not of one class each, the last layer of a target is not linear, the
+            features of its targets differ in length, or prototypes are to predict where a target
+            has no output for each class.
     """
 
     def __init__(self, outline: Outline, config: Config) -> None:
         super().__init__(outline, config)
         check_classes("FedProto", outline)
+        if config.evaluated == "prototypes":
+            check_outputs('FedProto with method.evaluated="prototypes"', outline)
         heads = [linear_head("FedProto", target) for target in outline.models.values()]
         lengths = {head.in_features for head in heads}
         if len(lengths) > 1:

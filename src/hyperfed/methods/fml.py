@@ -153,7 +153,7 @@ class Server(federation.Server):
 
     def __init__(self, outline: Outline, config: Config) -> None:
         super().__init__(outline, config)
-        check_logits("fml", outline.classes)
+        check_logits("fml", outline)
         self.meme: Model = outline.initial(meme_size(outline))
 
     def round(self, clients: Cohort) -> None:

@@ -39,7 +39,7 @@ from hyperfed import federation
 from hyperfed.errors import UserError
 from hyperfed.federation import EVALUATION_BATCH, Cohort, Outline, Split, average, step
 from hyperfed.functional import outputs_and_features
-from hyperfed.methods.parts.features import check_classes
+from hyperfed.methods.parts.features import check_classes, check_outputs
 from hyperfed.methods.parts.presets import DEFAULT, PEFLL
 from hyperfed.nets.anatomy import head_names
 from hyperfed.training import LocalConfig, fit
@@ -152,12 +152,13 @@ class Server(federation.Server):
     """Holds the global model, ``self.model[size]``.
 
     Raises:
-        UserError: examples are not of one class each.
+        UserError: examples are not of one class each, or a target has no output for each class.
     """
 
     def __init__(self, outline: Outline, config: Config) -> None:
         super().__init__(outline, config)
         check_classes("kNN-Per", outline)
+        check_outputs("kNN-Per", outline)
         for module in outline.models.values():
             head_names(module)  # what goes into it are the features
         self.model: Tree = {size: outline.initial(size) for size in outline.models}

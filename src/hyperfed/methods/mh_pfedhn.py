@@ -211,7 +211,7 @@ class Server(federation.Server):
         self.light = lightest(outline)
         self.buffers: Tree = {}  # of the global model
         if config.global_model:
-            check_logits("mh_pfedhn with a global_model", outline.classes)
+            check_logits("mh_pfedhn with a global_model", outline)
             parameters = trees.parameters_of(outline.models[self.light])
             _, self.buffers = partition(outline.initial(self.light), parameters)
         self.hyper_net = ChunkHeads(

@@ -4,17 +4,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from hyperfed import metrics, trees
+from hyperfed import metrics
 from hyperfed.data.own import Task
 from hyperfed.data.roster import RemoteTask
-from hyperfed.engines.made_up import made_up
 from hyperfed.errors import UserError
 from hyperfed.metrics import Metric
 from hyperfed.runs.settings import RunConfig
-from hyperfed.task import Split
 
 Number = float | None
 """A measured number; None where there is none, or none that is finite."""
@@ -46,7 +43,7 @@ def names_beside(config: RunConfig, task: Task) -> tuple[str, ...]:
                 f"metrics must suit the task, but {name} needs one label for each example, which "
                 f"{task.name} has not; leave it out"
             )
-        if name != "r2" and (size := _without_classes(task)) is not None:
+        if name != "r2" and (size := task.without_classes()) is not None:
             raise UserError(
                 f"metrics must suit the task, but {name} needs an output for each of "
                 f"{task.classes} classes, which model {size!r} has not; leave it out, or change "
@@ -54,20 +51,6 @@ def names_beside(config: RunConfig, task: Task) -> tuple[str, ...]:
             )
     always = ("r2",) if regression and not at_sites else ()
     return (*always, *(name for name in dict.fromkeys(config.metrics) if name not in always))
-
-
-def _without_classes(task: Task) -> str | None:
-    """Returns a size of which the target has fewer outputs than there are classes, if any."""
-    if task.metric is metrics.ACCURACY:  # which is the share of largest outputs that are right
-        return None
-    shown = made_up(task) if isinstance(task, RemoteTask) else task
-    batch = Split(shown, shown.train[0][:2]).batch()
-    for size, model in task.models.items():
-        with torch.no_grad():
-            output = trees.copied(model).eval()(batch.x)
-        if not metrics.of_each_class(output, batch.y, task.classes):
-            return size
-    return None
 
 
 def beside(task: Task) -> list[Metric]:

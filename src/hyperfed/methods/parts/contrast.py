@@ -12,6 +12,8 @@ from torch.linalg import vector_norm
 from torch.nn import functional as F
 
 from hyperfed.errors import UserError
+from hyperfed.federation import Outline
+from hyperfed.methods.parts.features import check_outputs
 
 Contrast = Literal["triplet", "moon", "regularization"]
 Distance = Literal["kl", "cosine", "l2", "mse"]
@@ -118,18 +120,19 @@ def mean_discrepancy(anchor: Tensor, other: Tensor) -> Tensor:
     return sign @ kernel @ sign / len(anchor) ** 2
 
 
-def check_logits(method: str, classes: int) -> None:
+def check_logits(method: str, outline: Outline) -> None:
     """Refuses a task whose outputs are no logits, as the softmax of them would mean nothing.
 
     Args:
         method: who asks, as a user calls it.
-        classes: number of labels of the task, 0 for regression.
+        outline: of the task.
 
     Raises:
-        UserError: the task is a regression.
+        UserError: the task is a regression, or has no output for each class.
     """
-    if not classes:
+    if not outline.classes:
         raise UserError(
             f"a task for {method} must have classes, as its models learn from each other's logits; "
             "this one has float targets: choose another method, or labels that are classes"
         )
+    check_outputs(method, outline)

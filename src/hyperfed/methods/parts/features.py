@@ -65,6 +65,24 @@ def check_one_label(method: str, outline: Outline) -> None:
         )
 
 
+def check_outputs(method: str, outline: Outline) -> None:
+    """Refuses targets without an output for each class, where a method takes outputs for logits.
+
+    Args:
+        method: who asks, as a user calls it.
+        outline: of the task.
+
+    Raises:
+        UserError: a target has other outputs, for a loss and a score of the user's own.
+    """
+    if not outline.of_each_class:
+        raise UserError(
+            f"a target of {method} must have an output for each of {outline.classes} classes, as "
+            "it takes them for logits, but this task has fewer, for a loss and a score of its own; "
+            "choose another method, or change the target's last layer, and loss and score with it"
+        )
+
+
 def features_of(module: nn.Module, model: Model, split: Split) -> Tensor:
     """Returns the features (m, F) of all examples of a split, in evaluation mode, no gradient."""
     with torch.no_grad():
