@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hyperfed.data import model_files
+from hyperfed.data.own import from_frame
 from hyperfed.data.roster import Frame
 from hyperfed.data.tasks import TaskConfig, build, targets_of
 from hyperfed.errors import UserError
@@ -60,6 +61,25 @@ def test_networks_of_files(tmp_path: Path, code: str, name: str, told: str | Non
     else:
         with pytest.raises(UserError, match=told):
             build(settings, 0)
+
+
+@pytest.mark.parametrize(
+    "net",
+    [
+        "nn.Sequential(nn.Linear(2, 4).bfloat16().requires_grad_(False), nn.Linear(4, 3))",
+        "nn.Linear(2, 3).double()",
+    ],
+    ids=["frozen in half precision", "double"],
+)
+def test_a_network_of_a_file_has_its_own_precision_as_from_python(tmp_path: Path, net: str) -> None:
+    (tmp_path / "net.py").write_text(f"from torch import nn\ndef make(): return {net}")
+    path = saved(table(), tmp_path / "mine.csv")
+    name = f"{tmp_path / 'net.py'}:make"
+    ours = build(config(path, model=name), 0)
+    theirs = from_frame(table(), model=lambda: model_files.make(name, {}))
+    assert ours.x.dtype == theirs.x.dtype
+    here, there = (task.models["base"].eval()(task.x) for task in (ours, theirs))
+    torch.testing.assert_close(here, there)
 
 
 def test_a_file_that_is_not_there_and_a_servers_file_at_a_site_are_refused(tmp_path: Path) -> None:

@@ -29,13 +29,22 @@ def made(
         with seeded(seed, "target", size):
             given = _one(network)
         if isinstance(given, nn.Module):
-            found[size] = compute_in_own_precision(with_plain_output(given))
+            found[size] = prepared(given)
         else:
             problems.append(
                 f"model {size!r} must be an nn.Module, or a function without arguments that makes "
                 f"one, got {given}; pass one"
             )
     return found
+
+
+def prepared(network: nn.Module) -> nn.Module:
+    """Makes a user's network a target: it gives a tensor, and its layers take their own precision.
+
+    Args:
+        network: changed in place; most stay as they are (:mod:`hyperfed.nets.pretrained`).
+    """
+    return compute_in_own_precision(with_plain_output(network))
 
 
 def _one(network: Any) -> nn.Module | str:
@@ -54,10 +63,15 @@ def _one(network: Any) -> nn.Module | str:
     return given if isinstance(given, nn.Module) else f"one that makes {given!r}"
 
 
-def precision_of(models: Mapping[str, nn.Module]) -> torch.dtype:
-    """Returns the dtype of what is trained: frozen parts may have a lower one."""
+def in_precision_of(models: Mapping[str, nn.Module], values: Tensor) -> Tensor:
+    """Returns floats in the dtype of what is trained, of which frozen parts may have a lower one.
+
+    Anything else is as it came.
+    """
+    if not values.is_floating_point():
+        return values
     trained = [value for net in models.values() for value in trees.parameters_of(net).values()]
-    return trained[0].dtype if trained else torch.get_default_dtype()
+    return values.to(trained[0].dtype if trained else torch.get_default_dtype())
 
 
 def to_try(x: Tensor) -> list[int]:

@@ -120,9 +120,7 @@ def from_arrays(
     if size is not None and clients:
         sizes = list(map(str, model)) if isinstance(model, Mapping) else [BASE]
         given = sizes_of(size, names, sizes, problems)
-    precision = networks.precision_of(models)
-    inputs = inputs.to(precision) if inputs.is_floating_point() else inputs
-    targets = targets.to(precision) if targets.is_floating_point() else targets
+    inputs, targets = (networks.in_precision_of(models, each) for each in (inputs, targets))
     if usable and aligned:
         rows = networks.to_try(inputs)
         batch = Normalize(*channel_statistics(inputs[rows]))(inputs[rows])

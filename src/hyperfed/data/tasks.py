@@ -23,7 +23,7 @@ from hyperfed.data.examples import (
 )
 from hyperfed.data.features import Prefix
 from hyperfed.data.label_codes import recoded
-from hyperfed.data.networks import to_try, try_out
+from hyperfed.data.networks import in_precision_of, prepared, to_try, try_out
 from hyperfed.data.newcomer import newcomer
 from hyperfed.data.own import (
     Task,
@@ -92,6 +92,8 @@ def build(config: TaskConfig, seed: int, *, served: TaskConfig | None = None) ->
     if served.novel_corruption is not None:
         examples = _corrupted(examples, partition, config, served.novel_corruption, seed)
     models = targets(config, examples, seed)
+    x, y = (in_precision_of(models, values) for values in (examples.x, examples.y))
+    examples = replace(examples, x=x, y=y)
     normalize = _transform(config, examples)
     transform: Normalize | Prefix = normalize
     once, seen = None, list(_seen(config, examples, partition))
@@ -231,13 +233,14 @@ def targets(config: TaskConfig, examples: Examples, seed: int) -> dict[str, nn.M
         options = {option: value for option, value in given.items() if value is not None}
         with seeded(seed, "target", size):
             models[size] = (
-                model_files.make(name, options)
+                prepared(model_files.make(name, options))
                 if own
                 else build_target(name, input_shape=shape, classes=outputs, **options)
             )
     if own:
         problems: list[str] = []
-        batch = _transform(config, examples)(examples.x[to_try(examples.x)])
+        some = in_precision_of(models, examples.x[to_try(examples.x)])
+        batch = _transform(config, examples)(some)
         try_out(models, batch, (examples.classes,), seed, problems)
         raise_all(problems, f"{name} does not suit {examples.name}")
     return models
