@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from hyperfed.engines.flower.policy import Policy, RefusedError
 from hyperfed.engines.flower.site import Shard, Site
 from hyperfed.engines.flower.wire import Request, pack_request, unpack_response
 from hyperfed.errors import UserError
-from hyperfed.methods import fedala, fedas, fedavg, fedfomo, fedrep, itpfl, pefll, pfedhn
+from hyperfed.methods import METHODS, fedala, fedas, fedavg, fedfomo, fedrep, itpfl, pfedhn
 from hyperfed.runs.evaluation import evaluate
 from hyperfed.system.randomness import seeded
 from hyperfed.training import Epochs, Steps
@@ -69,15 +70,14 @@ def log(folder: Path) -> list[dict[str, Any]]:
 HONEST = Steps(20, 8)
 
 
-@pytest.mark.parametrize(
-    "method", [fedavg, pefll, fedrep, fedas, fedala, itpfl], ids=lambda m: m.__name__
-)
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_an_honest_run_has_the_numbers_of_one_without_a_policy(method: Any, tmp_path: Path) -> None:
     """Bounds of what an update is made of are none of what else a method asks for."""
-    task, name = make_task(examples=(12, 20)), method.__name__.rpartition(".")[2]
-    given: dict[str, Any] = {"local_steps": 20, "batch_size": 12, "local_lr": 0.1}
+    task, name = make_task(examples=(48, 60)), method.__name__.rpartition(".")[2]
+    given: dict[str, Any] = {"local_steps": 20, "batch_size": 24, "local_lr": 0.1}
     given |= {"encoder": "end_to_end"} if method is itpfl else {}  # which describes batches, too
-    settings, bounds = method.Config(**given), {"local_steps": (20, 20), "batch_size": (12, 12)}
+    given = {key: given[key] for key in given if key in signature(method.Config).parameters}
+    settings, bounds = method.Config(**given), {"local_steps": (20, 20), "batch_size": (24, 24)}
     sites = {
         node: Site(
             Shard(task, [node]), tmp_path / str(node), method.Client, settings, seed=0,
