@@ -183,7 +183,7 @@ class Client:
         config: the method's own settings.
         memory: a tree that survives rounds. Write new tensors to it, never into one that is there:
             a lost client keeps the old ones.
-        scratch: a tree that survives the messages of one round.
+        scratch: a tree that survives the messages of one round; new tensors are written to it, too.
         module: this worker's own copy of the target; weights that are not frozen mean nothing.
         batches: the batches that the server asked for, to be gone through once: a step that begins
             again after the last keeps them in a list, or has :meth:`draw_batches`.

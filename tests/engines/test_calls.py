@@ -223,7 +223,7 @@ def test_what_a_reply_is_like_is_an_argument_that_is_sent() -> None:
 
 
 class Writing(federation.Client):
-    """Writes in place, into what it was sent or what it remembers, and counts."""
+    """Writes in place, into what it was sent or what it keeps, and counts."""
 
     @step
     def count(self) -> Tree:
@@ -233,6 +233,16 @@ class Writing(federation.Client):
     @step
     def adds_to_memory(self) -> Tree:
         self.memory["inner"]["n"] += 1
+        return {}
+
+    @step
+    def keeps(self, model: Tree) -> Tree:
+        self.scratch["kept"] = model
+        return {}
+
+    @step
+    def adds_to_scratch(self) -> Tree:
+        self.scratch["kept"]["w"] += 1
         return {}
 
     @step(like="model")
@@ -259,6 +269,10 @@ def test_who_writes_into_what_others_hold_is_lost(kind: type[LoopEngine], each: 
         cohort = engine.cohort([0, 1], 1, training=True)
         with pytest.raises(AllLostError, match=f"must not write in place .* {wrong.__name__} did"):
             cohort.ask(wrong, *payloads)
+    cohort = engine.cohort([0, 1], 1, training=True)
+    cohort.ask(Writing.keeps, payload)  # another message has brought what is the server's own
+    with pytest.raises(AllLostError, match=r"memory or scratch, .* but adds_to_scratch did"):
+        cohort.ask(Writing.adds_to_scratch)
     cohort = engine.cohort([0, 1], 2, training=True)
     now = sent["w"].clone()
     torch.testing.assert_close(

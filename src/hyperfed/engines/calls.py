@@ -5,7 +5,7 @@ another machine, a site.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -296,7 +296,7 @@ def perform(
         evaluates=info.evaluates,
         **options,
     )
-    handed = tensors_of(*call.payload, memory)
+    handed = tensors_of(*call.payload, memory, scratch)
     before = versions(handed)
     reply = step(built, *call.payload)
     check_unwritten(call.step, before, versions(handed))
@@ -312,8 +312,9 @@ def perform(
 
 
 def tensors_of(*held: Tree) -> list[Tensor]:
-    """Returns all tensors of some trees."""
-    return [leaf for tree in held for _, leaf in trees.leaves(tree)]
+    """Returns all tensors of some trees; a scratch may hold other things, too."""
+    every: Iterator[object] = (leaf for tree in held for _, leaf in trees.leaves(tree))
+    return [leaf for leaf in every if isinstance(leaf, Tensor)]
 
 
 def versions(tensors: Sequence[Tensor]) -> list[int]:
@@ -336,9 +337,10 @@ def check_unwritten(step: str, before: Sequence[int], after: Sequence[int]) -> N
     """
     if before != after:
         raise PermissionError(
-            "a step must not write in place into what it was sent or what its client remembers, "
-            f"which others hold too, but {step} did; make new tensors, as by x = x + 1 for x += 1 "
-            "(a network's buffers, too, when it is not training), or write into trees.clone(...)"
+            "a step must not write in place into what it was sent or what its client keeps, in "
+            f"memory or scratch, which others hold too, but {step} did; make new tensors, as by "
+            "x = x + 1 for x += 1 (a network's buffers, too, when it is not training), or write "
+            "into trees.clone(...)"
         )
 
 

@@ -266,7 +266,7 @@ class VmappedEngine(LoopEngine):
             # An operation without a rule is looped over: no harm here.
             warnings.filterwarnings("ignore", "There is a performance drop")
             stacked = self._stacked(kind, calls)
-            handed = tensors_of(stacked["payload"], stacked["memory"])
+            handed = tensors_of(stacked["payload"], stacked["memory"], stacked["scratch"])
             before = versions(handed)
             if self.graphs is None:
                 answer = together(stacked)
