@@ -139,23 +139,37 @@ def test_another_task_on_the_runs_data_is_refused(
     hyperfed.open_run(run.folder.path, other)
 
 
-def test_another_score_than_the_runs_is_refused(tmp_path: Path) -> None:
-    """The best round would be chosen among numbers of two kinds."""
+def smoothed(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output, y, label_smoothing=0.1)
 
-    def minus_loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return -nn.functional.cross_entropy(output, y, reduction="none")
 
+def minus_loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return -nn.functional.cross_entropy(output, y, reduction="none")
+
+
+@pytest.mark.parametrize(
+    ("what", "now", "said"),
+    [
+        ("score", minus_loss, "accuracy, came minus_loss"),
+        ("loss", smoothed, "cross_entropy, came smoothed"),
+        ("loss", nn.CrossEntropyLoss(), "cross_entropy, came CrossEntropyLoss"),
+    ],
+)
+def test_another_score_or_loss_than_the_runs_is_refused(
+    what: str, now: Any, said: str, tmp_path: Path
+) -> None:
+    """The best round would be chosen among numbers of two kinds, or trained on by another aim."""
     run = Run.start(config.from_keys("fedavg", QUICK | {"rounds": 2}), tmp_path, make_task())
     for _ in run.train():
         run.stop()
     assert run.folder is not None
-    other = make_task(score=minus_loss)
+    other = make_task(**{what: now})
     for use in (hyperfed.open_run, hyperfed.resume):
-        with pytest.raises(UserError, match=r"score must be .*, accuracy, came minus_loss; make"):
+        with pytest.raises(UserError, match=rf"{what} must be the one that .*, {said}; make"):
             use(run.folder.path, other)
-    tree, said, _ = load_latest(run.folder.state)
-    del said["score"]  # which checkpoints of earlier versions lack
-    save_latest(run.folder.state, tree, said)
+    tree, told, _ = load_latest(run.folder.state)
+    del told[what]  # which checkpoints of earlier versions lack
+    save_latest(run.folder.state, tree, told)
     hyperfed.open_run(run.folder.path, other)
 
 

@@ -33,6 +33,7 @@ def identity(config: RunConfig, task: Task) -> dict[str, Any]:
         "data_fingerprint": task.fingerprint,
         "targets": _targets(task),
         "score": task.metric.name,
+        "loss": getattr(task.loss, "__name__", type(task.loss).__name__),
         "task": _beside_the_data(task),
     }
 
@@ -41,13 +42,13 @@ def check_identity(meta: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
     """Refuses a checkpoint of another run.
 
     Args:
-        meta: the checkpoint's. An older one says nothing of targets, of the score, of what is
+        meta: the checkpoint's. An older one says nothing of targets, of score and loss, of what is
             beside the data, or of settings.
         ours: :func:`identity` of the run that is to go on.
 
     Raises:
         UserError: it is of another method, of other settings, data or networks, or of a task that
-            judges its models, or calls or counts its clients or labels, otherwise.
+            trains or judges its models, or calls or counts its clients or labels, otherwise.
     """
     for key in ("method", "data_fingerprint"):
         if meta.get(key) != ours[key]:
@@ -63,12 +64,13 @@ def check_identity(meta: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
             "the task's model must be the one that the run was started with, but has parameters of "
             "other names or shapes; make the task with that one, or start a new run"
         )
-    if (score := meta.get("score", ours["score"])) != ours["score"]:
-        raise UserError(
-            f"the task's score must be the one that the run was started with, "
-            f"{one_line(str(score), 100)}, came {ours['score']}; make the task with that one, or "
-            "start a new run"
-        )
+    for key in ("score", "loss"):
+        if (before := meta.get(key, ours[key])) != ours[key]:
+            raise UserError(
+                f"the task's {key} must be the one that the run was started with, "
+                f"{one_line(str(before), 100)}, came {one_line(ours[key], 100)}; make the task "
+                "with that one, or start a new run"
+            )
     said = meta.get("task", ours["task"])
     told = said if isinstance(said, dict) else {}
     if other := [what for what, value in ours["task"].items() if told.get(what) != value]:
