@@ -10,6 +10,7 @@ from hyperfed.apps import cli
 from hyperfed.errors import UserError
 from hyperfed.runs import config
 from hyperfed.runs.run import Run
+from hyperfed.runs.settings import RunConfig
 
 KEYS: dict[str, Any] = {
     "rounds": 4,
@@ -72,6 +73,31 @@ def test_a_run_without_a_checkpoint_goes_on_with_checkpoints_more_often(tmp_path
     assert run.folder is not None
     resumed = hyperfed.resume(run.folder.path, progress=False, checkpoint_every=1)
     assert [e.round for e in resumed.evaluations if e.split == "val"] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_one_that_was_killed_as_it_went_on_otherwise_can_be_gone_on_with(
+    done: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed = {"rounds": 5} if done else {"checkpoint_every": 1}
+    run, dump = Run.start(config.from_keys("fedper", KEYS), tmp_path), config.dump
+    for progress in run.train():
+        if progress.round == 2 and not done:
+            break  # before its first checkpoint
+    run.close()
+    assert run.folder is not None
+
+    def killed(settings: RunConfig, path: Path) -> None:
+        dump(settings, path)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(config, "dump", killed)
+    with pytest.raises(KeyboardInterrupt):
+        Run.resume(run.folder.path, changed=changed)
+    monkeypatch.setattr(config, "dump", dump)
+    resumed = hyperfed.resume(run.folder.path, progress=False)
+    assert settings(run.folder.path).items() >= changed.items()
+    assert resumed.summary["rounds"] == (5 if done else 4)
 
 
 def code_of(*arguments: object) -> Any:

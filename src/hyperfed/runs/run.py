@@ -211,6 +211,9 @@ class Run(Served):
                 )
             folder.clean()
             run = cls._open(folder, task, moved, config)
+            # First, so that what a kill leaves here can be gone on with by either settings.
+            folder.summary.unlink(missing_ok=True)
+            folder.truncate_after(run.round)
             if moved != config:
                 configuration.dump(moved, folder.config)
                 was, now = (configuration.flat(configuration.to_dict(c)) for c in (config, moved))
@@ -219,8 +222,6 @@ class Run(Served):
             if not folder.has_checkpoint:
                 every = config.checkpoint_every
                 log.warning("begins anew: no checkpoint is there yet, checkpoint_every=%s", every)
-            folder.summary.unlink(missing_ok=True)
-            folder.truncate_after(run.round)
         except BaseException:
             lock.release()
             raise
