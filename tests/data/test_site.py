@@ -237,6 +237,9 @@ def test_words_are_numbered_by_a_list_that_all_sites_have(tmp_path: Path) -> Non
     with pytest.raises(UserError, match=r"numbered alike at all sites.*--labels.*task.labels"):
         site.read(archive(tmp_path, y=told))
     assert site.read(archive(tmp_path, y=told), check=True).classes == 2
+    lacks_one = archive(tmp_path, y=told, classes=3)  # which the run's list has
+    assert site.read(lacks_one, check=True).classes == 2
+    assert site.read(lacks_one, labels=ORDER).classes == 3
     with pytest.raises(UserError, match="as many as the labels, 3, got 2"):
         site.read(archive(tmp_path, y=told, classes=2), labels=ORDER)
     with pytest.raises(UserError, match="named once each, got 'a' twice"):
