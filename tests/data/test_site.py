@@ -20,7 +20,7 @@ from hyperfed.data.roster import Frame, Introduction, enrol
 from hyperfed.data.tables import Columns
 from hyperfed.data.tasks import TaskConfig
 from hyperfed.engines.calls import Call
-from hyperfed.engines.flower.policy import Policy
+from hyperfed.engines.flower.policy import Policy, RefusedError
 from hyperfed.engines.flower.site import Site
 from hyperfed.engines.flower.wire import Request
 from hyperfed.errors import UserError
@@ -346,6 +346,17 @@ def test_a_run_is_not_told_which_label_it_lacks(tmp_path: Path, y: Any, known: s
         app.source_of(node, settings, Policy())
     assert "index" not in str(told.value)
     assert "such" not in str(told.value)
+
+
+def test_a_run_that_names_its_labels_is_not_blamed_for_what_else_is_wrong(tmp_path: Path) -> None:
+    """Data that are away, or spoilt, are what the site's log must say; the server is told less."""
+    app = pytest.importorskip("hyperfed.apps.flower.app")
+    settings = config.load("fedavg", ["engine=flower", 'task.labels=["mild", "severe"]'])
+    spoilt = archive(tmp_path, x=np.full((30, 2), np.nan), y=WORDS[np.arange(30) % 2])
+    for path, told in ((tmp_path / "away.npz", "No such file"), (spoilt, "must be finite")):
+        with pytest.raises(UserError, match=told) as error:
+            app.source_of(app.NodeConfig(state="s", data=str(path)), settings, Policy())
+        assert not isinstance(error.value, RefusedError)
 
 
 def test_what_is_held_out_is_the_site_s_to_say(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -187,19 +188,20 @@ def source_of(node: NodeConfig, config: RunConfig, policy: Policy) -> Source:
             f"the labels must be named alike by the run, {', '.join(declared)}, and by the site, "
             f"got {', '.join(own)}; leave out those of the site, or correct one of them"
         )
-    labels = declared or own
+    read = partial(
+        sitedata.read,
+        node.data,
+        val=policy.val,
+        test=policy.test,
+        columns=node.columns,
+        scratch=Path(node.state),
+    )
     try:
-        data = sitedata.read(
-            node.data,
-            val=policy.val,
-            test=policy.test,
-            columns=node.columns,
-            labels=labels,
-            scratch=Path(node.state),
-        )
+        data = read(labels=declared or own)
     except UserError as error:
         if not declared or own:
             raise
+        read(check=True)  # raises what else is wrong with them, which the site must be told
         # What it says of the first label that is another, a server could ask for label by label.
         raise RefusedError(
             f"the site's data must have no labels but the run's, {', '.join(declared)}; at the "
