@@ -9,6 +9,7 @@ engine's business: methods know no engine, engines know no method.
 from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
+from itertools import repeat
 from typing import Any, ClassVar, Literal, Protocol, Self, TypeAlias, TypeVar, overload
 
 import torch
@@ -294,6 +295,10 @@ class Client:
             order = torch.randperm(len(train), generator=self.generator)
             for rows in order[: sum(lengths)].split_with_sizes(lengths):
                 yield train.batch(rows)
+
+    def again(self, batch: Batch, times: int) -> Iterator[Batch]:
+        """Yields a batch so many times, for a step that stays with it for a while."""
+        return repeat(batch, times)
 
     def release(self, value: Tensor, sensitivity: float) -> Tensor:
         """Returns a value as it may leave the client: with noise, where its settings are private.

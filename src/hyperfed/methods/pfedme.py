@@ -97,7 +97,7 @@ class Client(federation.Client):
         """Returns w and the last theta, from the global model."""
         w = theta = model
         for batch in self.batches:
-            theta = self.approach(theta, w, [batch] * self.config.inner_steps)
+            theta = self.approach(theta, w, self.again(batch, self.config.inner_steps))
             w = self.moved(w, theta)
         return w, theta
 

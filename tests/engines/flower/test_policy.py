@@ -24,7 +24,7 @@ from hyperfed.engines.flower.policy import Policy, RefusedError
 from hyperfed.engines.flower.site import Shard, Site
 from hyperfed.engines.flower.wire import Request, pack_request, unpack_response
 from hyperfed.errors import UserError
-from hyperfed.methods import METHODS, fedala, fedas, fedavg, fedfomo, fedrep, itpfl, pfedhn
+from hyperfed.methods import METHODS, fedala, fedas, fedavg, fedfomo, fedrep, itpfl, pfedhn, pfedme
 from hyperfed.runs.evaluation import evaluate
 from hyperfed.system.randomness import seeded
 from hyperfed.training import Epochs, Steps
@@ -134,6 +134,13 @@ def mixing(site: Site) -> Tree | Exception:
     return asked(site_in(site.state, fedala, settings, **limited), model=other, **memory)
 
 
+def staying(site: Site, **settings: Any) -> Tree | Exception:
+    """Asks for steps of which each goes through its batch some times."""
+    limited = {"methods": ("pfedme",), "largest_training": 1000}
+    own = site_in(site.state, pfedme, pfedme.Config(**settings), **limited)
+    return asked(own, batches=Steps(2, 12))
+
+
 def weighing(site: Site, **changes: Any) -> Tree | Exception:
     """Asks FedFomo's client how much less its loss is with other models, on validation data."""
     own = site_in(site.state, fedfomo, fedfomo.Config(), methods=("fedfomo",), **changes)
@@ -199,6 +206,10 @@ DEPARTURES: dict[str, tuple[Callable[[Site], Any], str]] = {
         "a batch must be of 4 examples at least here, came 1",
     ),
     "a loop of a method's own without end": (mixing, "a step must be on 1000 examples at most"),
+    "one batch without end": (
+        lambda site: staying(site, inner_steps=10**3),
+        "a step must be on 1000 examples at most here, those that come again too, came 12000",
+    ),
     "fewer steps than its settings say": (
         lambda site: bounded(local_steps=(10, 1000))(site, Steps(1, 12)),
         "trained on the batches that the settings say, Steps(count=50, size=64), which are bounded "
@@ -313,6 +324,10 @@ def test_what_the_policy_allows_is_answered(
     assert isinstance(asked(site_in(tmp_path), step, **options), dict)
     (entry,) = log(tmp_path)
     assert entry["decision"] == "answered"
+
+
+def test_a_batch_may_come_again_within_the_bounds(tmp_path: Path) -> None:
+    assert isinstance(staying(site_in(tmp_path), inner_steps=40), dict)  # 960 examples
 
 
 def test_models_of_a_pool_that_read_their_input_are_counted_by(tmp_path: Path) -> None:

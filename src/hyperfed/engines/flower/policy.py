@@ -295,9 +295,9 @@ def guarded(client: type[Client], policy: Policy) -> type[Client]:
     run's settings say, are bounded as those that a message asks for.
     """
 
-    class Guarded(client):  # type: ignore[valid-type, misc]
+    class Guarded(_Reader, client):  # type: ignore[valid-type, misc]
+        _policy = policy
         outputs: list[Tensor] | None = None
-        examples_read = 0
 
         @property
         def train(self) -> Split:
@@ -312,15 +312,17 @@ def guarded(client: type[Client], policy: Policy) -> type[Client]:
                 policy.check_held_out(len(split), "a choice by validation data")
             return split
 
-        def _read(self, examples: int) -> None:
-            self.examples_read += examples
-            policy.check_read(self.examples_read)
-
         def draw_batches(self, plan: Batches) -> Iterator[Batch]:
             """Draws training batches of this step's own that the policy allows."""
             policy.check_batches(plan, len(self.train))
             drawn: Iterator[Batch] = super().draw_batches(plan)
             return drawn
+
+        def again(self, batch: Batch, times: int) -> Iterator[Batch]:
+            """Yields a batch as often as the policy allows."""
+            self._read(times * len(batch.x))
+            repeated: Iterator[Batch] = super().again(batch, times)
+            return repeated
 
         @step
         def evaluate(self, received: Tree) -> Tree:
@@ -343,6 +345,18 @@ def guarded(client: type[Client], policy: Policy) -> type[Client]:
             return output
 
     return Guarded
+
+
+class _Reader:
+    """A client of which the examples that it goes through in a step are counted."""
+
+    _policy: Policy
+    examples_read = 0
+
+    def _read(self, examples: int) -> None:
+        """Raises ``RefusedError`` where these are too many, with those before."""
+        self.examples_read += examples
+        self._policy.check_read(self.examples_read)
 
 
 class _Bounded(Split):
