@@ -242,6 +242,21 @@ def test_one_query_costs_what_it_was_calibrated_for(epsilon: float, delta: float
         Ledger(epsilon * (1 - 1e-7), delta).after(analytic_multiplier(epsilon, delta))
 
 
+@pytest.mark.parametrize(
+    ("epsilon", "delta"), [*BUDGETS, (1e-6, 1e-10), (1e10, 1e-3), (2e13, 1e-5)]
+)
+def test_what_noise_was_made_for_is_within_the_budget_whatever_that_is(
+    epsilon: float, delta: float
+) -> None:
+    """A run with more noise, or hardly any, ends as others do."""
+    ledger, z = Ledger(epsilon, delta), multiplier_of(epsilon, delta, 37)
+    for _ in range(37):
+        ledger = ledger.after(z)
+    assert ledger.spent == pytest.approx(epsilon, rel=1e-4)
+    with pytest.raises(UserError, match="after 37 of them"):
+        ledger.after(z)
+
+
 def test_queries_compose_exactly() -> None:
     """With multiplier z, k queries are one with z / sqrt(k); different ones by their squares."""
     z, delta = analytic_multiplier(0.5, 1e-5), 1e-5

@@ -28,7 +28,7 @@ Calibration = Literal["analytic", "classical"]
 """How much noise: exactly enough, or the textbook's formula, which IT-PFL-HN's paper uses."""
 
 ROUNDING = 1e-9
-"""Relative excess over a budget that is put down to rounding: epsilon is found by root search."""
+"""Relative excess of what was told over what a budget allows that is put down to rounding."""
 
 REMEDY = (
     "ask what was asked before, which costs nothing, add more noise (a smaller epsilon for each "
@@ -63,7 +63,8 @@ def analytic_multiplier(epsilon: float, delta: float) -> float:
     import dp_accounting  # takes seconds to import
 
     _check_budget(epsilon, delta)
-    return float(dp_accounting.get_sigma_gaussian(epsilon, delta))
+    with np.errstate(divide="ignore"):  # noise that leaves no delta at all is tried on the way
+        return float(dp_accounting.get_sigma_gaussian(epsilon, delta))
 
 
 def classical_multiplier(epsilon: float, delta: float) -> float:
@@ -182,7 +183,8 @@ def _epsilon(multiplier: float, delta: float) -> float:
     """Returns the epsilon, at ``delta``, of one Gaussian query."""
     import dp_accounting
 
-    return float(dp_accounting.get_epsilon_gaussian(multiplier, delta))
+    with np.errstate(divide="ignore"):
+        return float(dp_accounting.get_epsilon_gaussian(multiplier, delta))
 
 
 @dataclass(frozen=True)
@@ -204,12 +206,19 @@ class Ledger:
     multipliers: tuple[float, ...] = ()
 
     @property
+    def told(self) -> float:
+        """The sum of z_i^-2, by which queries compose."""
+        return math.fsum(multiplier**-2 for multiplier in self.multipliers)
+
+    @property
     def spent(self) -> float:
         """The epsilon, at ``delta``, of all queries together."""
-        if not self.multipliers:
-            return 0.0
-        precision = math.fsum(multiplier**-2 for multiplier in self.multipliers)
-        return _epsilon(precision**-0.5, self.delta)
+        return _epsilon(self.told**-0.5, self.delta) if self.multipliers else 0.0
+
+    @property
+    def _allowed(self) -> float:
+        """What :attr:`told` may be."""
+        return analytic_multiplier(self.epsilon, self.delta) ** -2
 
     def after(self, multiplier: float, remedy: str = REMEDY) -> "Ledger":
         """Returns the ledger after one more query.
@@ -223,7 +232,8 @@ class Ledger:
         """
         check_positive(multiplier=multiplier)
         ledger = Ledger(self.epsilon, self.delta, (*self.multipliers, multiplier))
-        if ledger.spent > self.epsilon * (1 + ROUNDING):
+        # A root search finds an epsilon again to some digits only: what was told decides.
+        if ledger.spent > self.epsilon and ledger.told > (1 + ROUNDING) * self._allowed:
             raise UserError(
                 f"all queries to a client must stay within epsilon {self.epsilon:g} at delta "
                 f"{self.delta:g}, but after {len(self.multipliers)} of them this one would bring "
