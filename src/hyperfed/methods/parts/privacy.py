@@ -5,7 +5,8 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, FiniteFloat
 from pydantic.dataclasses import dataclass as validated
 
-from hyperfed.privacy import Calibration, GaussianMechanism
+from hyperfed.errors import UserError
+from hyperfed.privacy import Calibration, GaussianMechanism, Ledger
 
 
 @validated(frozen=True, config=ConfigDict(extra="forbid"))
@@ -18,6 +19,10 @@ class PrivacyConfig:
         budget: epsilon that all queries to a client may cost; that of one where not given. To ask
             the same of the same data costs nothing, and gives the same noisy answer.
         calibration: of the noise.
+
+    Raises:
+        UserError: the calibration does not hold for these numbers, or the budget is none: it is
+            for less than one answer, or for answers without noise.
     """
 
     epsilon: Annotated[FiniteFloat, Field(gt=0)] | None = None
@@ -26,7 +31,16 @@ class PrivacyConfig:
     calibration: Calibration = "analytic"
 
     def __post_init__(self) -> None:
-        self.privacy()  # so that a calibration that does not hold is refused at once
+        mechanism = self.mechanism  # so that a calibration that does not hold is refused at once
+        if self.budget is None:
+            return
+        if mechanism is None:
+            raise UserError(
+                "method.budget must come with method.epsilon, without which nothing has noise, "
+                f"came {self.budget:g} alone; give both"
+            )
+        remedy = "raise method.budget, or leave it out, which is for one answer"
+        Ledger(self.budget, self.delta).after(mechanism.multiplier, remedy)
 
     @property
     def mechanism(self) -> GaussianMechanism | None:
