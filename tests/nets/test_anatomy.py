@@ -8,7 +8,7 @@ from torch.nn.utils.parametrize import register_parametrization
 from hyperfed import trees
 from hyperfed.errors import UserError
 from hyperfed.nets import MLP, CharLSTM, LeNet, LeNetBN, OmniglotNet, head_names, layers_of
-from hyperfed.nets.anatomy import last_linear
+from hyperfed.nets.anatomy import check_head, last_linear
 
 
 class TestHeadNames:
@@ -51,6 +51,25 @@ class TestHeadNames:
     def test_layers_the_model_does_not_have(self, layers):
         with pytest.raises(UserError, match=rf"a MLP must have 0 to 2 layers .* got {layers}"):
             head_names(MLP((4,), 3), layers)
+
+    @pytest.mark.parametrize("bias", [True, False])
+    def test_a_head_has_no_weight_of_the_body(self, bias):
+        """What is left of a layer without them, its bias or the layer before, is not the head."""
+        first, last = nn.Embedding(5, 3), nn.Linear(3, 5, bias=bias)
+        last.weight = first.weight
+        model = nn.Sequential(first, nn.Linear(3, 3), nn.LayerNorm(3), last)
+        wanted = r"a head of 1 must have weights of its own, but 3\.weight is 0\.weight, too"
+        with pytest.raises(UserError, match=wanted):
+            head_names(model)
+        assert head_names(model, 0) == ()
+        check_head(model)  # of features it does not matter
+        last.weight.requires_grad_(False)  # nobody moves it
+        assert head_names(model)[-1] == ("3.bias" if bias else "2.bias")
+
+    def test_layers_of_a_head_may_have_a_weight_in_common(self):
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+        model[3].weight = model[1].weight
+        assert head_names(model, 2) == ("1.weight", "1.bias", "3.bias")
 
     def test_needs_parameters(self):
         with pytest.raises(UserError, match=r"a Sequential must have 0 to 0 layers .* got 1"):

@@ -41,7 +41,7 @@ from hyperfed.federation import EVALUATION_BATCH, Cohort, Outline, Split, averag
 from hyperfed.functional import outputs_and_features
 from hyperfed.methods.parts.features import check_classes, check_outputs
 from hyperfed.methods.parts.presets import DEFAULT, PEFLL
-from hyperfed.nets.anatomy import head_names
+from hyperfed.nets.anatomy import check_head
 from hyperfed.training import LocalConfig, fit
 from hyperfed.trees import Model, Tree
 
@@ -160,7 +160,7 @@ class Server(federation.Server):
         check_classes("kNN-Per", outline)
         check_outputs("kNN-Per", outline)
         for module in outline.models.values():
-            head_names(module)  # what goes into it are the features
+            check_head(module)  # what goes into it are the features
         self.model: Tree = {size: outline.initial(size) for size in outline.models}
 
     def round(self, clients: Cohort) -> None:

@@ -34,7 +34,7 @@ from hyperfed.federation import Cohort, Outline, average, step
 from hyperfed.functional import forward_with_features, outputs_and_features
 from hyperfed.methods.parts.contrast import contrastive_loss, distances
 from hyperfed.methods.parts.presets import DEFAULT, PFEDKT
-from hyperfed.nets.anatomy import head_names, last_linear
+from hyperfed.nets.anatomy import check_head, last_linear
 from hyperfed.training import Batch, LocalConfig, Objective, fit
 from hyperfed.trees import Model, Tree, copied, model_of
 
@@ -162,7 +162,7 @@ class Server(federation.Server):
     def __init__(self, outline: Outline, config: Config) -> None:
         super().__init__(outline, config)
         for module in outline.models.values():
-            head_names(module)  # what goes into it are the features
+            check_head(module)  # what goes into it are the features
         initial: Tree = {size: outline.initial(size) for size in outline.models}
         projecting = Client.networks(outline, config)
         self.model = initial | {size: model_of(network) for size, network in projecting.items()}

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import dropwhile
 from typing import NamedTuple
 
 from torch import nn
@@ -26,8 +27,30 @@ def head_names(model: nn.Module, layers: int = 1) -> tuple[str, ...]:
 
     Raises:
         UserError: the model has fewer such modules, or adapters in their place, or ``layers`` is
-            negative.
+            negative; or a weight of the head, or of what is defined behind it, is one of the rest
+            of the model, too.
     """
+    head = _head(model, layers)
+    names = tuple(name for part in head for name in part.parameters)
+    for name, first in _tied(model, head[0]) if head else ():
+        if first not in names:
+            raise UserError(
+                f"a head of {layers} must have weights of its own, but {name} is {first}, too; "
+                "untie them, or choose a method without a head"
+            )
+    return names
+
+
+def check_head(model: nn.Module) -> None:
+    """Raises ``UserError`` where a model's last layer is none that is trained whole.
+
+    What goes into that layer are the features. Its weights may be another's, too.
+    """
+    _head(model, 1)
+
+
+def _head(model: nn.Module, layers: int) -> list["_Part"]:
+    """Returns the last ``layers`` modules that have parameters; see :func:`head_names`."""
     owners = [part for part in _parts(model) if part.parameters]
     if not 0 <= layers <= len(owners):
         raise UserError(
@@ -41,7 +64,17 @@ def head_names(model: nn.Module, layers: int = 1) -> tuple[str, ...]:
             "to an adapter; name the target's head in its modules_to_save, or choose a method "
             "without a head"
         )
-    return tuple(name for part in head for name in part.parameters)
+    return head
+
+
+def _tied(model: nn.Module, begin: "_Part") -> Iterator[tuple[str, str]]:
+    """Yields (name there, name as defined first) of trained weights from a module on."""
+    first = {id(value): name for name, value in trees.parameters_of(model).items()}
+    behind = dropwhile(lambda named: named[1] is not begin.module, model.named_modules())
+    for prefix, part in behind:
+        for name, value in part.named_parameters(prefix, recurse=False):
+            if id(value) in first:
+                yield name, first[id(value)]
 
 
 def last_linear(model: nn.Module, method: str) -> tuple[str, nn.Linear]:
