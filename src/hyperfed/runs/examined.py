@@ -1,7 +1,7 @@
 """What a run is looked into for beside how good its models are (``examine``).
 
 How the server tells clients apart: their descriptors, and whether their distances rank as those of
-the clients' label distributions do (PeFLL, section 4.2 and figure 3). And whose model suits whom:
+the clients' label distributions do (PeFLL, section 5.1 and figure 3). And whose model suits whom:
 every known client's metric with every other's model (pFedHN, section 5.4 and figure 3).
 """
 
