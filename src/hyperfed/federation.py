@@ -664,7 +664,7 @@ class Server:
         """Returns (C, l), what the server makes models of clients of one size from.
 
         Such as learned embeddings, or what clients say of their data; None where a method has no
-        such thing. It serves known and novel clients as :meth:`personalize` does.
+        such thing, if only of novel clients. It serves both as :meth:`personalize` does.
         """
         return None
 

@@ -90,6 +90,15 @@ def test_descriptors_are_what_models_are_made_from(method: str) -> None:
         assert told[name] == pytest.approx(np.mean(each), abs=2e-3)
 
 
+def test_newcomers_with_the_models_of_others_have_no_descriptor() -> None:
+    task, borrowed = DEALT | {"unlabelled": True}, QUICK | {"novel_models": "sampled"}
+    run = hyperfed.train("pfedhn", **SMALL, task=task, method=borrowed, examine="descriptors")
+    found = run.summary["examined"]
+    assert len(found["descriptors"]) == len(found["proportions"]) == 4
+    told = next(e for e in run.evaluations if e.split == "val").diagnostics["descriptors"]
+    assert [*told] == ["rank_correlation"]
+
+
 def test_crossed_models_are_a_clients_head_on_the_body_of_another() -> None:
     task = {"clients": 4, "novel": 0, "classes_per_client": 2}
     run = hyperfed.train("pfedhn_pc", **SMALL, task=task, method=QUICK, examine="crossed")

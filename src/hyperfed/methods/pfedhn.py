@@ -228,17 +228,18 @@ class Server(federation.Server):
 
     def personalize(self, clients: Cohort) -> Tree | Each:
         """Sends the generated models; a novel client's embedding is fitted first, or borrowed."""
-        config = self.config
-        if clients.novel and config.pooled:
+        descriptor = self.descriptors_of(clients)
+        if descriptor is None:
             rows = self.embeddings(pools.lenders(clients).ids)
             return {POOL: detach(self.hyper_net(rows, clients.size))}
-        descriptor = self.descriptors_of(clients)
         with torch.no_grad():
             return Each(self.hyper_net(descriptor, clients.size))
 
-    def descriptors_of(self, clients: Cohort) -> Tensor:
-        """Returns (C, l): learned, fixed, fitted or borrowed."""
+    def descriptors_of(self, clients: Cohort) -> Tensor | None:
+        """Returns (C, l): learned, fixed, fitted or borrowed; None of who uses a pool of models."""
         config = self.config
+        if clients.novel and config.pooled:
+            return None
         if clients.novel and config.novel_models == "nearest":
             rows: Tensor = self.embeddings(pools.nearest(clients, config.distance_steps))
             return rows

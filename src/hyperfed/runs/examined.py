@@ -56,8 +56,10 @@ def check(config: RunConfig, task: Task, server: Server) -> None:
         )
 
 
-def descriptors(server: Server, engine: Engine, ids: Sequence[int], round: int) -> Tensor:
+def descriptors(server: Server, engine: Engine, ids: Sequence[int], round: int) -> Tensor | None:
     """Returns (C, l) descriptors in the order of ``ids``, as an evaluation of that round has them.
+
+    None where there are none of these clients.
 
     Args:
         server: its state does not change.
@@ -70,18 +72,22 @@ def descriptors(server: Server, engine: Engine, ids: Sequence[int], round: int) 
         cohort = engine.cohort(ids[start : start + CHUNK], round, training=False)
         for group in cohort.sizes.values():
             rows = server.descriptors_of(group)
-            assert rows is not None  # as was checked
+            if rows is None:
+                return None
             found |= dict(zip(group.ids.tolist(), rows.detach().to(CPU), strict=True))
     return torch.stack([found[client] for client in ids])
 
 
 def descriptors_of_all(server: Server, engine: Engine, round: int) -> Tensor:
-    """Returns (clients, l), as :func:`descriptors` has them, those of known clients first."""
+    """Returns (clients, l), as :func:`descriptors` has them, those of known clients first.
+
+    Those of known clients alone, where there are no novel ones or these have none.
+    """
     known, novel = list(engine.task.known), list(engine.task.novel_ids)
     found = descriptors(server, engine, known, round)
-    if not novel:
-        return found
-    return torch.cat([found, descriptors(server, engine, novel, round)])
+    assert found is not None  # as was checked
+    others = descriptors(server, engine, novel, round) if novel else None
+    return found if others is None else torch.cat([found, others])
 
 
 def crossed(server: Server, engine: Engine, round: int, moved: Callable[[int], Serve]) -> Tensor:
@@ -120,17 +126,17 @@ def rank_correlations(task: Task, descriptors: Tensor) -> Tree:
 
     Args:
         task: the data.
-        descriptors: (clients, l).
+        descriptors: (clients, l), or of known clients alone.
 
     Returns:
         {"rank_correlation": of known clients, "novel_rank_correlation": of novel ones, if any}.
     """
     whose = {"rank_correlation": task.known, "novel_rank_correlation": task.novel_ids}
-    shares = proportions(task)
+    shares = proportions(task)[: len(descriptors)]
     return {
         name: torch.tensor(rank_correlation(descriptors, shares, ids))
         for name, ids in whose.items()
-        if ids
+        if ids and max(ids) < len(descriptors)
     }
 
 

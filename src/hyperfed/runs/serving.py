@@ -112,12 +112,12 @@ class Served(TrainedMethod):
         """Returns what the settings ask to look into at the best round (``examine``).
 
         Returns:
-            With ``descriptors`` these, (clients, l), known clients first, and the clients'
-            ``proportions`` of classes in their training examples, (clients, classes); with
-            ``crossed`` the metric of each known client on its test examples, (n, n), with what it
-            keeps itself and what the server makes for the client of the column, fine-tuned where
-            the settings say so, nan where it has no examples; without where what clients are sent
-            is not a model of each.
+            With ``descriptors`` these, (clients, l), known clients first, or of them alone where
+            novel ones have none, and the same clients' ``proportions`` of classes in their training
+            examples, (clients, classes); with ``crossed`` the metric of each known client on its
+            test examples, (n, n), with what it keeps itself and what the server makes for the
+            client of the column, fine-tuned where the settings say so, nan where it has no
+            examples; without where what clients are sent is not a model of each.
 
         Raises:
             UserError: the run has not come to its first evaluation.
@@ -127,7 +127,7 @@ class Served(TrainedMethod):
             if "descriptors" in self.config.examine:
                 rows = examined.descriptors_of_all(server, self.engine, self.best.round)
                 found["descriptors"] = rows
-                found["proportions"] = examined.proportions(self.task)
+                found["proportions"] = examined.proportions(self.task)[: len(rows)]
             if "crossed" in self.config.examine:
                 with suppress(NotOfOneClientError):
                     found["crossed"] = self._crossed(server)
