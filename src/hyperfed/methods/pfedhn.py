@@ -30,6 +30,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from hyperfed import federation
+from hyperfed.errors import UserError
 from hyperfed.federation import Cohort, Each, Outline, step
 from hyperfed.methods.parts import a_distance, pools
 from hyperfed.methods.parts.hypernet_training import HyperNetConfig, descend, fit_rows
@@ -177,11 +178,20 @@ class Client(federation.Client):
 
 
 class Server(federation.Server):
-    """Holds the hypernetwork h(v; phi) and the clients' embeddings v."""
+    """Holds the hypernetwork h(v; phi) and the clients' embeddings v.
+
+    Raises:
+        UserError: descriptors are of classes, and the task has none.
+    """
 
     def __init__(self, outline: Outline, config: Config) -> None:
         super().__init__(outline, config)
         learned = config.descriptor == "embedding"
+        if not (learned or outline.classes):
+            raise UserError(
+                "method.descriptor must be embedding where targets are numbers, which have no "
+                f"classes, came {config.descriptor}; leave it out"
+            )
         size = config.length(outline.clients) if learned else outline.classes
         self.hyper_net = config.build(
             outline, size, head_layers=config.head_layers, spectral_norm=config.spectral_norm

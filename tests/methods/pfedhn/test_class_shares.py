@@ -13,6 +13,7 @@ from hyperfed.engines import Faults
 from hyperfed.engines.calls import Call
 from hyperfed.engines.local.loop import LoopEngine
 from hyperfed.engines.replies import NoAnswerError
+from hyperfed.errors import UserError
 from methods.pfedhn.checks import (
     SERVER,
 )
@@ -21,6 +22,7 @@ from toys import (
     ONE_STEP,
     Federation,
     close,
+    make_quadratic_task,
     make_task,
     make_token_task,
 )
@@ -37,6 +39,12 @@ def test_fixed_descriptors_are_class_proportions() -> None:
         generated = federation.server.hyper_net(share)
         expected = {name: value[0].detach() for name, value in generated.items()}
         torch.testing.assert_close(federation.personal(client), expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["class_proportions", "class_shares"])
+def test_a_regression_has_no_classes_to_describe_by(kind: str) -> None:
+    with pytest.raises(UserError, match=rf"method.descriptor must be embedding .* came {kind}"):
+        Federation("pfedhn", make_quadratic_task(), descriptor=kind)
 
 
 def test_class_proportions_of_tokens_are_of_those_that_count() -> None:
