@@ -1,5 +1,7 @@
 """Where tensors live: on the CPU, or on an accelerator."""
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 from hyperfed.errors import UserError
@@ -50,6 +52,13 @@ def describe(device: torch.device) -> str:
     if device.type == "cuda":
         return f"{device} ({torch.cuda.get_device_name(device)})"
     return str(device)
+
+
+def in_full(device: torch.device) -> AbstractContextManager[object]:
+    """Returns a block in which products are of their factors' precision, within autocast, too."""
+    kind = device.type
+    lower = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, enabled=False) if lower else nullcontext()
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -21,7 +21,7 @@ with a shift, so that the rule of models is that of changes.
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -29,6 +29,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from hyperfed.system.devices import in_full
 from hyperfed.trees.arithmetic import Tree, leaves, take, tree_map
 
 Aggregation: TypeAlias = Literal["mean", "median", "trimmed_mean", "krum", "norm_clip"]
@@ -144,9 +145,7 @@ def _mean(tree: Tree, weight: Tensor) -> Tree:
     def mean(leaf: Tensor) -> Tensor:
         if leaf.is_floating_point():
             # A client that computes in bfloat16 takes means of models, too, which are float32.
-            kind = leaf.device.type
-            lower = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-            with torch.autocast(kind, enabled=False) if lower else nullcontext():
+            with in_full(leaf.device):
                 return torch.einsum("c,c...->...", share.to(leaf.dtype), leaf)
         return torch.einsum("c,c...->...", share, leaf.double()).round().to(leaf.dtype)
 

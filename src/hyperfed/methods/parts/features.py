@@ -7,6 +7,7 @@ from hyperfed.errors import UserError
 from hyperfed.federation import EVALUATION_BATCH, Outline, Split
 from hyperfed.functional import outputs_and_features
 from hyperfed.nets.anatomy import last_linear
+from hyperfed.system.devices import in_full
 from hyperfed.trees import Model
 
 
@@ -107,4 +108,6 @@ def class_means(features: Tensor, y: Tensor, classes: int) -> tuple[Tensor, Tens
     """
     member = (y == torch.arange(classes, device=y.device)[:, None]).to(features.dtype)
     count = member.sum(dim=1)
-    return member @ features / count.clamp(min=1)[:, None], count
+    with in_full(features.device):  # a client that computes in bfloat16 tells means in float32
+        total = member @ features
+    return total / count.clamp(min=1)[:, None], count
