@@ -287,6 +287,24 @@ def test_a_candidate_at_distance_zero_weighs_nothing() -> None:
     assert torch.equal(ours.server.affinity, before)
 
 
+def test_a_candidate_without_a_finite_loss_weighs_nothing() -> None:
+    """As of a loss that overflows on what another client's model says of these data."""
+
+    def loss(output: Tensor, y: Tensor) -> Tensor:
+        usual = F.cross_entropy(output, y)
+        return usual.where(output.abs().max() < 40, torch.inf)
+
+    ours, usual = federation(candidates=2, loss=loss), federation(candidates=2)
+    spoil(ours, 1)
+    cohort = ours.engine.cohort([0], 1, training=True)
+    reply = cohort.ask(fedfomo.Client.weigh, ours.server.models([[1, 3]], "base"))
+    assert cohort.weight.all()
+    alone = usual.engine.cohort([0], 1, training=True)
+    expected = alone.ask(fedfomo.Client.weigh, usual.server.models([[3]], "base"))
+    close(reply["weights"][0, 1], expected["weights"][0, 0])
+    assert not reply["weights"][0, 0]
+
+
 def test_the_first_round_is_local_training() -> None:
     ours = Federation("fedfomo", make_task(), **ONE_STEP)
     cohort = ours.round([0, 1])

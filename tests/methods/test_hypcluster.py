@@ -94,6 +94,19 @@ def test_each_cluster_becomes_the_weighted_mean_of_what_its_clients_trained() ->
     check_a_round()
 
 
+def test_nobody_chooses_a_model_without_a_loss() -> None:
+    ours = federation()
+    models = trees.clone(ours.server.models["base"])
+    spoiled = best_by_hand(ours.task, 0, models)
+    ours.server.models["base"]["head.weight"][spoiled] = torch.finfo(torch.float64).max
+    losses = losses_by_hand(ours.task, ours.task.train[0], ours.server.models["base"])
+    assert losses[spoiled] != losses[spoiled]
+    others = [loss for cluster, loss in enumerate(losses) if cluster != spoiled]
+    cohort = ours.engine.cohort([0], 0, training=True)
+    chosen = cohort.ask(hypcluster.Client.choose_cluster, ours.server.models["base"])["cluster"]
+    assert chosen.tolist() == [losses.index(min(others))]
+
+
 def check_the_evaluated_model() -> None:
     ours = federation(novel=1)
     ours.round([0, 1])

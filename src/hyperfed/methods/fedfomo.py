@@ -10,11 +10,11 @@ data, where it has no other):
     w_n = (L_i(theta_i) - L_i(theta_n)) / |theta_n - theta_i|
 
 with the Euclidean distance over all parameters (the authors' code: by default the sum of
-magnitudes); a candidate at distance zero weighs nothing. Weights below zero are cut off, the others
-divided by their sum, and from theta_i + sum_n w_n (theta_n - theta_i) the client trains. So the
-client's own training counts like that of others: by what it gained, and not at all where it did
-harm. Losses are those of evaluation mode, each model with its own batch-norm buffers, which move
-with the same weights; integer ones are rounded back.
+magnitudes); a candidate at distance zero weighs nothing, nor one whose loss is not finite. Weights
+below zero are cut off, the others divided by their sum, and from theta_i + sum_n w_n (theta_n -
+theta_i) the client trains. So the client's own training counts like that of others: by what it
+gained, and not at all where it did harm. Losses are those of evaluation mode, each model with its
+own batch-norm buffers, which move with the same weights; integer ones are rounded back.
 
 To row i of the affinity matrix P the server adds the weights of others that client i replies with:
 before they are cut off, so that a model that would do harm comes after one that was never tried,
@@ -95,7 +95,8 @@ class Client(federation.Client):
         weights = loss.new_zeros(self.config.candidates + 1)
         for place, model in models.items():
             distance, better = self.distance(reference, model), loss - self.validation_loss(model)
-            weights[place] = torch.where(distance > 0, better / distance, 0)
+            counts = (distance > 0) & better.isfinite()
+            weights[place] = torch.where(counts, better / distance, 0)
         used = shares(weights)[list(models)]
         self.scratch["model"] = moved(reference, list(models.values()), used)
         return {"weights": F.normalize(weights, p=1, dim=0)[:-1]}

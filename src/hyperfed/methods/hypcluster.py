@@ -61,8 +61,9 @@ class Client(federation.Client):
         Returns:
             {"cluster": its number, a scalar}.
         """
-        losses = [self.training_loss(take(models, j)) for j in range(self.config.clusters)]
-        cluster = torch.stack(losses).argmin()
+        numbers = range(self.config.clusters)
+        losses = torch.stack([self.training_loss(take(models, j)) for j in numbers])
+        cluster = losses.where(~losses.isnan(), torch.inf).argmin()  # which takes NaN for the least
         self.scratch["model"] = take(models, cluster)
         return {"cluster": cluster}
 
