@@ -177,6 +177,17 @@ def test_cells_that_differ_in_serving_share_a_training(folder: Path) -> None:
     assert served.trained == trained.folder
 
 
+def test_records_have_what_a_table_leaves_to_the_data(folder: Path) -> None:
+    """Such as the number of clients: they are read, are of their cells, and share a training."""
+    table = folder / "made" / "table1.toml"
+    table.write_text(TABLE.replace("clients = 6, ", "").replace("rounds = 6", "rounds = 1"))
+    for job in planned(folder, "*like-sampled"):
+        assert told(job)[-1] == ("done",)
+        assert config.load(str(job.folder / "config.toml")).task.clients == 20
+    trained, served = planned(folder, "*like-sampled")
+    assert (trained.done, served.done, served.trained) == (True, True, trained.folder)
+
+
 def test_nobody_is_served_by_a_record_that_was_served_itself(folder: Path) -> None:
     table = folder / "made" / "table1.toml"
     table.write_text(TABLE.replace("[rows.sampled]", f"{FAR}\n[rows.sampled]"))

@@ -33,6 +33,11 @@ SPREADS = 2
 
 MEBIBYTE = 2**20
 
+FROM_DATA = ("task.clients", "task.partition")
+"""Settings that follow from the data where a cell leaves them out; a record has what came of it."""
+
+LEFT_OUT = literal("none")
+
 NOT_SAID = "not said"
 """In the place of the value of a setting that a record lacks."""
 
@@ -227,13 +232,15 @@ def differing(
     """Returns key -> (its value, that of ``wanted``) of settings that differ.
 
     A key that the settings lack, as of an earlier version, has its default, and one that is wanted
-    of none says nothing.
+    of none says nothing; nor does one of :data:`FROM_DATA` that is left to the data.
     """
     own = flat(settings)
     method = _method(config.to_dict(settings))
     usual = _defaults(method) if method in METHODS else {}
     found = {}
     for key, value in wanted.items():
+        if key in FROM_DATA and value == LEFT_OUT:
+            continue
         if own.get(key, usual.get(key, value)) != value:
             found[key] = (own.get(key, NOT_SAID), value)
     return found

@@ -255,9 +255,13 @@ def _was_served(job: Job) -> bool:
 
 
 def _serving(job: Job, trained: RunConfig) -> list[str]:
-    """Returns the settings by which a job serves clients otherwise than the run that trained."""
+    """Returns the settings by which a job serves clients otherwise than the run that trained.
+
+    Others are the same, but that a run that is open has those too that follow from its data.
+    """
     wanted, own = measured.flat(job.config), measured.flat(trained)
-    return [f"{key}={wanted[key]}" for key in wanted if wanted[key] != own[key]]
+    serving = (key for key in wanted if key.startswith(SERVED))
+    return [f"{key}={wanted[key]}" for key in serving if wanted[key] != own[key]]
 
 
 def _conflict(job: Job) -> str:
@@ -348,7 +352,7 @@ def _train(job: Job, tell: Tell, stopping: _Stopping) -> bool:
         run = Run(job.config)
         if job.bound:
             bound.check(run.config, run.task)  # and not after hours
-        run.folder = _new(job)
+        run.folder = _new(job, run.config)
     with closing(run):
         stopping.watch(run)
         last = 0.0
@@ -366,15 +370,20 @@ def _train(job: Job, tell: Tell, stopping: _Stopping) -> bool:
         return bool(run.summary)
 
 
-def _new(job: Job) -> RunFolder:
-    """Makes the folder of a record; its settings come last, so that a folder with some is whole."""
+def _new(job: Job, config: RunConfig) -> RunFolder:
+    """Makes the folder of a record; its settings come last, so that a folder with some is whole.
+
+    Args:
+        job: whose record it is.
+        config: its settings, with what follows from the data.
+    """
     folder = RunFolder(job.folder)
     try:
         folder.state.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise refused(job.folder, error) from error
     job.origin.write(job.folder)
-    configuration.dump(job.config, folder.config)
+    configuration.dump(config, folder.config)
     return folder
 
 
@@ -394,9 +403,8 @@ def _serve(job: Job) -> bool:
             )
         with closing(run.served_otherwise(_serving(job, run.config))) as served:
             novel, data = served.evaluate_novel(), served.task.fingerprint
-        ours = replace(job.config, device=served.config.device, engine=served.config.engine)
         with _cleared(job.folder):
-            folder = _new(replace(job, config=ours))
+            folder = _new(job, served.config)
             folder.truncate_after(0)
             for evaluation in (*(e for e in run.evaluations if e.split != "novel"), novel):
                 folder.append(evaluation)
