@@ -226,6 +226,25 @@ def test_a_scaled_run_has_one_draw_and_a_run_without_the_theorem_does_not_begin(
             jobs(tmp_path, text=TABLE.replace(name, value))
 
 
+def test_a_bound_is_of_the_clients_that_its_cell_serves_by_another_training(tmp_path: Path) -> None:
+    blurred = '[columns.blurred]\nabout = "Blur"\nset.task.novel_corruption = "blur"\n'
+    jobs(tmp_path, text=TABLE.replace("[rows.pefll]", f"{blurred}\n[rows.pefll]"))
+    table = experiments.read(tmp_path / "made" / "bound.toml")
+    trained, served = plan(table, list(table.cells), seeds=[0], scale=0.3, out=tmp_path)
+    assert [told(job)[-1] for job in (trained, served)] == [("done",)] * 2
+    run = Run.open(trained.folder)
+    again = measure(
+        run.served_otherwise(["task.novel_corruption=blur"]),
+        Variances(1e-2, 1e-2),
+        draws=1,
+        delta=0.1 / 4,
+    )
+    kept = json.loads((served.folder / "bound.json").read_text())
+    assert kept["points"][0] == asdict(again)
+    summary = json.loads((served.folder / "summary.json").read_text())
+    assert kept["unseen_error"] == 1 - summary["novel_accuracy"]
+
+
 def test_a_signal_between_two_points_leaves_nothing_half_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

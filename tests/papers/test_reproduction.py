@@ -268,6 +268,27 @@ def test_novel_clients_are_served_further_and_a_job_goes_on_where_it_was_left(
     assert {path.name for path in scaled.further} == {"novel-n5.json", "novel-n5-epsilon1.0.json"}
 
 
+def test_who_is_served_by_another_training_is_served_further_too(folder: Path) -> None:
+    table = folder / "made" / "table1.toml"
+    table.write_text(TABLE.replace("set.rounds = 6", "served = { samples = [5] }\nset.rounds = 1"))
+    trained, served = planned(folder, "*like-sampled")
+    for job in (trained, served):
+        assert told(job)[-1] == ("done",)
+        assert job.done
+    with (
+        closing(Run.open(trained.folder)) as run,
+        closing(run.served_otherwise(["task.novel_alpha=10.0"], samples=5)) as otherwise,
+    ):
+        again = records.as_written(otherwise.evaluate_novel())
+    found = json.loads((served.folder / "novel-n5.json").read_text())["novel"]
+    assert found | {"seconds": 0} == again | {"seconds": 0}
+    # Those of whoever trained need not be there for that.
+    (trained.folder / "novel-n5.json").unlink()
+    shutil.rmtree(served.folder)
+    (served,) = planned(folder, "unlike-sampled")
+    assert served.trained == trained.folder
+
+
 def test_what_is_wrong_is_told_before_anything_is_written(folder: Path) -> None:
     for scale in (0.0, 1.5):
         with pytest.raises(UserError, match="--scale must be a part of the rounds"):

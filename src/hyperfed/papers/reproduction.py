@@ -160,7 +160,9 @@ def plan(
         if cell in cells or _folder(experiment, cell, seed, scale, out).exists()
     }
     wanted = [job for (_, cell), job in every.items() if cell in cells]
-    leaders = _leaders([job for (_, cell), job in every.items() if cell in cells or job.done])
+    leaders = _leaders(
+        [job for (_, cell), job in every.items() if cell in cells or job.trained_or_served]
+    )
     led_by = [leaders.get(training_of(job.config), job) for job in wanted]
     jobs = [
         job if leader is job else _served_by(job, leader)
@@ -444,12 +446,14 @@ def _serve_further(job: Job, stopping: _Stopping) -> bool:
     served, further = job.experiment.table.served, job.further
     if served is None or not further:
         return True
-    with closing(Run.open(job.folder)) as run:
+    with closing(Run.open(_trained_in(job))) as run:
+        as_its_cell = _serving(job, run.config)
         for path, (samples, epsilon) in further.items():
             if stopping.asked:
                 return False
-            settings = [] if epsilon is None else [f"method.epsilon={epsilon}", ANY_BUDGET]
+            noise = [] if epsilon is None else [f"method.epsilon={epsilon}", ANY_BUDGET]
             draws = 1 if epsilon is None or job.origin.scale < 1 else served.draws
+            settings = [*as_its_cell, *noise]
             with closing(run.served_otherwise(settings, samples=samples)) as otherwise:
                 novel = records.as_written(otherwise.evaluate_novel(draws))
             atomic_write(path, f"{json.dumps({'novel': novel}, indent=2)}\n".encode())
@@ -461,13 +465,24 @@ def _measure_bound(job: Job, stopping: _Stopping) -> bool:
     if (wanted := job.bound) is None:
         return True
     points: list[bound.Measured] = []
-    with closing(Run.open(job.folder)) as run:
-        for point in bound.sides(run, wanted):
+    with (
+        closing(Run.open(_trained_in(job))) as run,
+        closing(run.served_otherwise(_serving(job, run.config))) as served,
+    ):
+        for point in bound.sides(served, wanted):
             if stopping.asked:
                 return False
             points.append(point)
-        bound.write(job.folder / bound.FILE, run.summary, wanted, points)
+    summary = agreement.read_run(job.folder).summary or {}
+    bound.write(job.folder / bound.FILE, summary, wanted, points)
     return True
+
+
+def _trained_in(job: Job) -> Path:
+    """Returns the folder of the run whose clients a job serves, its own where it has trained."""
+    if job.trained is None or RunFolder(job.folder).has_checkpoint:
+        return job.folder
+    return job.trained
 
 
 def find(id: str, folder: Path, cells: str) -> tuple[Experiment, list[str]]:
