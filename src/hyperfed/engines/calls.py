@@ -182,7 +182,7 @@ def execute(
             call.released, lambda sigma: call.question(sigma, data(call.client)), noise, limits
         ),
     )
-    written = {n: kept for n, kept in answer.memory.items() if not _same(kept, memory.get(n))}
+    written = {n: kept for n, kept in answer.memory.items() if not same(kept, memory.get(n))}
     check_tree(written, does="remember")
     finite = all(trees.finite([written]))
     if private is None:
@@ -301,7 +301,7 @@ def perform(
     reply = step(built, *call.payload)
     check_unwritten(call.step, before, versions(handed))
     check_tree(reply)
-    if info.deferrable and not _same(built.memory, memory):
+    if info.deferrable and not same(built.memory, memory):
         raise PermissionError(
             f"a step marked @step(deferrable=True) must not write memory, but {call.step} did; "
             "write it in a step that is asked, or write scratch"
@@ -349,10 +349,10 @@ def _apart(tree: Tree) -> Tree:
     return {name: _apart(of) if isinstance(of, dict) else of for name, of in tree.items()}
 
 
-def _same(kept: object, before: object) -> bool:
+def same(kept: object, before: object) -> bool:
     """Returns whether a tree, or a leaf of one, holds the very tensors that it held before."""
     if isinstance(kept, dict) and isinstance(before, dict):
-        return kept.keys() == before.keys() and all(_same(kept[key], before[key]) for key in kept)
+        return kept.keys() == before.keys() and all(same(kept[key], before[key]) for key in kept)
     return kept is before
 
 

@@ -22,6 +22,7 @@ import hyperfed
 import hyperfed.engines.ray.engine
 from hyperfed import federation, trees
 from hyperfed.engines import EngineConfig, Faults, build
+from hyperfed.engines.calls import Call
 from hyperfed.engines.local.loop import LoopEngine
 from hyperfed.engines.ray import cluster
 from hyperfed.engines.ray.actors import Work, Worker, portable
@@ -34,6 +35,7 @@ from hyperfed.runs import config
 from hyperfed.runs.run import Run
 from hyperfed.training import UnlabelledError
 from hyperfed.trees import Tree
+from hyperfed.trees.packing import unpack
 from processes import LOOPBACKS, SECONDS, await_end, descendants, linux, listening, name_of
 from toys import Federation, Normed, Stemmed, lengths, make_task, recorded, short, snapshot
 
@@ -98,6 +100,15 @@ class Client(federation.Client):
         self.memory["count"] = self.memory.get("count", torch.tensor(0)) + 1
         self.scratch["seen"] = self.memory["count"] * 10
         return {"count": self.memory["count"]}
+
+    @step
+    def note(self) -> Tree:
+        self.memory["noted"] = self.scratch["noted"] = {}
+        return {}
+
+    @step
+    def noted(self) -> Tree:
+        return {"kept": torch.tensor(["noted" in self.memory, "noted" in self.scratch])}
 
     @step
     def recall_seen(self) -> Tree:
@@ -464,6 +475,16 @@ def test_labels_that_a_client_has_not_are_missed_as_anywhere(reused: type[Reused
 def test_an_error_that_can_travel_is_left_as_it_is() -> None:
     error = UserError("why")
     assert portable(error) is error
+
+
+def test_an_empty_tree_is_kept_as_by_the_loop() -> None:
+    """In an actor, without a cluster."""
+    worker = Worker.__new__(Worker)
+    worker._engine = LoopEngine(make_task(), Client, Config(), seed=0)
+    _, *kept = worker.answer([Call(0, 0, 0, "note")], None, None)
+    (told,), *written = worker.answer([Call(0, 0, 0, "noted")], *kept)
+    assert unpack(told.reply)["kept"].tolist() == [True, True]
+    assert written == [None, None]
 
 
 # What the engine is built with.

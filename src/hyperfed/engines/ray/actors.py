@@ -3,15 +3,13 @@
 import pickle
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from hyperfed import trees
-from hyperfed.engines.calls import Answer, Call
+from hyperfed.engines.calls import Answer, Call, same
 from hyperfed.engines.local.vmap import best_engine
 from hyperfed.engines.updates import PrivateUpdates
 from hyperfed.federation import Client
@@ -122,18 +120,18 @@ class Worker:
         calls = [replace(call, payload=tuple(map(unpack, call.payload))) for call in calls]
         for call, memory, scratch in zip(calls, known[::2], known[1::2], strict=True):
             memories.note(call, Answer({}, unpack(memory or {}), unpack(scratch or {})))
-        before = [[dict(trees.leaves(tree)) for tree in memories.of(call)] for call in calls]
+        before = [memories.of(call) for call in calls]
         self._engine.released = {call.client: call.released for call in calls}
         replies = self._engine.answer(calls)
         outcomes: list[Outcome] = []
         written: list[Tree | None] = []
-        for call, reply, trees_before in zip(calls, replies, before, strict=True):
+        for call, reply, held in zip(calls, replies, before, strict=True):
             try:
                 if isinstance(reply, Exception):
                     raise reply
                 after = [
-                    pack(tree) if _written(tree, leaves) else None
-                    for tree, leaves in zip(memories.of(call), trees_before, strict=True)
+                    None if same(tree, of) else pack(tree)
+                    for tree, of in zip(memories.of(call), held, strict=True)
                 ]
                 wrote = [tree is not None for tree in after]
                 released = self._engine.released[call.client]
@@ -145,12 +143,6 @@ class Worker:
         for cohort in {call.cohort for call in calls}:
             memories.forget(cohort)
         return outcomes, *written
-
-
-def _written(tree: Tree, before: Mapping[str, Tensor]) -> bool:
-    """Returns whether any leaf is another one than before."""
-    after = dict(trees.leaves(tree))
-    return after.keys() != before.keys() or any(after[name] is not before[name] for name in after)
 
 
 def portable(error: Exception) -> Exception:
