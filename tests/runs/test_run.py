@@ -115,6 +115,14 @@ def test_a_run_abandoned_anywhere_resumes_to_the_same_numbers(
         assert written == json.loads(json.dumps(resumed.summary))
 
 
+def test_a_run_that_was_stopped_can_be_trained_on() -> None:
+    keys = keys_of("fedper", cohort=2, rounds=3)
+    run = Run(config.from_keys("fedper", keys), make_task())
+    rounds = [[progress.round for progress in run.train() if run.stop() is None] for _ in range(3)]
+    assert rounds == [[1], [2], [3]]
+    assert recorded(run) == recorded(hyperfed.train("fedper", make_task(), **keys))
+
+
 def test_clients_lost_late_are_told_and_recorded_once_whenever_it_is_evaluated(
     tmp_path: Path,
 ) -> None:

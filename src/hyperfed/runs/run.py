@@ -311,6 +311,7 @@ class Run(Served):
         else:
             self._reporter.tell("done" if self.done else "stopped")
         finally:
+            self._stop = False  # of this training, not of what may follow here
             self._unlock()
 
     def _take(self, folder: RunFolder) -> None:
