@@ -19,7 +19,7 @@ from hyperfed.runs.private import cohort_of
 from hyperfed.runs.run import Run
 from hyperfed.system.randomness import seeded
 from hyperfed.trees import Tree, tree_map
-from toys import TwoLayers, make_task, make_token_task
+from toys import Normed, TwoLayers, make_task, make_token_task
 
 TASK = {"clients": 8, "novel": 0.0, "model": "mlp", "hidden": [4]}
 SMALL: dict[str, Any] = {"rounds": 4, "cohort": 3, "evaluate_every": 4, "task": TASK}
@@ -242,6 +242,25 @@ def test_a_newcomer_s_model_is_given_again_for_nothing(hidden: int) -> None:
     assert run.evaluate_novel().client_loss == run.evaluations[-1].client_loss
     run.model(7)
     assert run.privacy() == before
+
+
+def test_a_newcomer_of_another_size_is_not_given_the_model_of_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("hyperfed.engines.calls.KEPT", 0)  # as of a large target
+    with seeded(0, "sizes"):
+        models = {"S": TwoLayers().double(), "L": Normed().double()}
+    task = make_task(models=models, sizes=("S", "L", "S", "L"))
+    keys = {"rounds": 3, "cohort": 1.0, "evaluate_every": 3, "track": "none"}
+    own = {"method": QUICK | {"novel_rounds": 1}, "privacy": {"epsilon": 50.0, "delta": DELTA}}
+    run = Run(from_keys("pfedhn", keys | own), task)
+    list(run.train())
+    newcomer = task.x[:9].numpy(), task.y[:9].numpy()
+    for _ in range(2):
+        for size, kind in (("S", TwoLayers), ("L", Normed)):
+            assert isinstance(run.personalize(*newcomer, size=size), kind)
+    (account,) = run._newcomers.values()
+    assert len(account[0]["multipliers"]) == 2  # each was made once
 
 
 NEWCOMERS = TASK | {"novel": 2, "hidden": [100]}

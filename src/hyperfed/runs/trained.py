@@ -340,7 +340,9 @@ class TrainedMethod:
             return server.personalize
         task, settings = engine.task, repr(self.config.settings)
         made_from = (task.fingerprint, int(task.unlabelled), settings, self.best.round)
-        key = f"{derive(self.config.seed, *made_from):016x}"
+        # A newcomer's is that which is asked for.
+        sizes = task.sizes if len(task.models) > 1 else ()
+        key = f"{derive(self.config.seed, *made_from, *sizes):016x}"
         return once(server.personalize, self.method.Client, engine.released, key)
 
 
