@@ -161,6 +161,16 @@ def test_others_models_are_compared_within_a_client() -> None:
     assert not learned.can_draw("crossed", finished("pfedhn"))
 
 
+def test_of_errors_the_least_of_a_client_is_one() -> None:
+    told = [[1.0, 5.0, 3.0], [None, 2.0, 4.0]]
+    run = finished("pfedhn", metric="rmse", examined={"crossed": told})
+    np.testing.assert_equal(learned.crossed(run), [[1, 0, 0.5], [np.nan, 1, 0]])
+    bar = learned.draw_crossed(run).axes[1]
+    assert bar.get_ylabel() == "RMSE, from 0 to 1 in each row, 1 the least"
+    bar = learned.draw_crossed(looked_into(crossed=told)).axes[1]
+    assert bar.get_ylabel() == "accuracy, from 0 to 1 in each row"
+
+
 def test_of_who_has_no_test_examples_nothing_is_compared() -> None:
     told = [[None, None, None], [0.9, None, 0.7], [0.2, 0.2, None]]  # as a record says nan
     found = learned.crossed(looked_into(crossed=told))

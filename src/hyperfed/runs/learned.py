@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hyperfed.errors import UserError
+from hyperfed.metrics import ACCURACY, Metric, named
 from hyperfed.runs.config import to_dict
 from hyperfed.runs.drawing import finish, look, new_figure
 from hyperfed.runs.records import MOST_NUMBERS, Evaluation, FinishedRun
@@ -178,11 +179,12 @@ def described(run: FinishedRun) -> tuple[Floats, list[int]]:
 
 
 def crossed(run: FinishedRun) -> Floats:
-    """Returns what each client's accuracy is with others' models, (n, n), from 0 to 1 in a row.
+    """Returns how well each client does with others' models, (n, n), from 0 to 1 in a row.
 
     norm-acc_ij = (acc_ij - min_l acc_il) / (max_l acc_il - min_l acc_il), as pFedHN's figure 3; 1
-    where all of a row are the same. nan where there is no accuracy, as in the row of a client
-    without test examples; minimum and maximum are of the others.
+    where all of a row are the same. Of a metric of which less is better, such as the RMSE, the
+    least is 1. nan where there is no number, as in the row of a client without test examples;
+    minimum and maximum are of the others.
 
     Raises:
         NothingToDrawError: it was not measured.
@@ -193,10 +195,14 @@ def crossed(run: FinishedRun) -> Floats:
             "accuracies with others' models must have been measured to draw them; train with "
             "examine=crossed"
         )
-    found = np.array(told, dtype=np.float64)
+    found = np.array(told, dtype=np.float64) * (-1 if _judged_by(run).less_is_better else 1)
     low, high = (of.reduce(found, axis=1, keepdims=True) for of in (np.fmin, np.fmax))
     scaled = np.where(high > low, (found - low) / np.where(high > low, high - low, 1.0), 1.0)
     return np.where(np.isnan(found), np.nan, scaled)
+
+
+def _judged_by(run: FinishedRun) -> Metric:
+    return named((run.summary or {}).get("metric", ACCURACY.name))
 
 
 def draw_weights(run: FinishedRun) -> "Figure":
@@ -236,7 +242,7 @@ def draw_heatmap(run: FinishedRun) -> "Figure":
 
 
 def draw_layers(run: FinishedRun) -> "Figure":
-    """Draws from whom the first client takes how much of each layer, at the end (figure 7)."""
+    """Draws from whom the first client takes how much of a layer at the best round (figure 7)."""
     layers = _at_best(run)
     rows = np.stack([weights[TARGET] for weights in layers.values()])
     figure = new_figure(6, 0.35 * len(layers) + 1.6)
@@ -352,7 +358,9 @@ def draw_crossed(run: FinishedRun) -> "Figure":
     shown = axes.imshow(crossed(run), vmin=0, vmax=1, cmap="viridis")
     axes.set_xlabel("with the server's part of client")
     axes.set_ylabel("client, with its own part")
-    figure.colorbar(shown, ax=axes, label="accuracy, from 0 to 1 in each row")
+    metric = _judged_by(run)
+    end = ", 1 the least" if metric.less_is_better else ""
+    figure.colorbar(shown, ax=axes, label=f"{metric.label}, from 0 to 1 in each row{end}")
     return figure
 
 
