@@ -31,18 +31,28 @@ QUICK = {"local_steps": 2, "local_lr": 0.1}
 def test_the_rank_correlation_is_spearmans_averaged_over_clients() -> None:
     generator = torch.Generator().manual_seed(0)
     descriptors = torch.randn(7, 3, generator=generator)
-    shares = torch.rand(7, 4, generator=generator).double().round(decimals=1)
-    shares[2] = shares[1]  # ties
+    tenths = torch.rand(7, 4, generator=generator).mul(10).round()
+    tenths[2] = tenths[1]  # ties
+    shares = tenths.double() / 10
     expected = []
     for client in (1, 5):
         distances = [
             [float((rows[other] - rows[client]).square().sum()) ** 0.5 for other in range(7)]
-            for rows in (descriptors, shares)
+            for rows in (descriptors, tenths)
         ]
         expected.append(spearmanr(*distances).statistic)
     assert rank_correlation(descriptors, shares, [1, 5]) == pytest.approx(np.mean(expected))
     assert rank_correlation(-descriptors, shares, [5]) == pytest.approx(expected[1])
     assert rank_correlation(shares, shares, range(7)) == pytest.approx(1)
+
+
+def test_distances_that_differ_by_how_sums_are_rounded_are_ties() -> None:
+    """Descriptors that say which six of ten classes a client has rank as its shares do."""
+    generator = torch.Generator().manual_seed(0)
+    held = torch.zeros(30, 10)
+    for own in held:
+        own[torch.randperm(10, generator=generator)[:6]] = 1
+    assert rank_correlation(held, held.double() / 6, range(30)) == pytest.approx(1, abs=1e-9)
 
 
 def test_who_is_as_far_from_everybody_has_no_correlation() -> None:

@@ -144,9 +144,10 @@ def rank_correlation(descriptors: Tensor, proportions: Tensor, of: Sequence[int]
     """Returns Spearman's correlation of distances between descriptors and label distributions.
 
     For a client i of ``of`` these are ||v_i - v_j|| and ||p_i - p_j|| over all n clients j, itself
-    included; the correlations of these clients are averaged. Ties have their mean rank. A client
-    whose distances are all the same, of which there is no correlation, is left out; nan where all
-    are.
+    included; the correlations of these clients are averaged. Ties have their mean rank, also where
+    distances differ by how sums were rounded alone, as between clients who have a third each of
+    some three classes. A client whose distances are all the same, of which there is no correlation,
+    is left out; nan where all are.
 
     Args:
         descriptors: (n, l).
@@ -157,10 +158,13 @@ def rank_correlation(descriptors: Tensor, proportions: Tensor, of: Sequence[int]
 
     found = []
     for client in of:
-        ranks = [
-            rankdata((rows - rows[client]).double().norm(dim=1).numpy())
-            for rows in (descriptors, proportions)
-        ]
+        ranks = [rankdata(_distances(rows, client).numpy()) for rows in (descriptors, proportions)]
         if all(np.ptp(rank) > 0 for rank in ranks):
             found.append(np.corrcoef(*ranks)[0, 1])
     return float(np.mean(found)) if found else float("nan")
+
+
+def _distances(rows: Tensor, client: int) -> Tensor:
+    """Returns (n,) distances of rows to that of a client, as parts of the largest in 9 digits."""
+    far = (rows.double() - rows[client].double()).norm(dim=1)
+    return torch.round(far / far.max().clamp(min=torch.finfo(far.dtype).tiny), decimals=9)
