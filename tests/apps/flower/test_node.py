@@ -25,7 +25,10 @@ from flwr.supercore.inflatable.inflatable_object import (
     iterate_object_tree,
     no_object_id_recompute,
 )
-from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+from flwr.supercore.inflatable.inflatable_utils import (
+    ObjectUnavailableError,
+    inflate_object_from_contents,
+)
 from flwr.supercore.run import Run, RunNotRunningException
 from flwr.supercore.task_identity import TaskIdentity
 
@@ -252,6 +255,32 @@ def test_a_message_that_is_too_large_is_not_fetched_to_its_end(
     assert any(why in line for line in said)
     assert fine.has_content()
     assert len(calls.calls) == len(connection.confirmed) == 1
+
+
+def test_a_message_whose_parts_do_not_come_keeps_nobody_waiting_for_hours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A server announces a message and never sends it, or dies over it."""
+    monkeypatch.setattr(node, "PATIENCE", 0.0)
+    monkeypatch.setattr(node, "PAUSE", 0.0)
+    connection, asked = Connection(b"a", b"b"), []
+    late, pull = connection.waiting[0][1].object_id, connection.pull
+
+    def pulled(run: int, name: str) -> bytes:
+        if name != late:
+            return pull(run, name)
+        asked.append(name)
+        if len(asked) > 9:
+            raise Stop
+        raise ObjectUnavailableError(name)
+
+    connection.pull = pulled  # type: ignore[method-assign]
+    said = serve(connection, Calls(b"B"))
+    (failed, _), (fine, _) = connection.replies
+    assert failed.error.reason == f"UserError: {HIDDEN}"
+    assert any("all parts of a message must come within" in line for line in said)
+    assert "all parts of a message" in Path("s/audit.jsonl").read_text()
+    assert fine.has_content()
 
 
 def test_a_policy_that_is_gone_is_told_at_once() -> None:

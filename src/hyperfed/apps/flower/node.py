@@ -34,6 +34,7 @@ from flwr.supercore.inflatable.inflatable_object import (
     no_object_id_recompute,
 )
 from flwr.supercore.inflatable.inflatable_utils import (
+    ObjectPullError,
     pull_and_inflate_object_from_tree,
     push_objects,
 )
@@ -53,6 +54,10 @@ from hyperfed.system.signals import handled
 
 FRAMES = 1 << 20
 """Bytes that Flower puts around a message, at most."""
+
+PATIENCE = 600.0
+"""Seconds after which no part of a message is waited for. It is announced before they are sent, and
+meanwhile nobody else is answered; Flower waits for two hours."""
 
 RUNS = 8
 """Runs whose settings are kept; those of another are asked for again."""
@@ -300,7 +305,7 @@ class Node:
 
         Raises:
             UserError: they are larger together than the site's policy allows, and the rest is
-                left; or there is none.
+                left; or there is no policy, or a part did not come.
         """
         policy, alone, fetched = self._allowed(), Lock(), 0
 
@@ -312,13 +317,21 @@ class Node:
                 policy.check_size(fetched - FRAMES)
             return part
 
-        message = pull_and_inflate_object_from_tree(
-            tree,
-            pull,
-            partial(self._confirm, run),
-            return_type=Message,
-            initial_backoff=PAUSE,
-        )
+        try:
+            message = pull_and_inflate_object_from_tree(
+                tree,
+                pull,
+                partial(self._confirm, run),
+                return_type=Message,
+                max_time=PATIENCE,
+                max_tries_per_object=None,
+                initial_backoff=PAUSE,
+            )
+        except ObjectPullError as error:
+            raise UserError(
+                f"all parts of a message must come within {PATIENCE:g} s, but one did not; see "
+                "whether its server is there"
+            ) from error
         message.metadata.__dict__["_message_id"] = tree.object_id  # which its bytes lack
         return message
 
