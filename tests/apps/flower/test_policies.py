@@ -12,6 +12,7 @@ import pytest
 
 from hyperfed.apps.cli import main
 from hyperfed.apps.flower.policies import explain, read
+from hyperfed.data import site
 from hyperfed.engines.flower.policy import Policy
 from hyperfed.errors import UserError
 
@@ -117,6 +118,13 @@ def test_a_check_says_what_a_server_could_learn(
     state = ["--state", str(tmp_path / "s"), "--policy", str(policy)]
     assert command("node", "--data", str(data), *state) == 0
     assert f"--policy {policy}" in capsys.readouterr().out
+
+
+def test_who_has_less_than_a_batch_is_too_small_to_reply(tmp_path: Path) -> None:
+    names = np.repeat(["ann", "bob"], [40, 60])  # 28 and 42 to train on
+    np.savez(tmp_path / "a.npz", x=np.zeros((100, 2)), y=np.arange(100) % 2, client=names)
+    said = explain(Policy(smallest_batch=32), site.read(tmp_path / "a.npz"))
+    assert "Too small to reply: ann (1 of 2 clients)." in said
 
 
 def test_a_check_says_what_masks_hide() -> None:

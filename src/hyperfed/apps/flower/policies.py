@@ -171,7 +171,7 @@ def explain(policy: Policy, data: SiteData | None) -> list[str]:
         said.append(f"Runs with {bound} below {least:g} or above {most:g} are refused.")
     if data is not None:
         for what, of, least in (
-            ("reply", slice(1), policy.smallest_reply),
+            ("reply", slice(1), max(policy.smallest_reply, policy.smallest_batch)),
             ("be evaluated", slice(1, None), policy.smallest_evaluation),
         ):
             held = {client: [len(part) for part in rows[of]] for client, rows in data.rows.items()}
