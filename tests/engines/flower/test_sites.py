@@ -234,6 +234,23 @@ def test_sites_are_waited_for(link: Nodes, monkeypatch: pytest.MonkeyPatch) -> N
     assert link.now - begin == 10 + module.POLL
 
 
+@pytest.mark.parametrize("look", [lambda it: it.gather(1), lambda it: it.find(["bob"])])
+def test_who_comes_while_all_wait_for_a_silent_node_is_there(
+    look: Any, link: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or one node that says nothing could have no run begin, and no round be of anybody."""
+    link.keys, link.says, link.takes = {1: "A"}, {2: said("bob")}, {1: 10.0}
+    exchange = link.exchange
+
+    def one_comes(*arguments: Any) -> dict[int, Any]:
+        answers = exchange(*arguments)
+        link.keys[2] = "B"
+        return answers
+
+    monkeypatch.setattr(link, "exchange", one_comes)
+    assert look(Sites(link, 9.0))
+
+
 def test_a_node_that_has_left_is_not_there(link: Nodes) -> None:
     link.keys, link.says = {1: "A", 2: "B"}, {1: said("ann"), 2: said("bob")}
     sites = Sites(link, 10.0)

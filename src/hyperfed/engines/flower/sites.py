@@ -158,8 +158,13 @@ class Sites:
             UserError: they have not come in time.
         """
         end = time.monotonic() + self._timeout
-        while len(found := _with_others(self.introduced().values(), besides)) < count:
-            if time.monotonic() > end:
+        while True:
+            # Before the look, which one silent node can have last until the end: who came
+            # meanwhile is there.
+            late = time.monotonic() > end
+            if len(found := _with_others(self.introduced().values(), besides)) >= count:
+                return found
+            if late:
                 whose = " with clients that the run does not have" if besides else ""
                 raise UserError(
                     f"engine.sites={count} sites{whose} must introduce themselves within "
@@ -167,7 +172,6 @@ class Sites:
                     "and this one, or raise engine.timeout"
                 )
             time.sleep(POLL)
-        return found
 
     def find(self, names: Sequence[str]) -> dict[str, int]:
         """Returns {name: node} of those clients that are connected; waits until one of them is.
@@ -177,8 +181,9 @@ class Sites:
         end, wanted = time.monotonic() + self._timeout, set(names)
         found = _places(self.known(), wanted)
         while len(found) < len(wanted):
+            late = time.monotonic() > end  # before the look, as in gather
             found = _places(self.introduced(), wanted)
-            if found or time.monotonic() > end:
+            if found or late:
                 break
             time.sleep(POLL)
         return found
