@@ -325,6 +325,11 @@ class Releases:
         return answer
 
 
+def not_kept(account: Tree) -> int:
+    """Returns how many answers of an account (:class:`Releases`) would be paid for once more."""
+    return len(account.get("multipliers", ())) - len(account.get("answers", ()))
+
+
 def spent(kept: Iterable[Tree], delta: float) -> dict[str, Any]:
     """Returns what records say of what clients have let out, plain data.
 

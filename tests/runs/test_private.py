@@ -25,6 +25,7 @@ TASK = {"clients": 8, "novel": 0.0, "model": "mlp", "hidden": [4]}
 SMALL: dict[str, Any] = {"rounds": 4, "cohort": 3, "evaluate_every": 4, "task": TASK}
 QUICK = {"local_steps": 1, "batch_size": 8}
 DELTA = 1e-3
+CENTRAL = {"where": "central"}
 
 
 def begun(method: str = "fedavg", epsilon: float = 8.0, **keys: Any) -> Run:
@@ -413,6 +414,15 @@ def test_what_cannot_be_private_is_refused_before_anything_is_written(
     with pytest.raises(UserError, match=why):
         hyperfed.train(method, out=tmp_path, **settings)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_descriptors_that_are_too_long_to_be_kept_are_refused_before_a_run_begins() -> None:
+    """Whoever wants a model of what was trained, the run itself at its end, would ask anew."""
+    own = {"descriptor_size": 4097, "standardize": False}
+    with pytest.raises(UserError, match=r"4096 numbers at most .* lower method\.descriptor_size"):
+        begun("pefll", own=own)
+    for fits in ({"own": own | {"descriptor_size": 4096}}, {"own": own, "privacy": CENTRAL}):
+        assert begun("pefll", **fits).private is not None
 
 
 NOT_PRIVATE = {"epsilon": "none", "clip": 1e-9}

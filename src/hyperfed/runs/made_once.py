@@ -12,6 +12,7 @@ from hyperfed import trees
 from hyperfed.engines import EngineCohort
 from hyperfed.errors import UserError
 from hyperfed.federation import Client, Each
+from hyperfed.privacy import not_kept
 from hyperfed.runs.evaluation import Serve
 from hyperfed.system.devices import CPU
 from hyperfed.trees import Tree
@@ -46,9 +47,9 @@ def once(
         return {}
 
     def made(clients: EngineCohort, name: str) -> Tree | Each:
-        before = {c: _not_kept(accounts.get(c, {})) for c in clients.there}
+        before = {c: not_kept(accounts.get(c, {})) for c in clients.there}
         sent = serve(clients)
-        spent = [c for c in clients.there if _not_kept(accounts.get(c, {})) > before[c]]
+        spent = [c for c in clients.there if not_kept(accounts.get(c, {})) > before[c]]
         if spent:
             with suppress(UserError):  # there is not one network to be handed over
                 models = clients.ask(client.export, sent)
@@ -60,8 +61,3 @@ def once(
         return sent
 
     return served
-
-
-def _not_kept(account: Tree) -> int:
-    """Returns how many answers of an account would be paid for once more."""
-    return len(account.get("multipliers", ())) - len(account.get("answers", ()))

@@ -18,7 +18,7 @@ from hyperfed import privacy, trees
 from hyperfed.engines import Engine
 from hyperfed.engines.local.loop import LoopEngine
 from hyperfed.engines.made_up import made_up
-from hyperfed.engines.updates import PrivateUpdates, without_negative_variances
+from hyperfed.engines.updates import KEPT, PrivateUpdates, without_negative_variances
 from hyperfed.errors import UserError
 from hyperfed.federation import AllLostError, Server
 from hyperfed.privacy import Ledger
@@ -84,7 +84,7 @@ def answers_of(config: RunConfig, task: Task, method: ModuleType) -> Answers:
     """Finds out how often a client answers, from clients with made-up examples.
 
     Raises:
-        UserError: an answer is no update.
+        UserError: an answer is no update, or one by which models are made too long to be kept.
     """
     task = made_up(task)
     settings = one_step(config.settings)
@@ -105,6 +105,9 @@ def answers_of(config: RunConfig, task: Task, method: ModuleType) -> Answers:
     def spent(client: int) -> int:
         released = engine.released.get(client, {})
         return len(released.get("multipliers", ()))
+
+    def unkept(client: int) -> int:
+        return privacy.not_kept(engine.released.get(client, {}))
 
     def after(part: Callable[[], object]) -> int:
         before = {client: spent(client) for client in everyone}
@@ -128,10 +131,17 @@ def answers_of(config: RunConfig, task: Task, method: ModuleType) -> Answers:
         for group in cohort.sizes.values():
             server.personalize(group)
 
-    rounds = after(train)
+    rounds, paid = after(train), [unkept(client) for client in first.values()]
+    serving = after(lambda: serve([*first.values()]))
+    if [unkept(client) for client in first.values()] != paid:
+        raise UserError(
+            f"what a client answers whenever its model is made must be {KEPT} numbers at most where"
+            " it has noise, so that it is given again for nothing, but is longer; lower "
+            "method.descriptor_size"
+        )
     return Answers(
         max(means.values(), default=0) if wanted.where == "central" else rounds,
-        after(lambda: serve([*first.values()])),
+        serving,
         after(lambda: serve(task.novel_ids[:1])) if task.novel else 0,
     )
 
