@@ -18,6 +18,7 @@ from hyperfed.engines.updates import PrivateUpdates, bounded, without_negative_v
 from hyperfed.errors import UserError
 from hyperfed.federation import AllLostError, Each, step
 from hyperfed.methods import fedavg, fedper
+from hyperfed.methods.parts.privacy import PrivacyConfig
 from hyperfed.task import Task
 from hyperfed.trees import Tree
 from toys import ONE_STEP, Federation, Normed, make_task, short
@@ -43,6 +44,10 @@ class Client(federation.Client):
     @step(bounded="reply")
     def vector(self, own: Tree) -> Tree:
         return {"vector": own["w"].flatten()}
+
+    @step(bounded="reply")
+    def released(self, own: Tree) -> Tree:
+        return {"vector": self.release(own["w"].flatten(), 0.1)}
 
     @step
     def unbounded(self, own: Tree) -> Tree:
@@ -79,7 +84,8 @@ def engine(private: PrivateUpdates | None, kind: type[LoopEngine] = LoopEngine) 
 
 def asked(engine: LoopEngine, name: str, own: Tree, *, round: int = 0, clients: int = 1) -> Tree:
     cohort = engine.cohort(list(range(clients)), round, training=True)
-    payload = [own] if name in ("vector", "unbounded", "silent") else [SENT, own]
+    alone = name in ("vector", "released", "unbounded", "silent")
+    payload = [own] if alone else [SENT, own]
     reply = cohort.ask(getattr(Client, name), *payload)
     engine.commit(cohort)
     return reply
@@ -308,6 +314,19 @@ def test_a_short_answer_is_given_again_for_nothing_and_a_model_is_not_kept(
         asked(large, "model", own, round=number)
     assert len(large.released[0]["multipliers"]) == 2
     assert large.released[0]["answers"] == {}
+
+
+@pytest.mark.parametrize("kind", [LoopEngine, VmappedEngine])
+def test_what_a_step_lets_out_by_itself_is_paid_for_beside_its_answer(
+    kind: type[LoopEngine],
+) -> None:
+    settings = PrivacyConfig(epsilon=0.3)
+    assert settings.mechanism is not None
+    ours = kind(make_task(), Client, settings, seed=0, private=FREE)
+    asked(ours, "released", change(0.3), clients=2)
+    for kept in ours.released.values():
+        assert kept["multipliers"].tolist() == [settings.mechanism.multiplier, MULTIPLIER]
+        assert len(kept["answers"]) == 2
 
 
 NOVEL = 3

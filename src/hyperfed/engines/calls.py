@@ -252,7 +252,8 @@ def let_out(
     # Asked again in its round, a step draws other batches: that is another question. So is the
     # same step of another method, or at another rate, in a run of its own.
     more = [call.turn, about, data(call.client)] if keep else [call.turn]
-    releases = Releases(call.released, lambda sigma: call.question(sigma, *more), noise, limits)
+    before = answer.released or call.released  # the step itself may have let something out
+    releases = Releases(before, lambda sigma: call.question(sigma, *more), noise, limits)
     noisy = releases.release(
         told, private.sensitivity, private, private.epsilon, keep=keep, run=private.run
     )
