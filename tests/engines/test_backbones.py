@@ -43,10 +43,11 @@ def held() -> set[int]:
     return {tensor.data_ptr() for tensor in tensors if tensor.shape == (WIDE, FEATURES)}
 
 
-@pytest.mark.parametrize("method", ["pefll", "itpfl", "moon", "fml", "fedavg"])
+@pytest.mark.parametrize("method", ["pefll", "itpfl", "moon", "fml", "mh_pfedhn", "fedavg"])
 def test_all_clients_workers_and_networks_have_one_in_common(method: str) -> None:
     before = held()
-    ours = Federation(method, make_task(OnBackbone), {"workers": 2}, **short(method))
+    settings = short(method, global_model=True)  # of those that can have one
+    ours = Federation(method, make_task(OnBackbone), {"workers": 2}, **settings)
     for number in range(2):
         assert ours.round([0, 1, 2, 3], number).state.lost == {}
     assert len(held() - before) == 1

@@ -39,7 +39,6 @@ so that Adam moves all embeddings and heads by their moments, once between two t
 here that would be about 50 times.
 """
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
@@ -127,7 +126,7 @@ class Client(federation.Client):
         """Builds the light global model's network, where there is one."""
         if not config.global_model:
             return {}
-        return {"global": copy.deepcopy(outline.models[lightest(outline)])}
+        return {"global": trees.copied(outline.models[lightest(outline)])}
 
     @step(like="model", bounded="reply")
     def train_global(self, model: Model) -> Model:
