@@ -24,9 +24,9 @@ exchanges, with what other methods of the field do once each:
   the same network.
 - **The last layers may be the client's own** (``head_layers``), as in pFedHN-PC: for clients whose
   labels have nothing in common, of which no common layer could tell anything.
-- **In training a client is described by half of a batch**, and trains on others: who describes a
+- **In training a client is described by half of a batch**, new in each round: who describes a
   client of few examples by all of them, always the same, learns it by heart, and newcomers get what
-  they should not.
+  they should not. It trains on batches of all its examples, as in PeFLL.
 
 Sent: the descriptor network down, the descriptor up; the model down, delta up; the descriptor's
 gradient down, that of the descriptor network up, as in PeFLL. Kept by the client: the last layers,
