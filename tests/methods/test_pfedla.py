@@ -603,6 +603,10 @@ def test_a_novel_client_of_a_size_that_nobody_has_starts_from_its_initial_model(
     if steps:
         expected = torch_sgd(task, 3, expected, 1, lr=0.1)
     torch.testing.assert_close(federation.personal(3), expected, **CLOSE)
+    told = federation.server.diagnostics()["weights"]
+    assert not torch.stack([*told["L"].values()]).any()  # NaN would count as true
+    own = torch.stack([*told["S"].values()])
+    torch.testing.assert_close(own.sum(-1), torch.ones_like(own[..., 0]), **CLOSE)
 
 
 def test_of_several_sizes_each_client_s_hypernetwork_makes_one_step() -> None:

@@ -254,7 +254,7 @@ class Server(federation.Server):
         """Returns alpha of every client as {"weights": {size: {layer: (n, n)}}}.
 
         A row is a client's, its columns are whom it takes from; of a size that it has not, no row
-        is used.
+        is used. Of a size that nobody has, all are 0.
         """
         device = self.hyper_nets.embeddings.weight.device
         everyone = torch.arange(self.outline.clients).to(device)
@@ -262,8 +262,11 @@ class Server(federation.Server):
 
     def weights(self, ids: Tensor, size: str = BASE) -> dict[str, Tensor]:
         """Returns alpha for some clients: {layer: (C, n)}, retained or not, without a graph."""
+        members = self.members[size]
         with torch.no_grad():
-            weights = self.hyper_nets(ids, size, self.members[size])
+            weights = self.hyper_nets(ids, size, members)
+        if not members.any():  # of nobody there is no softmax
+            weights = torch.zeros_like(weights)
         return dict(zip(self.layers[size], weights.unbind(dim=1), strict=True))
 
 
