@@ -82,6 +82,24 @@ def test_a_network_of_a_file_has_its_own_precision_as_from_python(tmp_path: Path
     torch.testing.assert_close(here, there)
 
 
+def test_what_is_frozen_in_a_network_of_a_file_belongs_to_the_task(tmp_path: Path) -> None:
+    """A run must not be resumed on another backbone."""
+    path, net = saved(table(), tmp_path / "mine.csv"), tmp_path / "net.py"
+    layers = "nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 3))"
+    code = f"from torch import nn\ndef make():\n    net = {layers}"
+    seen = []
+    for frozen, scale in ((True, 1), (True, 1), (True, 2), (False, 1), (False, 2)):
+        net.write_text(
+            f"{code}\n    net[0].weight.data *= {scale}\n"
+            f"    net[0].requires_grad_({not frozen})\n    return net"
+        )
+        seen.append(build(config(path, model=f"{net}:make"), 0).fingerprint)
+    first, again, other, trained, others = seen
+    assert first == again
+    assert trained == others
+    assert len({first, other, trained}) == 3
+
+
 def test_a_file_that_is_not_there_and_a_servers_file_at_a_site_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"FILE.py:NAME, but there is no .*none.py"):
         model_files.make(f"{tmp_path / 'none.py'}:net", {})

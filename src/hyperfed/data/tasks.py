@@ -96,9 +96,8 @@ def build(config: TaskConfig, seed: int, *, served: TaskConfig | None = None) ->
     examples = replace(examples, x=x, y=y)
     normalize = _transform(config, examples)
     transform: Normalize | Prefix = normalize
-    once, seen = None, list(_seen(config, examples, partition))
+    once, seen = None, list(_seen(config, examples, partition, models))
     if config.prefix is not None:
-        seen.append(fingerprint_of_frozen(models))
         models, transform = _split(models, config.prefix, normalize, examples)
         once = features.computed(transform, examples.x)
     regression: dict[str, Any] = {"loss": mean_squared_error, "score": minus_squared_error}
@@ -178,12 +177,16 @@ def _split(
     return models, Prefix(normalize, net)
 
 
-def _seen(config: TaskConfig, examples: Examples, partition: Partition) -> Iterator[str]:
-    """Yields what tells apart the data that two runs see."""
+def _seen(
+    config: TaskConfig, examples: Examples, partition: Partition, models: Mapping[str, nn.Module]
+) -> Iterator[str]:
+    """Yields what tells apart the data that two runs see, to which what is frozen belongs."""
     yield examples.fingerprint
     yield partition.fingerprint
     if config.normalize != "statistics":
         yield config.normalize
+    if frozen := fingerprint_of_frozen(models):
+        yield frozen
 
 
 def _corrupted(
