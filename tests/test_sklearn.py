@@ -146,6 +146,20 @@ def test_ids_and_networks_may_be_of_any_kind():
     assert (fitted.predict(some, client=("ward", 7)) != fitted.predict(some, client=7)).all()
 
 
+@pytest.mark.parametrize("precision", [torch.float64, torch.bfloat16])
+def test_a_network_may_be_of_any_precision(precision: torch.dtype):
+    x, y, client = two_clients()
+    options: dict[str, Any] = {
+        "model": lambda inputs, outputs: nn.Linear(inputs, outputs, dtype=precision),
+        "rounds": 1,
+        "settings": {"cohort": 1.0, "method": {"local_steps": 1}},
+    }
+    labels = PersonalizedClassifier("fedavg", **options).fit(x, y, client=client)
+    assert labels.predict_proba(x, client=client).shape == (120, 2)
+    numbers = PersonalizedRegressor("fedavg", **options).fit(x, x[:, 0], client=client)
+    assert numbers.predict(x, client=client).shape == (120,)
+
+
 def test_validation_chooses_the_round_and_the_seed_decides_all():
     x, y, client = two_clients()
     chosen = classifier(validation_fraction=0.2, rounds=20).fit(x, y, client=client)

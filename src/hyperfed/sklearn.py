@@ -111,9 +111,11 @@ class Personalized(BaseEstimator):  # type: ignore[misc]
         rows_of: dict[Hashable, list[int]] = {}
         for row, owner in enumerate(self._asked(client, len(X))):
             rows_of.setdefault(owner, []).append(row)
+        precision = self.run_.task.x.dtype  # that of ``model``
         with torch.no_grad():
             parts = [
-                self._model_of(owner)(torch.from_numpy(X[rows])) for owner, rows in rows_of.items()
+                self._model_of(owner)(torch.from_numpy(X[rows]).to(precision))
+                for owner, rows in rows_of.items()
             ]
         order = torch.tensor([row for rows in rows_of.values() for row in rows])
         return torch.cat(parts)[order.argsort()]
@@ -197,7 +199,7 @@ class PersonalizedClassifier(ClassifierMixin, Personalized):  # type: ignore[mis
         Raises:
             UserError: a client that took no part.
         """
-        logits = self._outputs(X, client)[:, : len(self.classes_)]
+        logits = self._outputs(X, client)[:, : len(self.classes_)].float()
         found: Array = logits.softmax(dim=1).numpy()
         return found
 
