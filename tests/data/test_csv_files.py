@@ -141,8 +141,7 @@ def test_ids_of_csv_files_in_a_folder_are_as_they_are_written(tmp_path: Path) ->
     for _ in range(2):  # the second time from the cache
         found = datasets.load(str(tmp_path))
         assert (found.names, found.labels) == (("01", "1", "NA"), ("010", "10"))
-        assert found.part is not None
-        assert found.part.tolist() == [0] * 18 + [2] * 6
+        assert found.held_out.tolist() == [False] * 18 + [True] * 6
     (tmp_path / "more").mkdir()
     saved(table(client=ids, label=[*"12" * 12]), tmp_path / "more" / "a.csv")
     saved(table(client=ids, label=[*"1x" * 12]), tmp_path / "more" / "b.csv")

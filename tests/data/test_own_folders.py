@@ -257,6 +257,23 @@ def test_a_folder_of_tables_has_the_splits_of_its_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("cached")
+@pytest.mark.parametrize("ending", ["parquet", "csv"])
+def test_tables_without_a_split_for_validation_have_a_fifth_of_those_for_training(
+    tmp_path: Path, ending: str
+) -> None:
+    for split, rows in {"test": slice(0, 4), "train": slice(4, N)}.items():
+        saved(table()[rows], tmp_path / f"{split}.{ending}")
+    examples = datasets.load(str(tmp_path))
+    tested = {row for row, age in enumerate(examples.x[:, 0].tolist()) if age < 4}
+    task = build(config(str(tmp_path)), 0)
+    assert {*torch.cat(list(task.test)).tolist()} == tested
+    assert [len(own) for own in task.val] == [1] * 4
+    for split in ("test", "train"):  # which a column says before the names of files
+        saved(table(split=split), tmp_path / f"{split}.{ending}")
+    assert not any(map(len, build(config(str(tmp_path)), 0).val))
+
+
+@pytest.mark.usefixtures("cached")
 @pytest.mark.parametrize("other", ["b.parquet", "b.jsonl", "b.tsv.gz"])
 def test_a_folder_of_tables_of_several_kinds_is_refused(tmp_path: Path, other: str) -> None:
     saved(table(), tmp_path / "a.parquet")

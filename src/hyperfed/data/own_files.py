@@ -69,10 +69,30 @@ def from_csv_files(files: Mapping[str, Sequence[Path]], name: str, columns: Colu
         UserError: one that does not hold examples; lists all that is wrong.
     """
     table, rows = tables.read_csv([path for paths in files.values() for path in paths], columns)
-    if len(files) > 1 and columns.split is None and "split" not in table:
-        splits = np.repeat([*files], [len(paths) for paths in files.values()])
-        table["split"] = np.repeat([arrays.parts_named({split: [0]})[0] for split in splits], rows)
-    return of_table(table, name, columns, name)
+    left = iter(rows)
+    splits = {split: range(sum(next(left) for _ in paths)) for split, paths in files.items()}
+    return _of_splits(table, splits, name, columns)
+
+
+def _of_splits(
+    table: Any,
+    splits: Mapping[str, Any],
+    name: str,
+    columns: Columns,
+    named: Sequence[str] = (),
+) -> Examples:
+    """Turns the table that several splits make, {name: its rows}, into examples.
+
+    What rows are for a column of splits says before them. Where none is for validation, some of
+    those for training are, as of images.
+    """
+    examples = of_table(table, name, columns, name, named)
+    if examples.part is not None or len(splits) < 2:
+        return examples
+    words = arrays.parts_named(splits)
+    if "val" not in words:
+        return replace(examples, held_out=torch.from_numpy(words == "test"))
+    return replace(examples, part=torch.from_numpy(arrays.parts(words, len(examples), [])))
 
 
 def of_table(
@@ -165,11 +185,9 @@ def read_rows(
     import pandas
 
     table = pandas.concat([held.to_pandas() for held in splits.values()], ignore_index=True)
-    if len(splits) > 1 and columns.split is None and "split" not in table:
-        table["split"] = arrays.parts_named(splits)
     if next(iter(splits.values())).info.builder_name == "csv":
         tables.type_words(table, columns)
-    return of_table(table, name, columns, name, _names_of_target(features, columns))
+    return _of_splits(table, splits, name, columns, _names_of_target(features, columns))
 
 
 def _images(
