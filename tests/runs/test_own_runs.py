@@ -434,21 +434,22 @@ def test_a_run_on_a_table_says_what_it_took_it_for(
             assert all(log.count(line) == 1 for log in logs for line in told)
 
 
+@pytest.mark.parametrize("net", ["nets.py", "nets.v2.py"])
 def test_paths_in_an_experiment_begin_at_its_folder_where_the_files_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, net: str
 ) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    lines = ['method = "fedavg"', "[task]", 'name = "mine.csv"', 'model = "nets.py:Net"']
+    lines = ['method = "fedavg"', "[task]", 'name = "mine.csv"', f'model = "{net}:Net"']
     (tmp_path / "mine.toml").write_text("\n".join(lines))
     loaded = config.load("../mine.toml").task
     here = tmp_path / "here"
-    assert (loaded.name, loaded.model) == (str(here / "mine.csv"), f"{here / 'nets.py'}:Net")
-    for name in ("mine.csv", "nets.py"):
+    assert (loaded.name, loaded.model) == (str(here / "mine.csv"), f"{here / net}:Net")
+    for name in ("mine.csv", net):
         (tmp_path / name).touch()
     loaded = config.load(str(tmp_path / "mine.toml")).task
     assert (loaded.name, loaded.model) == (
         str(tmp_path / "mine.csv"),
-        f"{tmp_path / 'nets.py'}:Net",
+        f"{tmp_path / net}:Net",
     )
     assert config.load("fedavg", ["task=cifar10", "task.model=lenet"]).task.model == "lenet"

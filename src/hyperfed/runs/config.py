@@ -302,9 +302,8 @@ def _read(path: Path, cell: str) -> dict[str, Any]:
             written[key] = str(_found(path.parent, value))
     for key in _FILES:
         if isinstance(value := written.get(key), str):
-            file = path.parent / value.partition(".py:")[0]
-            beside = file.with_suffix(".py") if ".py:" in value else file
-            if _is_file(beside):
+            file = value.rpartition(":")[0] if ".py:" in value else value
+            if _is_file(path.parent / file):
                 written[key] = str(path.parent / value)
     return written
 
