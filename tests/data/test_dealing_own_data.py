@@ -42,6 +42,18 @@ def test_own_data_are_dealt_by_their_clients_unless_settings_say_otherwise(tmp_p
     assert build(config(path, novel=3), 0).novel == 3
 
 
+def test_how_many_clients_are_novel_is_known_when_own_data_are_read(tmp_path: Path) -> None:
+    """Of the 20 that settings say without data a fiftieth is nobody, of 40 one."""
+    images = np.zeros((80, 4, 4), np.uint8)
+    np.savez(tmp_path / "mine.npz", x=images, y=np.arange(80) % 2, client=np.arange(80) // 2)
+    settings = {"novel": 0.02, "novel_corruption": "contrast", "val": 0.0, "test": 0.5}
+    assert build(config(str(tmp_path / "mine.npz"), **settings), 0).novel == 1
+    few = {"x": images[:6], "y": np.arange(6) % 2, "client": np.arange(6) // 2}
+    np.savez(tmp_path / "few.npz", **few)
+    with pytest.raises(UserError, match="do not fit few: novel_corruption needs novel clients"):
+        build(config(str(tmp_path / "few.npz"), **settings), 0)
+
+
 def test_an_archive_is_dealt_by_its_clients_and_its_split(tmp_path: Path) -> None:
     arrays = {"x": np.ones((N, 2)), "y": np.arange(N) % 3, "client": np.arange(N) % 4 + 7}
     split = np.where(np.arange(N) < 16, "train", np.where(np.arange(N) < 20, "val", "test"))

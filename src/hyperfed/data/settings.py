@@ -215,8 +215,10 @@ class TaskConfig:
                 f"novel_alpha needs partition={' or '.join(per_client)}, got "
                 f"{self.partition or 'none'}; remove novel_alpha"
             )
+        # Of data whose clients are all taken, how many there are is seen when they are read.
+        counted = self.clients is not None or not self.novel
         for key in ("novel_alpha", "novel_corruption"):
-            if getattr(self, key) is not None and not self.novel_clients:
+            if getattr(self, key) is not None and counted and not self.novel_clients:
                 raise ValueError(
                     f"{key} needs novel clients, got novel={self.novel} of {self.client_count} "
                     f"clients; raise novel or remove {key}"
@@ -236,7 +238,6 @@ class TaskConfig:
             raise ValueError(
                 f"val + test must leave examples to train on, got {self.val} + {self.test}"
             )
-        # Of data whose clients are all taken, how many there are is seen when they are read.
         if self.clients is not None and self.novel_clients >= self.clients:
             raise ValueError(
                 f"a client must be left to train, got {self.clients} clients of which "
