@@ -9,7 +9,7 @@ from torch import nn
 from hyperfed import trees
 from hyperfed.data.networks import Network
 from hyperfed.data.newcomer import newcomer
-from hyperfed.data.own import Task, from_arrays, mean_squared_error, minus_squared_error
+from hyperfed.data.own import Task, from_arrays, from_frame, mean_squared_error, minus_squared_error
 from hyperfed.errors import UserError
 from own_data import CLIENT, RNG, X, Y, linear
 from toys import Federation
@@ -507,6 +507,16 @@ def test_classes_that_are_not_as_many_as_the_labels_are_refused():
         from_arrays(X, Y, client=CLIENT, model=linear(5), labels=["a", "b", "c"], classes=5)
     task = from_arrays(X, Y, client=CLIENT, model=linear(), labels=["a", "b", "c"], classes=3)
     assert (task.classes, task.labels) == (3, ("a", "b", "c"))
+
+
+def test_labels_may_be_an_array_of_names():
+    names = np.array(["a", "b", "c"])  # such as classes_ of scikit-learn's LabelEncoder
+    table = pd.DataFrame({"x": [*X], "y": Y, "client": CLIENT})
+    for task in (
+        from_arrays(X, Y, client=CLIENT, model=linear(), labels=names),
+        from_frame(table, model=linear(), labels=names),
+    ):
+        assert repr(task.labels) == "('a', 'b', 'c')"  # which a run is known by again
 
 
 def test_tokens_that_count_for_nothing_are_no_class_that_a_client_has():

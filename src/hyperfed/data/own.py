@@ -95,13 +95,7 @@ def from_arrays(
     classes = arrays.class_count(classes, problems)
     inputs = arrays.features(x, problems)
     usable = not problems
-    if labels:
-        arrays.check_names("labels", labels, problems)
-        labels = tuple(map(str, labels))
-        y, classes = _by_name(y, labels, classes, problems), len(labels)
-    else:
-        y, labels = _numbered(y, problems)
-        arrays.check_names("labels", labels, problems)
+    y, labels, classes = _labelled(y, labels, classes, problems)
     counted = classes is None
     targets, classes = arrays.targets(y, classes, problems, tokens=True)
     numbered = not counted or arrays.check_numbering(targets, problems)
@@ -168,7 +162,7 @@ def from_arrays(
             inputs, targets, partition.fingerprint, *filter(None, [frozen, told, before])
         ),
         names=() if names == tuple(map(str, range(clients))) else names,
-        labels=tuple(labels),
+        labels=labels,
     )
 
 
@@ -211,7 +205,8 @@ def from_frame(
             f"{', '.join(map(str, frame))}; name it with client="
         )
     y, usual = rows.y, {"split": rows.split, "name": "table"}
-    if y is not None and not options.get("labels") and options.get("classes") is None:
+    labels = options.get("labels")
+    if y is not None and (labels is None or not len(labels)) and options.get("classes") is None:
         y, options["labels"] = tables.numbered(y)
     task = from_arrays(rows.x, y, client=rows.client, **usual | options)
     return replace(task, columns=replace(columns, features=rows.features))
@@ -277,14 +272,30 @@ def minus_squared_error(output: Tensor, y: Tensor) -> Tensor:
     return -(output.reshape(y.shape) - y).square()
 
 
-def _by_name(y: Any, labels: Sequence[str], classes: int | None, problems: list[str]) -> Any:
-    """Returns the numbers of labels that have names, of which there are as many as ``classes``."""
-    if classes not in (None, len(labels)):
+def _labelled(
+    y: Any, labels: Sequence[str] | None, classes: int | None, problems: list[str]
+) -> tuple[Any, tuple[str, ...], int | None]:
+    """Returns labels by number, names of the labels 0, 1, ..., and their number as far as given.
+
+    Args:
+        y: words, numbers, or what is none of these, as it came.
+        labels: their names, in any sequence; those that ``y`` holds where there are none.
+        classes: number of labels, where it is given.
+        problems: what must hold and does not is appended here.
+    """
+    given = () if labels is None else tuple(labels)  # an array of names is neither true nor false
+    if not given:
+        y, names = _numbered(y, problems)
+        arrays.check_names("labels", names, problems)
+        return y, names, classes
+    arrays.check_names("labels", given, problems)
+    if classes not in (None, len(given)):
         problems.append(
-            f"classes must be as many as the labels, {len(labels)}, got {classes}; leave "
+            f"classes must be as many as the labels, {len(given)}, got {classes}; leave "
             "classes out, or name the other labels, too"
         )
-    return arrays.label_numbers(y, labels, problems, integers=False)
+    names = tuple(map(str, given))
+    return arrays.label_numbers(y, names, problems, integers=False), names, len(names)
 
 
 def _numbered(y: Any, problems: list[str]) -> tuple[Any, tuple[str, ...]]:
