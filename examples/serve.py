@@ -4,7 +4,8 @@ hyperfed export RUN --client 3 --format torch-export --out model.pt2
 python examples/serve.py model.pt2 8000
 curl localhost:8000 --data '[[0.1, 0.2, ...]]'      # raw examples; the answer is a list of labels
 
-Labels are called as the task calls them; of a regression the answer has the predicted numbers.
+Labels are called as the task calls them; of a regression, and of a network with fewer outputs than
+there are classes, the answer has the numbers that come out.
 """
 
 import json
@@ -22,9 +23,10 @@ model = program.module()
 
 
 def answer(output: torch.Tensor) -> list[Any]:
-    if not about["classes"]:
+    classes = about["classes"]
+    if not classes or output.ndim < 2 or output.shape[-1] < classes:
         return output.tolist()
-    labels = output[:, : about["classes"]].argmax(dim=1)  # a network may have outputs beyond them
+    labels = output[..., :classes].argmax(dim=-1)  # a network may have outputs beyond them
     return called(labels.tolist()) if about["labels"] else labels.tolist()
 
 

@@ -97,7 +97,7 @@ def test_weights_come_with_the_constants_of_their_normalisation(tmp_path):
         "dtype": "uint8",
         "meaning": "pixels from 0 to 255, which the model normalises itself",
     }
-    assert about["output"]["meaning"] == "logits of the classes, from 0"
+    assert about["output"]["meaning"].startswith("logits of the classes, from 0; of fewer")
     assert about["classes"] == 3
 
 
@@ -221,6 +221,32 @@ def test_the_example_calls_labels_as_the_task_does_and_leaves_numbers(tmp_path, 
     hyperfed.export_model(one, values, path)
     torch.testing.assert_close(
         torch.tensor(served(path, values.x, monkeypatch)), one(values.x).detach()
+    )
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_example_labels_every_token_and_no_output_that_is_no_class(tmp_path, monkeypatch):
+    rng = np.random.default_rng(0)
+    x, client, path = rng.integers(5, size=(12, 4)), np.arange(12) % 2, tmp_path / "model.pt2"
+    y, net = x % 3, nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 3))
+    tagged = from_arrays(x, y, client=client, model=lambda: net, labels=["a", "b", "c"])
+    hyperfed.export_model(net, tagged, path)
+    numbers = net(tagged.x).argmax(-1).tolist()
+    called = [[tagged.labels[number] for number in row] for row in numbers]
+    assert served(path, tagged.x, monkeypatch) == called
+
+    def loss(output: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.binary_cross_entropy_with_logits(output[:, 0], y.float())
+
+    def score(output: Tensor, y: Tensor) -> Tensor:
+        return ((output[:, 0] > 0) == y).float()
+
+    one, of_two = nn.Linear(4, 1), np.arange(12) // 2 % 2
+    own = {"model": lambda: one, "loss": loss, "score": score}
+    signs = from_arrays(rng.normal(size=(12, 4)), of_two, client=client, **own)
+    hyperfed.export_model(one, signs, path)
+    torch.testing.assert_close(
+        torch.tensor(served(path, signs.x, monkeypatch)), one(signs.x).detach()
     )
 
 

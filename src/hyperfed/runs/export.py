@@ -154,6 +154,7 @@ def _about(task: Task) -> dict[str, Any]:
     """Returns what a reader must know of the input and the output, as plain data."""
     dtype = str(task.x.dtype).removeprefix("torch.")
     pixels = "pixels from 0 to 255, which the model normalises itself"
+    logits = "logits of the classes, from 0; of fewer outputs, what the task's own loss takes"
     return {
         "input": {
             "name": INPUT,
@@ -163,7 +164,7 @@ def _about(task: Task) -> dict[str, Any]:
         },
         "output": {
             "name": OUTPUT,
-            "meaning": "logits of the classes, from 0" if task.classes else "predictions",
+            "meaning": logits if task.classes else "predictions",
         },
         "classes": task.classes,
         "labels": list(task.labels),
