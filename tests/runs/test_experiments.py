@@ -147,6 +147,10 @@ def test_all_that_is_wrong_with_a_table_is_told_at_once(table: Path) -> None:
         UserError, match=r"other\.published\.test: one must be a column with a cell"
     ):
         experiments.read(table)
+    named = '[{}]\nabout = "as another"\n'.format
+    table.write_text(f"{TABLE}{named('columns.one-a')}{named('rows.b')}{named('rows.a-b')}")
+    with pytest.raises(UserError, match="columns and rows: one-a-b must be of one column and row"):
+        experiments.read(table)
     table.write_text(TABLE.replace("judged", "judgd"))
     with pytest.raises(UserError, match=r"rows\.other\.judgd: "):
         experiments.read(table)

@@ -26,6 +26,7 @@ beside them. In TOML::
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from fnmatch import fnmatchcase
@@ -550,8 +551,11 @@ def _wrong_names(experiment: Experiment) -> Iterator[str]:
 
 
 def _wrong_cells(experiment: Experiment) -> Iterator[str]:
-    """Yields settings and numbers of cells that there are not, and what is no published number."""
+    """Yields cells that are called alike or are not there, and what is no published number."""
     rows, columns, measures = experiment.rows, experiment.columns, experiment.measures
+    called = Counter(f"{c}-{r}" for c in columns for r, row in rows.items() if row.has(c))
+    for cell in (cell for cell, times in called.items() if times > 1):
+        yield f"columns and rows: {cell} must be of one column and row; rename one of them"
     published = {
         (columns[column].like or column, rows[row].like or row)
         for column, row in experiment.cells.values()
