@@ -25,6 +25,8 @@ def test_a_command_computes_the_table_and_the_report_sets_it_beside_the_publishe
     assert leaving.value.code == 0
     with pytest.raises(SystemExit, match="2"):  # nothing is trained that settings could be of
         main(["reproduce", TABLE, "device=cpu", "--experiments", str(ROOT), "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match="2"):
+        main(["reproduce", TABLE, "--experiments", str(ROOT), "--out", "/dev/null"])
     path = tmp_path / "pfedkt" / "table12.json"
     assert capsys.readouterr().out == f"{path}\n"
     record = json.loads(path.read_text())

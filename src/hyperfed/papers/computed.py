@@ -21,7 +21,7 @@ from hyperfed.methods.parts.complexity import Comparison, compare_hypernetworks
 from hyperfed.nets.targets import build_target
 from hyperfed.runs.experiments import About
 from hyperfed.system import toml
-from hyperfed.system.files import atomic_write
+from hyperfed.system.files import atomic_write, refused
 from hyperfed.system.provenance import commit, versions
 
 _STRICT = ConfigDict(extra="forbid")
@@ -177,7 +177,10 @@ def write(table: Computed, folder: Path) -> Path:
         "commit": commit(),
     }
     path = table.record(folder)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise refused(path, error) from error
     atomic_write(path, f"{json.dumps(record, indent=2)}\n".encode())
     return path
 
