@@ -1,7 +1,6 @@
 """In which settings runs differ, all of them."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from rich.table import Table
 
@@ -37,7 +36,7 @@ def differences(runs: Sequence[FinishedRun], rows: Sequence[Row]) -> dict[str, D
             values: Difference = {}
             for label, own in zip(labels, settings, strict=True):
                 if key in own and method in (None, own["method.name"]):
-                    values.setdefault(_written(own[key]), []).append(label)
+                    values.setdefault(str(own[key]), []).append(label)
             if len(values) > 1:
                 for value, of in values.items():
                     found.setdefault(key, {}).setdefault(value, []).extend(dict.fromkeys(of))
@@ -56,7 +55,3 @@ def table(found: dict[str, Difference]) -> Table:
             runs = f"the other {len(labels)}" if many else ", ".join(labels)
             shown.add_row(key if number == 0 else "", value, runs)
     return shown
-
-
-def _written(value: Any) -> str:
-    return "none" if value is None else str(value)

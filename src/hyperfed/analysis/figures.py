@@ -8,6 +8,7 @@ import numpy as np
 
 from hyperfed.analysis.budgets import AXES, axis_of
 from hyperfed.analysis.comparison import Row, compare, metric_of
+from hyperfed.analysis.statistics import scores
 from hyperfed.errors import UserError
 from hyperfed.metrics import Metric
 from hyperfed.runs.drawing import COLOURS, check_format, look, new_figure, save
@@ -44,12 +45,6 @@ def curve(run: FinishedRun, row: Row, axis: str) -> list[tuple[float, float]]:
     return found
 
 
-def of_clients(run: FinishedRun, row: Row) -> list[float]:
-    """Returns the test metric, as shown, of each client with examples, at the best round."""
-    best = next(e for e in run.evaluations if (e.round, e.split) == (row.best_round, "test"))
-    return [row.metric.scale * value for value in best.main.client if value is not None]
-
-
 def draw_accuracy(runs: Sequence[FinishedRun], path: Path, axis: str = "rounds") -> None:
     """Draws the test metric along an axis, and that of each client at the best validation round.
 
@@ -66,7 +61,7 @@ def draw_accuracy(runs: Sequence[FinishedRun], path: Path, axis: str = "rounds")
     """
     rows = compare(runs)
     drawn = [
-        _Drawn(run, row, curve(run, row, axis), of_clients(run, row))
+        _Drawn(run, row, curve(run, row, axis), [*scores(run).shown.values()])
         for run, row in zip(runs, rows, strict=True)
     ]
     draw = _together if len(runs) <= TOGETHER else _apart

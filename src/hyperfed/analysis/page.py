@@ -9,7 +9,8 @@ from typing import Any
 from hyperfed.analysis.budgets import AXES
 from hyperfed.analysis.comparison import TESTED, compare, metric_of, saw_the_same
 from hyperfed.analysis.differences import differences
-from hyperfed.analysis.figures import curve, of_clients
+from hyperfed.analysis.figures import curve
+from hyperfed.analysis.statistics import scores
 from hyperfed.metrics import Metric, named
 from hyperfed.runs.measures import Number
 from hyperfed.runs.records import FinishedRun
@@ -56,7 +57,7 @@ def content(runs: Sequence[FinishedRun], axis: str = "rounds") -> dict[str, Any]
         about = {
             "curves": curves,
             "best_point": rounds.index(row.best_round) if row.best_round in rounds else None,
-            "clients": of_clients(run, row),
+            "clients": [*scores(run).shown.values()],
             "shown": texts,
         }
         plain = {key: value for key, value in vars(row).items() if key not in ("metric", "more")}

@@ -274,8 +274,7 @@ def draw(usual: FinishedRun, better: FinishedRun, path: Path) -> None:
     metric = metric_of([across, up])
     groups = ("test", "trained together"), ("novel", "joined afterwards")
     found = [
-        [_of_clients(run, row, split) for run, row in ((usual, across), (better, up))]
-        for split, _ in groups
+        [statistics.scores(run, split).shown for run in (usual, better)] for split, _ in groups
     ]
     low, high = (0.0, 100.0) if metric.percents else _ends(found)
     axes.plot([low, high], [low, high], color="0.6", linewidth=1, zorder=1)
@@ -304,17 +303,6 @@ def draw(usual: FinishedRun, better: FinishedRun, path: Path) -> None:
     finish(axes, of_one, metric.axis(f"test {{}} under {up.label}"))
     figure.legend(frameon=False, loc="outside upper center", ncols=2)  # points may be anywhere
     save(figure, path)
-
-
-def _of_clients(run: FinishedRun, row: Row, split: str) -> dict[int, float]:
-    """Returns {client: metric as shown} at the best validation round; novel ones' at last."""
-    found: dict[int, float] = {}
-    for e in run.evaluations:
-        if e.split == split and (split == "novel" or e.round == row.best_round):
-            pairs = zip(e.clients, e.main.client, strict=True)
-            scale = row.metric.scale
-            found = {client: scale * value for client, value in pairs if value is not None}
-    return found
 
 
 def _ends(found: Sequence[Sequence[Mapping[int, float]]]) -> tuple[float, float]:

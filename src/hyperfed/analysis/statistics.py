@@ -55,6 +55,11 @@ class Scores:
         """What two runs have in common that can be compared client by client."""
         return self.seed, self.data, self.metric.name
 
+    @property
+    def shown(self) -> dict[int, float]:
+        """Each client's value as it is drawn, by id: a fraction by the hundred."""
+        return {client: self.metric.scale * value for client, value in self.clients.items()}
+
 
 @dataclass(frozen=True)
 class Difference:
