@@ -4,18 +4,20 @@ import math
 import re
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import hyperfed
+from hyperfed.engines.updates import PrivateUpdates
 from hyperfed.errors import UserError
 from hyperfed.federation import step
 from hyperfed.methods import METHODS
 from hyperfed.runs.capability import NO_UPDATES
 from hyperfed.runs.config import from_keys
-from hyperfed.runs.private import cohort_of
+from hyperfed.runs.private import charge, cohort_of
 from hyperfed.runs.run import Run
 from hyperfed.system.randomness import seeded
 from hyperfed.trees import Tree, tree_map
@@ -119,6 +121,18 @@ def test_who_is_alone_in_a_round_is_not_lost_by_its_own_noise() -> None:
     run = train(epsilon=0.01, cohort=1)
     assert not [entry for e in run.evaluations for entry in e.lost]
     assert sum(len(kept["multipliers"]) for kept in run.engine.released.values()) == 4
+
+
+def test_a_mean_is_paid_for_beside_what_its_clients_have_let_out_by_themselves() -> None:
+    """Which a method of one's own may have them do: what is kept is given again for nothing."""
+    kept = {"multipliers": torch.tensor([2.0]).double(), "answers": {"q": torch.ones(1)}}
+    engine: Any = SimpleNamespace(released={0: kept})
+    charge(engine, [0, 1], PrivateUpdates("central", 1.0, 3.0, math.inf, DELTA))
+    assert {c: of["multipliers"].tolist() for c, of in engine.released.items()} == {
+        0: [2.0, 3.0],
+        1: [3.0],
+    }
+    assert engine.released[0]["answers"] == kept["answers"]
 
 
 @pytest.mark.parametrize("where", ["local", "central"])

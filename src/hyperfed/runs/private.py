@@ -203,8 +203,9 @@ def charge(engine: Engine, clients: Sequence[int], private: PrivateUpdates) -> N
         UserError: that is more than they may spend.
     """
     ledger = Ledger(private.epsilon, private.delta)
-    told = [ledger.load(engine.released.get(c, {})).after(private.multiplier) for c in clients]
-    engine.released |= {client: spent.state() for client, spent in zip(clients, told, strict=True)}
+    before = {client: engine.released.get(client, {}) for client in clients}
+    told = {c: ledger.load(account).after(private.multiplier) for c, account in before.items()}
+    engine.released |= {c: before[c] | spent.state() for c, spent in told.items()}
 
 
 def promised(private: PrivateUpdates) -> dict[str, Any]:
