@@ -127,6 +127,7 @@ def test_a_hypernetwork_denoises_models_that_lie_in_few_directions() -> None:
 
 
 CONDITIONS = Lipschitz(radius=2.0, loss=3.0, weights=1.5, embedding=0.5)
+SHORT = Lipschitz(radius=0.01, loss=1.0, weights=1.0, embedding=1.0)
 NUMBERS = {"embedding_size": 4, "weights": 60, "clients": 10, "epsilon": 0.5, "delta": 0.1}
 
 
@@ -276,7 +277,14 @@ def test_the_norms_are_of_normalised_weights_and_of_layers_of_a_rank_too(build) 
         (lambda: linear_hypernetwork(torch.zeros(3, 2), 0), "between 1 and the models' 2"),
         (lambda: Lipschitz(1, 0, 1, 1), "loss must be positive and finite, came 0"),
         (lambda: Lipschitz(1, 1, 0, 0), "weights_and_embedding must be positive"),
-        (lambda: samples_order(CONDITIONS, **(NUMBERS | {"epsilon": 200.0})), "0.6 times that"),
+        (
+            lambda: samples_order(CONDITIONS, **(NUMBERS | {"epsilon": 200.0})),
+            "20, .* 0.6 times that",
+        ),
+        (
+            lambda: samples_order(SHORT, **NUMBERS, published=True),
+            "0.1, .* 0.2 times .* smaller delta",
+        ),
         (lambda: samples_needed(CONDITIONS, **(NUMBERS | {"delta": 1.0})), "delta must be between"),
         (lambda: lipschitz_in_embedding([1, -1]), "norm_1 must be 0 or more"),
         (lambda: lipschitz_in_weights([1], [-1], 1), "bias_0 must be 0 or more"),

@@ -172,11 +172,12 @@ def samples_order(
     check_positive(embedding_size=embedding_size, weights=weights, clients=clients)
     check_positive(epsilon=epsilon, constant=constant)
     check_probability(delta=delta)
-    ratio = lipschitz.product / (delta if published else epsilon * delta)
+    least, smaller = (delta, "delta") if published else (epsilon * delta, "epsilon or delta")
+    ratio = lipschitz.product / least
     if ratio <= 1:
         raise UserError(
-            f"R L (L_h + L_V) must be above epsilon delta, which is what M is an order for; it is "
-            f"{ratio:g} times that: choose a smaller epsilon or delta"
+            f"R L (L_h + L_V) must be above {least:g}, which is what M is an order for; it is "
+            f"{ratio:g} times that: choose a smaller {smaller}"
         )
     return constant / epsilon**2 * (embedding_size + weights / clients) * math.log(ratio)
 
