@@ -41,7 +41,7 @@ from hyperfed.functional import forward
 from hyperfed.methods.parts.contrast import check_logits, distances, mean_counted
 from hyperfed.methods.parts.presets import DEFAULT, PFEDKT
 from hyperfed.training import Batch, PersonalConfig, Steps
-from hyperfed.trees import Model, Tree, leaves, weighted_mean
+from hyperfed.trees import Model, Tree, leaves
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -158,8 +158,7 @@ class Server(federation.Server):
 
     def round(self, clients: Cohort) -> None:
         """Replaces the meme by the weighted mean of the trained ones."""
-        trained = clients.ask(Client.train_model, self.meme, batches=self.config.batches)
-        self.meme = weighted_mean(trained, clients.weight)
+        self.meme = clients.mean(Client.train_model, self.meme, batches=self.config.batches)
 
     def personalize(self, clients: Cohort) -> Tree:
         """Sends nothing: each client uses its private model; a novel one trains it first."""

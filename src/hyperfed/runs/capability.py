@@ -41,7 +41,6 @@ NO_SUMS = (
     "fedfomo",
     "fedpac",
     "fedproto",
-    "fml",
     "headstart",
     "heurpfedla",
     "hypcluster",
