@@ -28,7 +28,9 @@ class GeneratorConfig:
         chunk_embedding: length of the embedding of a chunk.
         chunk_hidden_layers: what ``hidden_layers`` is to the others, for ``chunks``.
         start: whether models begin as a new hypernetwork happens to make them (the papers), or all
-            of them as the target that the task brings: what it was trained for is not lost.
+            of them as the target that the task brings: what it was trained for is not lost. It is
+            a bias that the server learns on from, so that a weight decay of the server's pulls it
+            to zero as all else (pFedHN's default by 1e-4 a round).
         hidden: width of the hypernetwork's hidden layers, of which ``hidden_layers`` follow the
             first.
         hidden_layers: their number.
