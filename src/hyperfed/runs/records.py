@@ -156,7 +156,7 @@ class Evaluation:
 
     @property
     def evaluated(self) -> str:
-        """How many clients there are numbers of, in words."""
+        """How many clients were evaluated, in words; who has no examples is one of them."""
         return f"{len(self.clients) - len(self.missed)} of {len(self.clients)}"
 
 
