@@ -5,7 +5,6 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, FiniteFloat
 from pydantic.dataclasses import dataclass as validated
 
-from hyperfed.errors import UserError
 from hyperfed.privacy import Calibration, GaussianMechanism, Ledger
 
 
@@ -21,8 +20,8 @@ class PrivacyConfig:
         calibration: of the noise.
 
     Raises:
-        UserError: the calibration does not hold for these numbers, or the budget is none: it is
-            for less than one answer, or for answers without noise.
+        UserError: the calibration does not hold for these numbers, or the budget is for less than
+            one answer.
     """
 
     epsilon: Annotated[FiniteFloat, Field(gt=0)] | None = None
@@ -32,15 +31,9 @@ class PrivacyConfig:
 
     def __post_init__(self) -> None:
         mechanism = self.mechanism  # so that a calibration that does not hold is refused at once
-        if self.budget is None:
-            return
-        if mechanism is None:
-            raise UserError(
-                "method.budget must come with method.epsilon, without which nothing has noise, "
-                f"came {self.budget:g} alone; give both"
-            )
-        remedy = "raise method.budget, or leave it out, which is for one answer"
-        Ledger(self.budget, self.delta).after(mechanism.multiplier, remedy)
+        if mechanism is not None and self.budget is not None:
+            remedy = "raise method.budget, or leave it out, which is for one answer"
+            Ledger(self.budget, self.delta).after(mechanism.multiplier, remedy)
 
     @property
     def mechanism(self) -> GaussianMechanism | None:
