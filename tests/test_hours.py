@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from hours import cost, hours, measure, trainings
+from hyperfed.errors import UserError
 from hyperfed.methods import fedavg
 from hyperfed.runs import config
 from hyperfed.runs.settings import RunConfig
@@ -31,6 +32,11 @@ def test_a_run_takes_its_visits_and_its_evaluations() -> None:
     # Half of four clients; six of its rounds are of phase 1.
     phased = loaded("itpfl", "cohort=0.5", "method.phase_one_rounds=6")
     assert hours(phased, (1.0, 10.0, 5.0)) == pytest.approx((2 * (6 + 40) + 15) / 3600)
+
+
+def test_nothing_is_told_of_a_table_whose_data_say_how_many_clients_there_are() -> None:
+    with pytest.raises(UserError, match="its table must say how many clients there are"):
+        measure(config.load("fedavg"))
 
 
 def test_both_phases_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:

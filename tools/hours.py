@@ -51,12 +51,18 @@ def cost(settings: RunConfig) -> tuple[str, ...]:
 
 
 def measure(settings: RunConfig) -> tuple[float, float, float]:
-    """Returns the CPU seconds of a visit in either phase of a method, and of an evaluation."""
+    """Returns the CPU seconds of a visit in either phase of a method, and of an evaluation.
+
+    Raises:
+        UserError: the data are not here, or how many clients there are is left to them.
+    """
     own = settings.settings
     short = {name: 1 for name in PHASES if getattr(own, name, 0)}
     few = replace(settings, rounds=3, evaluate_every=3, settings=replace(own, **short))
     seconds = []
     with closing(Run(few)) as run:
+        if settings.task.clients is None:
+            raise hyperfed.UserError("its table must say how many clients there are, not its data")
         run.config = replace(run.config, cohort=1)
         training = run.train()
         for _ in range(3):
@@ -72,7 +78,7 @@ def hours(settings: RunConfig, seconds: tuple[float, float, float]) -> float:
     """Returns the hours of a core that a run takes."""
     before, after, evaluation = seconds
     task, rounds = settings.task, settings.rounds
-    assert task.clients is not None  # tables say so
+    assert task.clients is not None  # others are not measured
     early = max(getattr(settings.settings, name, 0) for name in PHASES)
     visits = cohort_size(settings.cohort, task.clients - task.novel_clients)
     evaluations = -(-rounds // settings.evaluate_every)
