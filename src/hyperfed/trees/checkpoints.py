@@ -22,6 +22,7 @@ from hyperfed import trees
 from hyperfed.errors import UserError
 from hyperfed.system.files import atomic_write, refused
 from hyperfed.trees import Tree
+from hyperfed.trees.packing import in_order, order_of
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,9 @@ _REMEDY = "; restore the file from a copy, or start a new run"
 
 _MALFORMED = (ValueError, TypeError, LookupError, AttributeError, RecursionError, RuntimeError)
 """What reading a header raises that another than us wrote."""
+
+_CHANNELS_LAST = (0, 2, 3, 1)
+"""The order of that name in a header."""
 
 _DEEPEST = 32
 """Trees in a tree, at most; ours are four deep."""
@@ -218,7 +222,7 @@ def _leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
 def _layout(tree: Tree) -> dict[str, Any]:
     """Returns the names of a tree, with the memory format in place of the tensors.
 
-    Convolutions round differently in the two formats, so without it a resumed run would drift.
+    Convolutions and sums round otherwise in another one, so without it a resumed run would drift.
     """
     return {
         name: _layout(value) if isinstance(value, dict) else _memory_format(value)
@@ -226,13 +230,11 @@ def _layout(tree: Tree) -> dict[str, Any]:
     }
 
 
-def _memory_format(tensor: Tensor) -> str:
-    channels_last = (
-        tensor.dim() == 4
-        and tensor.is_contiguous(memory_format=torch.channels_last)
-        and not tensor.is_contiguous()
-    )
-    return "channels_last" if channels_last else "contiguous"
+def _memory_format(tensor: Tensor) -> str | list[int]:
+    """Returns how a tensor lies in memory: by name, or as of :func:`order_of`."""
+    if tensor.is_contiguous() or (order := order_of(tensor)) == tuple(range(tensor.dim())):
+        return "contiguous"
+    return "channels_last" if order == _CHANNELS_LAST else [*order]
 
 
 def _restore(
@@ -245,10 +247,11 @@ def _restore(
         path = _path(prefix, name)
         if isinstance(inner, dict):
             tree[name] = _restore(inner, tensors, f"{path}/", depth + 1)
-        elif inner == "channels_last":
-            tree[name] = tensors[path].contiguous(memory_format=torch.channels_last)
-        else:
+        elif inner == "contiguous":
             tree[name] = tensors[path]
+        else:
+            order = _CHANNELS_LAST if inner == "channels_last" else inner
+            tree[name] = in_order(tensors[path].permute(order).contiguous(), order)
     return tree
 
 

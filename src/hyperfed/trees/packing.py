@@ -64,7 +64,7 @@ def moved(tree: Tree, device: torch.device) -> Tree:
         if leaf.device != device:
             away[leaf.dtype].append(place)
     for places in away.values():
-        dense = [leaves[place].detach().permute(_order(leaves[place])) for place in places]
+        dense = [leaves[place].detach().permute(order_of(leaves[place])) for place in places]
         room = [-(-leaf.numel() // _ALIGNED) * _ALIGNED for leaf in dense]
         packed = dense[0].new_zeros(sum(room))
         starts = list(accumulate(room[:-1], initial=0))
@@ -73,29 +73,29 @@ def moved(tree: Tree, device: torch.device) -> Tree:
         there = packed.to(device)
         for start, leaf, place in zip(starts, dense, places, strict=True):
             part = there[start : start + leaf.numel()].view(leaf.shape)
-            leaves[place] = _ordered(part, _order(leaves[place]))
+            leaves[place] = in_order(part, order_of(leaves[place]))
     arrived = iter(leaves)
     return trees.tree_map(lambda _: next(arrived), tree)
 
 
 def _pack(leaf: Tensor) -> Packed:
-    order = _order(leaf)
+    order = order_of(leaf)
     dense = leaf.detach().cpu().permute(order).contiguous()
     return Packed(dense.flatten().view(torch.uint8).numpy(), leaf.dtype, tuple(dense.shape), order)
 
 
 def _unpack(packed: Packed) -> Tensor:
     dense = torch.from_numpy(packed.data).view(packed.dtype).view(packed.shape)
-    return _ordered(dense, packed.order)
+    return in_order(dense, packed.order)
 
 
-def _order(leaf: Tensor) -> tuple[int, ...]:
+def order_of(leaf: Tensor) -> tuple[int, ...]:
     """Returns the dimensions of a tensor from the slowest in memory to the fastest, of a clone."""
     strides = torch.empty_like(leaf, device="meta").stride()
     return tuple(sorted(range(leaf.dim()), key=lambda axis: -strides[axis]))
 
 
-def _ordered(dense: Tensor, order: tuple[int, ...]) -> Tensor:
+def in_order(dense: Tensor, order: tuple[int, ...]) -> Tensor:
     """Returns the tensor whose dimensions, in ``order``, are those of ``dense``."""
     place = {axis: index for index, axis in enumerate(order)}
     return dense.permute([place[axis] for axis in range(dense.dim())])
