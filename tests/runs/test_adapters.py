@@ -200,13 +200,18 @@ def make_task() -> own.Task:
     return task_of(lora())
 
 
+def make_no_task() -> own.Task:
+    """Whoever makes a task wrongly is told what is wrong with it."""
+    return own.from_arrays(X, Y[:-1], client=Y, model=lora())
+
+
 def test_the_command_writes_the_same_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = trained_on(lora(), out=tmp_path / "runs")
-    (tmp_path / "mine.py").write_text("from test_adapters_made import make_task\n")
+    (tmp_path / "mine.py").write_text("from test_adapters_made import make_no_task, make_task\n")
     made = type(sys)("test_adapters_made")
-    vars(made)["make_task"] = make_task
+    vars(made).update(make_task=make_task, make_no_task=make_no_task)
     monkeypatch.setitem(sys.modules, "test_adapters_made", made)
     monkeypatch.chdir(tmp_path)
     command = ["export", str(run.folder.path), "--client", "4", "--adapter", "out"]
@@ -222,6 +227,9 @@ def test_the_command_writes_the_same_folder(
             main([*command, "--task", wrong])
         assert left.value.code == 2
         assert "task must be a module and its function" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*command, "--task", "mine:make_no_task"])
+    assert "error: these arguments do not make a task" in capsys.readouterr().err
 
 
 # What cannot be

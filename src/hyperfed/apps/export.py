@@ -76,6 +76,8 @@ def _made(name: str) -> Task:
     sys.path.insert(0, str(Path.cwd()))
     try:
         made = getattr(importlib.import_module(module), function)()
+    except UserError:  # which says itself what is wrong with what it makes
+        raise
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise UserError(
             f"task must be a module and its function without arguments, MODULE:FUNCTION, came "
