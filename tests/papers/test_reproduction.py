@@ -177,6 +177,19 @@ def test_cells_that_differ_in_serving_share_a_training(folder: Path) -> None:
     assert served.trained == trained.folder
 
 
+def test_who_is_looked_into_otherwise_is_served_by_no_other(folder: Path) -> None:
+    """At each evaluation a training tells the descriptors of its own novel clients, too."""
+    table = folder / "made" / "table1.toml"
+    for where, examined, shared in [
+        ("set.rounds", "crossed", True),
+        ("set.rounds", "descriptors", False),
+        ("set.task.novel_alpha", "crossed", False),  # of that cell alone
+    ]:
+        table.write_text(TABLE.replace(where, f"set.examine = ['{examined}']\n{where}", 1))
+        _, served = planned(folder, "*like-sampled")
+        assert bool(served.trained) == shared
+
+
 def test_records_have_what_a_table_leaves_to_the_data(folder: Path) -> None:
     """Such as the number of clients: they are read, are of their cells, and share a training."""
     table = folder / "made" / "table1.toml"

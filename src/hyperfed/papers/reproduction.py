@@ -216,9 +216,14 @@ def _scaled(source: str, config: RunConfig, scale: float) -> list[str]:
 
 
 def training_of(config: RunConfig) -> tuple[str, ...]:
-    """Returns what decides what is trained."""
+    """Returns what decides what is trained, and what a record of that tells.
+
+    Where descriptors are looked into, novel clients tell theirs at each evaluation.
+    """
     settings = measured.flat(config) | {"seed": str(config.seed)}
-    return tuple(f"{key}={settings[key]}" for key in settings if not key.startswith(SERVED))
+    settings |= {"examine": str(config.examine), "metrics": str(config.metrics)}
+    nothing = () if "descriptors" in config.examine else SERVED
+    return tuple(f"{key}={settings[key]}" for key in settings if not key.startswith(nothing))
 
 
 def _leaders(jobs: Sequence[Job]) -> dict[tuple[str, ...], Job]:
