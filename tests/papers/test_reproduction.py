@@ -244,6 +244,17 @@ def test_a_scale_shortens_the_phases_too_and_leaves_each_a_round(folder: Path) -
     assert job.config.settings.novel_models == "sampled"
 
 
+def test_a_scale_is_of_the_rounds_as_it_is_written(folder: Path) -> None:
+    """In binary 0.07 of 5,000 are a bit more than 350, and 0.29 of 100 a bit less than 29."""
+    table = folder / "made" / "table1.toml"
+    long = TABLE.replace("set.rounds = 6", "set.rounds = 5000\nset.method.novel_rounds = 100")
+    table.write_text(long)
+    (job,) = planned(folder, "like-sampled", scale=0.07)
+    assert job.config.rounds == 350
+    (job,) = planned(folder, "like-sampled", scale=0.29)
+    assert job.config.settings.novel_rounds == 29
+
+
 def test_novel_clients_are_served_further_and_a_job_goes_on_where_it_was_left(
     folder: Path,
 ) -> None:

@@ -13,6 +13,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from itertools import count
 from os.path import relpath
 from pathlib import Path
@@ -200,12 +201,13 @@ def _folder(experiment: Experiment, cell: str, seed: int, scale: float, out: Pat
 
 def _scaled(source: str, config: RunConfig, scale: float) -> list[str]:
     """Returns settings with fewer rounds, and with shorter phases and newcomers' training."""
+    part = Decimal(str(scale))  # as it is written: 0.07 of 5,000 are 350, but in binary a bit more
     phases = [
-        f"method.{name}={max(1, math.floor(value * scale))}"
+        f"method.{name}={max(1, math.floor(value * part))}"
         for name, value in vars(config.settings).items()
         if (name.endswith("_rounds") or name.startswith("novel_")) and type(value) is int and value
     ]
-    for rounds in count(math.ceil(config.rounds * scale)):  # no phase may be left without a round
+    for rounds in count(math.ceil(config.rounds * part)):  # no phase may be left without a round
         settings = [f"rounds={rounds}", *phases]
         try:
             configuration.load(source, settings)
@@ -222,8 +224,8 @@ def training_of(config: RunConfig) -> tuple[str, ...]:
     """
     settings = measured.flat(config) | {"seed": str(config.seed)}
     settings |= {"examine": str(config.examine), "metrics": str(config.metrics)}
-    nothing = () if "descriptors" in config.examine else SERVED
-    return tuple(f"{key}={settings[key]}" for key in settings if not key.startswith(nothing))
+    served = () if "descriptors" in config.examine else SERVED
+    return tuple(f"{key}={settings[key]}" for key in settings if not key.startswith(served))
 
 
 def _leaders(jobs: Sequence[Job]) -> dict[tuple[str, ...], Job]:
