@@ -24,7 +24,18 @@ from hyperfed.engines.flower.policy import Policy, RefusedError
 from hyperfed.engines.flower.site import Shard, Site
 from hyperfed.engines.flower.wire import Request, pack_request, unpack_response
 from hyperfed.errors import UserError
-from hyperfed.methods import METHODS, fedala, fedas, fedavg, fedfomo, fedrep, itpfl, pfedhn, pfedme
+from hyperfed.methods import (
+    METHODS,
+    fedala,
+    fedas,
+    fedavg,
+    fedfomo,
+    fedrep,
+    itpfl,
+    pfedhn,
+    pfedla,
+    pfedme,
+)
 from hyperfed.runs.evaluation import evaluate
 from hyperfed.system.randomness import seeded
 from hyperfed.training import Epochs, Steps
@@ -324,6 +335,16 @@ def test_what_the_policy_allows_is_answered(
     assert isinstance(asked(site_in(tmp_path), step, **options), dict)
     (entry,) = log(tmp_path)
     assert entry["decision"] == "answered"
+
+
+def test_what_few_steps_have_made_is_not_told_by_a_step_that_makes_none(tmp_path: Path) -> None:
+    """A step that replies with nothing may train on any batches, and its client keeps the model."""
+    bounds = {"methods": ("pfedla",), "settings": {"local_steps": (10, 1000)}}
+    site = site_in(tmp_path, pfedla, pfedla.Config(), **bounds)
+    assert asked(site, "join", batches=Steps(1, 12)) == {}
+    told = asked(site, payload=({},), serial=2, begin={0: (10, 1)})
+    assert isinstance(told, Exception)
+    assert "a step that trains must be asked for batches here, came none" in str(told)
 
 
 def test_a_batch_may_come_again_within_the_bounds(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ A run's settings, methods' steps and all that they are given come from a server.
 site's: it is read from the site's disk, and a call that it does not allow is not run.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import ceil
 from typing import Annotated, Any
 
@@ -287,7 +287,16 @@ def is_evaluation(call: Call, client: type[Client]) -> bool:
 
 
 def guarded(client: type[Client], policy: Policy) -> type[Client]:
-    """Returns the same clients, in whose own code a policy holds as well.
+    """Returns the same clients, in whose own code a policy holds as well (:class:`_Guarded`)."""
+
+    class Guarded(_Guarded, client):  # type: ignore[valid-type, misc]
+        _policy = policy
+
+    return Guarded
+
+
+class _Guarded(Client):
+    """What a policy changes in the clients of any method, which come behind it.
 
     They count nothing by a model that does not read its input. What such a model gets right is how
     many test examples have some label, and its loss, with probabilities chosen for it, tells all
@@ -295,68 +304,73 @@ def guarded(client: type[Client], policy: Policy) -> type[Client]:
     run's settings say, are bounded as those that a message asks for.
     """
 
-    class Guarded(_Reader, client):  # type: ignore[valid-type, misc]
-        _policy = policy
-        outputs: list[Tensor] | None = None
-
-        @property
-        def train(self) -> Split:
-            """The examples to learn from, not without end."""
-            return _Bounded(self._task, self._task.train[self.id], self._read, self.labelled)
-
-        @property
-        def val(self) -> Split:
-            """The examples to choose with, as many as are counted at least."""
-            split: Split = super().val
-            if len(split):
-                policy.check_held_out(len(split), "a choice by validation data")
-            return split
-
-        def draw_batches(self, plan: Batches) -> Iterator[Batch]:
-            """Draws training batches of this step's own that the policy allows."""
-            policy.check_batches(plan, len(self.train))
-            drawn: Iterator[Batch] = super().draw_batches(plan)
-            return drawn
-
-        def again(self, batch: Batch, times: int) -> Iterator[Batch]:
-            """Yields a batch as often as the policy allows."""
-            self._read(times * len(batch.x))
-            repeated: Iterator[Batch] = super().again(batch, times)
-            return repeated
-
-        @step
-        def evaluate(self, received: Tree) -> Tree:
-            """Counts, by models of which each says different things of different examples."""
-            self.evaluated: list[tuple[Model, list[Tensor]]] = []
-            counts: Tree = super().evaluate(received)
-            _check_reading(self.evaluated, self.classes)
-            return counts
-
-        def _count(self, model: Model, split: Split, absent: Tensor | None) -> Tree:
-            self.outputs = _outputs_of(model, self.evaluated)
-            counts: Tree = super()._count(model, split, absent)
-            self.outputs = None
-            return counts
-
-        def predict(self, model: Tree, x: Tensor) -> Tensor:
-            output: Tensor = super().predict(model, x)
-            if self.outputs is not None:
-                self.outputs.append(output.detach())
-            return output
-
-    return Guarded
-
-
-class _Reader:
-    """A client of which the examples that it goes through in a step are counted."""
-
     _policy: Policy
-    examples_read = 0
+    _outputs: list[Tensor] | None = None
+    _examples_read = 0
+
+    def __init__(self, *, batches: Iterable[Batch], **options: Any) -> None:
+        super().__init__(batches=_some(batches), **options)
 
     def _read(self, examples: int) -> None:
-        """Raises ``RefusedError`` where these are too many, with those before."""
-        self.examples_read += examples
-        self._policy.check_read(self.examples_read)
+        """Raises ``RefusedError`` where a step goes through too many, with those before."""
+        self._examples_read += examples
+        self._policy.check_read(self._examples_read)
+
+    @property
+    def train(self) -> Split:
+        """The examples to learn from, not without end."""
+        return _Bounded(self._task, self._task.train[self.id], self._read, self.labelled)
+
+    @property
+    def val(self) -> Split:
+        """The examples to choose with, as many as are counted at least."""
+        split = super().val
+        if len(split):
+            self._policy.check_held_out(len(split), "a choice by validation data")
+        return split
+
+    def draw_batches(self, plan: Batches) -> Iterator[Batch]:
+        """Draws training batches of this step's own that the policy allows."""
+        self._policy.check_batches(plan, len(self.train))
+        return super().draw_batches(plan)
+
+    def again(self, batch: Batch, times: int) -> Iterator[Batch]:
+        """Yields a batch as often as the policy allows."""
+        self._read(times * len(batch.x))
+        return super().again(batch, times)
+
+    @step
+    def evaluate(self, received: Tree) -> Tree:
+        """Counts, by models of which each says different things of different examples."""
+        self._evaluated: list[tuple[Model, list[Tensor]]] = []
+        counts = super().evaluate(received)
+        _check_reading(self._evaluated, self.classes)
+        return counts
+
+    def _count(self, model: Model, split: Split, absent: Tensor | None) -> Tree:
+        self._outputs = _outputs_of(model, self._evaluated)
+        counts = super()._count(model, split, absent)
+        self._outputs = None
+        return counts
+
+    def predict(self, model: Tree, x: Tensor) -> Tensor:
+        """Returns the outputs, which are kept while they are counted by."""
+        output = super().predict(model, x)
+        if self._outputs is not None:
+            self._outputs.append(output.detach())
+        return output
+
+
+def _some(batches: Iterable[Batch]) -> Iterator[Batch]:
+    """Yields batches, of which there must be some: what is trained on none was trained before.
+
+    A step could so reply with what another, which replied with nothing, has trained on few.
+    """
+    batch = None
+    for batch in batches:
+        yield batch
+    if batch is None:
+        raise RefusedError("a step that trains must be asked for batches here, came none")
 
 
 class _Bounded(Split):
