@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hyperfed.data.examples import Examples, channels_moved_first, fingerprint_of, hash_of
 
-FORMAT = 3
+FORMAT = 4
 """Part of every key: raise it when the code that decodes comes to something else."""
 
 ABANDONED = 3600.0
