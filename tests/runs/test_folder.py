@@ -1,6 +1,7 @@
 """A run's folder: one process at a time, nothing half written, and what does not fit is refused."""
 
 import fcntl
+import json
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -79,13 +80,56 @@ def test_a_run_writes_through_no_link(name: str, tmp_path: Path) -> None:
 def test_who_opened_a_run_that_was_killed_spoils_no_record_by_training_it(tmp_path: Path) -> None:
     folder = stopped(tmp_path, 3)  # the checkpoint is of round 2
     before = folder.metrics.read_bytes()
-    for left in (before, before[:-9]):  # as of a kill within a line
+    lines = before.splitlines(keepends=True)
+    whole = [line for line in lines if b'"round":3' not in line]
+    half = b"".join(whole) + lines[len(whole)][:9]  # as of a kill within a line
+    for left in (before, half):
         folder.metrics.write_bytes(left)
         with pytest.raises(UserError, match=r"must end where .*, round 2, but has more.* resume"):
             list(Run.open(folder.path, make_task()).train())
         assert folder.metrics.read_bytes() == left
     assert hyperfed.resume(folder.path, make_task()).done
     Run.open(folder.path, make_task())
+
+
+def test_who_opened_a_run_whose_end_was_broken_off_spoils_no_record(tmp_path: Path) -> None:
+    task = make_task(novel=1)
+    run = Run.start(config.from_keys("fedper", KEYS), tmp_path, task)
+    list(run.train())
+    assert run.folder is not None
+    run.folder.summary.unlink()
+    with pytest.raises(UserError, match=r"must end where .*, round 6, but has more"):
+        list(Run.open(run.folder.path, task).train())
+    assert hyperfed.resume(run.folder.path, task).done
+
+
+def test_who_opened_a_run_of_an_earlier_version_trains_it_on(tmp_path: Path) -> None:
+    """Whose lines lack what has come since."""
+    folder = stopped(tmp_path, 2)
+    told = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+    for line in told:
+        del line["client_zeroed_accuracy"]
+    folder.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in told))
+    rounds = [progress.round for progress in Run.open(folder.path, make_task()).train()]
+    assert rounds == [3, 4, 5, 6]
+
+
+def test_an_end_that_was_broken_off_is_gone_on_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rounds are done, and it leaves the server as it is."""
+    run, record = Run(config.from_keys("fedper", KEYS), make_task(novel=1)), Run._record
+
+    def interrupted(self: Run, evaluation: Evaluation) -> None:
+        record(self, evaluation)
+        if evaluation.split == "novel":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Run, "_record", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(run.train())
+    monkeypatch.setattr(Run, "_record", record)
+    assert list(run.train()) == []
+    assert run.summary["rounds"] == 6
+    assert sum(e.split == "novel" for e in run.evaluations) == 1
 
 
 def test_who_left_a_run_to_another_process_spoils_no_record(tmp_path: Path) -> None:

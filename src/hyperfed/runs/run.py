@@ -100,7 +100,7 @@ class Run(Served):
         self.summary: dict[str, Any] = {}
         self._newest_is_whole = True  # of the checkpoints on disk
         self._stop = False
-        self._within = False  # a round, or what follows the last one
+        self._within = False  # a round
         self._saved = monotonic()  # the latest checkpoint
         self._lock: Lock | None = None
         self._rounds = Rounds(self, self._charged)
@@ -290,9 +290,10 @@ class Run(Served):
                 folder has later records than this run, which goes on by :meth:`resume` then.
         """
         if self._within:
+            instead = "go on from its checkpoint with hyperfed.resume(FOLDER)"
             raise UserError(
-                "a run must go on from the end of a round, but its latest was broken off; go on "
-                "from its checkpoint with hyperfed.resume(FOLDER), or train a new one"
+                "a run must go on from the end of a round, but its latest was broken off; "
+                f"{instead if self.folder else 'train a new one'}"
             )
         if self.summary:
             return
@@ -335,8 +336,8 @@ class Run(Served):
 
     def _train(self) -> Iterator[Progress]:
         while not self._over():
-            self._within = True
             self._reporter.tell("training")
+            self._within = True
             with self._computing():
                 self._one_round()
             now = self.done or self.round % self.config.evaluate_every == 0
@@ -350,11 +351,9 @@ class Run(Served):
             self._within = False
             yield Progress(self.round, self.config.rounds, self._rounds.tally.news(), evaluation)
         if self.done:
-            self._within = True
             self._reporter.tell("evaluating")
             with self._computing():
                 self._finish()
-            self._within = False
         elif self._stop:
             self._checkpoint()
 
@@ -459,6 +458,9 @@ class Run(Served):
         test = next(e for e in self.evaluations if (e.round, e.split) == (best, "test"))
         if isinstance(self.task, RemoteTask):
             self._hand_out()
+        self.evaluations = [
+            e for e in self.evaluations if e.split != "novel"
+        ]  # of a broken-off end
         novel = self._evaluate_novel(self.round) if self.task.novel else None
         if novel is not None:
             self._record(novel)
