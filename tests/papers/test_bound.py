@@ -227,20 +227,24 @@ def test_a_scaled_run_has_one_draw_and_a_run_without_the_theorem_does_not_begin(
 
 
 def test_a_bound_is_of_the_clients_that_its_cell_serves_by_another_training(tmp_path: Path) -> None:
-    blurred = '[columns.blurred]\nabout = "Blur"\nset.task.novel_corruption = "blur"\n'
-    jobs(tmp_path, text=TABLE.replace("[rows.pefll]", f"{blurred}\n[rows.pefll]"))
+    dealt = TABLE.replace("fraction = 0.2", 'fraction = 0.2, partition = "dirichlet", alpha = 0.1')
+    # Models that have learned a little, whose errors differ, and of which nearly these are drawn.
+    dealt = dealt.replace("rounds = 3", "rounds = 60").replace("[1e-2,", "[1e-12,")
+    even = '[columns.even]\nabout = "Dealt anew"\nset.task.novel_alpha = 100.0\n'
+    jobs(tmp_path, text=dealt.replace("[rows.pefll]", f"{even}\n[rows.pefll]"))
     table = experiments.read(tmp_path / "made" / "bound.toml")
     trained, served = plan(table, list(table.cells), seeds=[0], scale=0.3, out=tmp_path)
     assert [told(job)[-1] for job in (trained, served)] == [("done",)] * 2
     run = Run.open(trained.folder)
     again = measure(
-        run.served_otherwise(["task.novel_corruption=blur"]),
-        Variances(1e-2, 1e-2),
+        run.served_otherwise(["task.novel_alpha=100.0"]),
+        Variances(1e-12, 1e-12),
         draws=1,
         delta=0.1 / 4,
     )
-    kept = json.loads((served.folder / "bound.json").read_text())
-    assert kept["points"][0] == asdict(again)
+    kept, other = (json.loads((job.folder / "bound.json").read_text()) for job in (served, trained))
+    assert kept["points"][0] == asdict(again) != other["points"][0]
+    assert kept["unseen_error"] != other["unseen_error"]
     summary = json.loads((served.folder / "summary.json").read_text())
     assert kept["unseen_error"] == 1 - summary["novel_accuracy"]
 

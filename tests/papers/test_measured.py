@@ -114,6 +114,25 @@ def test_how_answers_would_be_private_says_nothing_where_they_are_not() -> None:
     assert measured.differing(settings(masking=True, clip=3.0), masked).keys() == {"privacy.clip"}
 
 
+def test_a_cell_that_leaves_the_clients_out_has_those_of_its_data() -> None:
+    """Where these are divided as they are; elsewhere as many as a run has by default."""
+
+    def settings(**task: Any) -> Any:
+        return config.from_keys("fedavg", {"task": task})
+
+    own = {"name": "mine.npz", "partition": "natural", "clients": 1208}
+    for left_out in ({"name": own["name"]}, {"name": own["name"], "partition": "natural"}):
+        assert measured.differing(settings(**own), measured.flat(settings(**left_out))) == {}
+    digits = measured.flat(settings(name="digits"))
+    assert measured.differing(settings(name="digits", clients=20), digits) == {}
+    assert measured.differing(settings(name="digits", clients=7), digits) == {
+        "task.clients": ("7", "20")
+    }
+    other = settings(**own | {"partition": "dirichlet"})
+    told = measured.differing(other, measured.flat(settings(name=own["name"])))
+    assert told.keys() == {"task.partition"}
+
+
 def test_a_record_is_of_the_cell_that_it_names_or_after_which_its_folder_is_called(
     folder: Path,
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from hyperfed.analysis import comparison, statistics
 from hyperfed.analysis.statistics import Scores, Spread
+from hyperfed.data.settings import CLIENTS
 from hyperfed.errors import UserError, one_line
 from hyperfed.methods import METHODS
 from hyperfed.metrics import ACCURACY
@@ -33,10 +34,10 @@ SPREADS = 2
 
 MEBIBYTE = 2**20
 
-FROM_DATA = ("task.clients", "task.partition")
-"""Settings that follow from the data where a cell leaves them out; a record has what came of it."""
-
 LEFT_OUT = literal("none")
+"""The value of a setting that a cell leaves out; a record has what came of the data."""
+
+NATURAL = literal("natural")
 
 NOT_SAID = "not said"
 """In the place of the value of a setting that a record lacks."""
@@ -232,18 +233,34 @@ def differing(
     """Returns key -> (its value, that of ``wanted``) of settings that differ.
 
     A key that the settings lack, as of an earlier version, has its default, and one that is wanted
-    of none says nothing; nor does one of :data:`FROM_DATA` that is left to the data.
+    of none says nothing. What a cell leaves out comes of the data (:func:`_came_of_data`).
     """
     own = flat(settings)
     method = _method(config.to_dict(settings))
     usual = _defaults(method) if method in METHODS else {}
     found = {}
     for key, value in wanted.items():
-        if key in FROM_DATA and value == LEFT_OUT:
-            continue
-        if own.get(key, usual.get(key, value)) != value:
-            found[key] = (own.get(key, NOT_SAID), value)
+        must = _came_of_data(key, wanted, own) if value == LEFT_OUT else value
+        if own.get(key, usual.get(key, must)) != must:
+            found[key] = (own.get(key, NOT_SAID), must)
     return found
+
+
+def _came_of_data(key: str, wanted: Mapping[str, str], own: Mapping[str, str]) -> str:
+    """Returns what a record must say of a setting that its cell leaves out.
+
+    Data of one's own are divided as they are where nothing is said, and then it is for them to say
+    how many clients there are; others have :data:`hyperfed.data.settings.CLIENTS`.
+    """
+    said = own.get(key, LEFT_OUT)
+    if said == LEFT_OUT:
+        return LEFT_OUT
+    if key == "task.partition":
+        return NATURAL
+    if key == "task.clients":
+        natural = wanted.get("task.partition") in (LEFT_OUT, NATURAL)
+        return said if natural else literal(CLIENTS)
+    return LEFT_OUT
 
 
 @cache
