@@ -29,6 +29,10 @@ def tree():
             "turned": torch.randn(3, 2).T,
             "volumes": torch.randn(2, 3, 4, 4, 4).to(memory_format=torch.channels_last_3d),
             "images": torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+            "none of them": torch.randn(0, 3).T,
+            "row of a table": torch.randn(4, 100)[:1, :5],
+            "one of several": torch.tensor([1.0]).expand(1, 1).as_strided((1, 1), (0, 1)),
+            "grey": torch.randn(2, 1, 3, 3).as_strided((2, 1, 3, 3), (9, 1, 3, 1)),
         },
     }
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hyperfed import trees
 from hyperfed.system.devices import CPU
-from hyperfed.trees.packing import moved, pack, unpack
+from hyperfed.trees.packing import laid_out, moved, pack, unpack
 from pretended import DEVICE, NAME
 
 IMAGES = torch.arange(2 * 3 * 4 * 5, dtype=torch.float32).view(2, 3, 4, 5)
@@ -24,6 +24,7 @@ LEAVES = {
     "part of another": IMAGES[:, 1, ::2],
     "one for all": torch.tensor([1.0, 2.0]).expand(3, 2),
     "one by one": torch.ones(4, 3, 1, 1).contiguous(memory_format=torch.channels_last),
+    "one channel last": torch.randn(2, 1, 3, 3).as_strided((2, 1, 3, 3), (9, 1, 3, 1)),
     "part of a graph": torch.ones(2, requires_grad=True) * 2,
 }
 
@@ -37,6 +38,16 @@ def test_a_tensor_comes_out_with_its_bits_and_its_layout(name: str) -> None:
     assert not came.requires_grad
     torch.testing.assert_close(came, leaf.detach(), rtol=0, atol=0, equal_nan=True)
     assert came.stride() == leaf.clone().stride()
+
+
+@pytest.mark.parametrize(
+    "strides", [(1, 1), (3, 1), (2, 2), (0, 1), (-1, 1), (1, 10**12), (1,), (1, 2, 1)]
+)
+def test_no_tensor_has_strides_that_overlap_or_leave_gaps(strides: tuple[int, ...]) -> None:
+    """As a damaged file may say."""
+    with pytest.raises(ValueError, match=r"are no strides of|zip\(\)"):
+        laid_out(torch.ones(2, 2), strides)
+    assert laid_out(torch.ones(2, 2), (1, 2)).stride() == (1, 2)
 
 
 def test_a_tree_keeps_its_names_and_empty_branches() -> None:

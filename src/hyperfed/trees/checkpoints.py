@@ -22,7 +22,7 @@ from hyperfed import trees
 from hyperfed.errors import UserError
 from hyperfed.system.files import atomic_write, refused
 from hyperfed.trees import Tree
-from hyperfed.trees.packing import in_order, order_of
+from hyperfed.trees.packing import laid_out, strides_of
 
 log = logging.getLogger(__name__)
 
@@ -32,9 +32,6 @@ _REMEDY = "; restore the file from a copy, or start a new run"
 
 _MALFORMED = (ValueError, TypeError, LookupError, AttributeError, RecursionError, RuntimeError)
 """What reading a header raises that another than us wrote."""
-
-_CHANNELS_LAST = (0, 2, 3, 1)
-"""The order of that name in a header."""
 
 _DEEPEST = 32
 """Trees in a tree, at most; ours are four deep."""
@@ -231,10 +228,10 @@ def _layout(tree: Tree) -> dict[str, Any]:
 
 
 def _memory_format(tensor: Tensor) -> str | list[int]:
-    """Returns how a tensor lies in memory: by name, or as of :func:`order_of`."""
-    if tensor.is_contiguous() or (order := order_of(tensor)) == tuple(range(tensor.dim())):
-        return "contiguous"
-    return "channels_last" if order == _CHANNELS_LAST else [*order]
+    """Returns how a tensor lies in memory: its strides, where they are not the usual ones."""
+    strides = strides_of(tensor)
+    usual = torch.empty(tensor.shape, device="meta").stride()
+    return "contiguous" if strides == usual else [*strides]
 
 
 def _restore(
@@ -249,9 +246,10 @@ def _restore(
             tree[name] = _restore(inner, tensors, f"{path}/", depth + 1)
         elif inner == "contiguous":
             tree[name] = tensors[path]
+        elif inner == "channels_last":  # as an earlier version called it
+            tree[name] = tensors[path].contiguous(memory_format=torch.channels_last)
         else:
-            order = _CHANNELS_LAST if inner == "channels_last" else inner
-            tree[name] = in_order(tensors[path].permute(order).contiguous(), order)
+            tree[name] = laid_out(tensors[path], inner)
     return tree
 
 

@@ -7,6 +7,7 @@ however few bytes it carries.
 
 import warnings
 from collections import defaultdict
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -26,14 +27,14 @@ class Packed(NamedTuple):
     Attributes:
         data: (n,) uint8 array.
         dtype: of the tensor.
-        shape: of the tensor, its dimensions from the slowest in memory to the fastest.
-        order: which dimension of the tensor each of ``shape`` is.
+        shape: of the tensor.
+        strides: how far apart in memory its elements are along each dimension.
     """
 
     data: Any
     dtype: torch.dtype
     shape: tuple[int, ...]
-    order: tuple[int, ...]
+    strides: tuple[int, ...]
 
 
 def pack(tree: Tree) -> Tree:
@@ -64,38 +65,50 @@ def moved(tree: Tree, device: torch.device) -> Tree:
         if leaf.device != device:
             away[leaf.dtype].append(place)
     for places in away.values():
-        dense = [leaves[place].detach().permute(order_of(leaves[place])) for place in places]
-        room = [-(-leaf.numel() // _ALIGNED) * _ALIGNED for leaf in dense]
-        packed = dense[0].new_zeros(sum(room))
+        ours = [leaves[place].detach() for place in places]
+        strides = [strides_of(leaf) for leaf in ours]
+        room = [-(-leaf.numel() // _ALIGNED) * _ALIGNED for leaf in ours]
+        packed = ours[0].new_zeros(sum(room))
         starts = list(accumulate(room[:-1], initial=0))
-        for start, leaf in zip(starts, dense, strict=True):
-            packed[start : start + leaf.numel()].view(leaf.shape).copy_(leaf)
+        for start, leaf, apart in zip(starts, ours, strides, strict=True):
+            packed.as_strided(leaf.shape, apart, start).copy_(leaf)
         there = packed.to(device)
-        for start, leaf, place in zip(starts, dense, places, strict=True):
-            part = there[start : start + leaf.numel()].view(leaf.shape)
-            leaves[place] = in_order(part, order_of(leaves[place]))
+        for start, place, apart in zip(starts, places, strides, strict=True):
+            leaves[place] = there.as_strided(leaves[place].shape, apart, start)
     arrived = iter(leaves)
     return trees.tree_map(lambda _: next(arrived), tree)
 
 
 def _pack(leaf: Tensor) -> Packed:
-    order = order_of(leaf)
-    dense = leaf.detach().cpu().permute(order).contiguous()
-    return Packed(dense.flatten().view(torch.uint8).numpy(), leaf.dtype, tuple(dense.shape), order)
+    dense, strides = leaf.detach().cpu(), strides_of(leaf)
+    if dense.stride() != strides:
+        dense = dense.clone()
+    flat = dense.as_strided((dense.numel(),), (1,))
+    return Packed(flat.view(torch.uint8).numpy(), leaf.dtype, tuple(leaf.shape), strides)
 
 
 def _unpack(packed: Packed) -> Tensor:
-    dense = torch.from_numpy(packed.data).view(packed.dtype).view(packed.shape)
-    return in_order(dense, packed.order)
+    flat = torch.from_numpy(packed.data).view(packed.dtype)
+    return flat.as_strided(packed.shape, packed.strides)
 
 
-def order_of(leaf: Tensor) -> tuple[int, ...]:
-    """Returns the dimensions of a tensor from the slowest in memory to the fastest, of a clone."""
-    strides = torch.empty_like(leaf, device="meta").stride()
-    return tuple(sorted(range(leaf.dim()), key=lambda axis: -strides[axis]))
+def strides_of(leaf: Tensor) -> tuple[int, ...]:
+    """Returns the strides of a clone of a tensor, which has no gaps and its order in memory.
+
+    They are told of dimensions of length 1, too: by these PyTorch chooses how to convolve.
+    """
+    return torch.empty_like(leaf, device="meta").stride()
 
 
-def in_order(dense: Tensor, order: tuple[int, ...]) -> Tensor:
-    """Returns the tensor whose dimensions, in ``order``, are those of ``dense``."""
-    place = {axis: index for index, axis in enumerate(order)}
-    return dense.permute([place[axis] for axis in range(dense.dim())])
+def laid_out(values: Tensor, strides: Sequence[int]) -> Tensor:
+    """Returns the values in a tensor of some strides (:func:`strides_of`).
+
+    Raises:
+        ValueError: no tensor of their shape and without gaps has these.
+    """
+    step = 1
+    for apart, size in sorted(zip(strides, values.shape, strict=True)):
+        if size > 1 and apart != step and values.numel():  # of one element any will do
+            raise ValueError(f"{strides} are no strides of {tuple(values.shape)}")
+        step *= size
+    return torch.empty_strided(values.shape, tuple(strides), dtype=values.dtype).copy_(values)
