@@ -237,6 +237,9 @@ def test_words_are_numbered_by_a_list_that_all_sites_have(tmp_path: Path) -> Non
     with pytest.raises(UserError, match=r"numbered alike at all sites.*--labels.*task.labels"):
         site.read(archive(tmp_path, y=told))
     assert site.read(archive(tmp_path, y=told), check=True).classes == 2
+    for wrong, why in ((1, "as many as the labels, 2, got 1"), (0, "one whole number above 0")):
+        with pytest.raises(UserError, match=why):
+            site.read(archive(tmp_path, y=told, classes=wrong), check=True)
     lacks_one = archive(tmp_path, y=told, classes=3)  # which the run's list has
     assert site.read(lacks_one, check=True).classes == 2
     assert site.read(lacks_one, labels=ORDER).classes == 3

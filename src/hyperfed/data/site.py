@@ -204,7 +204,8 @@ def read(
     x = arrays.features(held["x"], problems)
     if check and not labels and arrays.is_text(np.asarray(held["y"])):
         labels = tuple(sorted(map(str, np.unique(held["y"]))))
-        held = held | {"classes": None}  # in the federation, of whose labels a site may lack some
+        if (arrays.class_count(held.get("classes"), []) or 0) > len(labels):
+            held = held | {"classes": None}  # of the federation, of whose labels a site lacks some
     y, number, labels = _targets(held, labels, problems)
     if number > arrays.MOST_CLASSES:
         problems.append(f"labels must be of {arrays.MOST_CLASSES} classes at most, got {number}")
