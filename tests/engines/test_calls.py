@@ -256,6 +256,18 @@ class Writing(federation.Client):
         return {"w": trees.clone(model)["w"].add_(1)}
 
 
+def test_a_client_of_the_loop_may_keep_other_things_than_tensors_for_a_round() -> None:
+    class Keeping(federation.Client):
+        @step
+        def count(self) -> Tree:
+            self.scratch["times"] = self.scratch.get("times", 0) + 1
+            return {"times": torch.tensor(self.scratch["times"])}
+
+    cohort = LoopEngine(make_task(), Keeping, None, seed=0).cohort([0], 0, training=True)
+    told = [cohort.ask(Keeping.count)["times"].item() for _ in range(2)]
+    assert told == [1, 2]
+
+
 @pytest.mark.parametrize("each", [True, False])
 @pytest.mark.parametrize("kind", [LoopEngine, VmappedEngine])
 def test_who_writes_into_what_others_hold_is_lost(kind: type[LoopEngine], each: bool) -> None:

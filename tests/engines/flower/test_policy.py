@@ -377,6 +377,7 @@ def test_methods_and_settings_are_bounded(tmp_path: Path) -> None:
         (10, 12, {"local_steps": (10, 10)}),
         (5, 6, {"local_steps": (10, 10)}),  # of two steps each
         (1, 12, {"local_epochs": (1, 5)}),
+        (1, 12, {"local_epochs": (1, 5), "local_steps": (10, 1000)}),
     ],
 )
 def test_passes_within_bounds_are_answered(
