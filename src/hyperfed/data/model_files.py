@@ -3,8 +3,8 @@
 import copy
 import sys
 from collections.abc import Mapping
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 
 from torch import nn
 
@@ -49,16 +49,16 @@ def make(model: str, options: Mapping[str, object]) -> nn.Module:
 
 def _module(path: Path) -> object:
     """Runs a file of Python as a module."""
-    name = f"hyperfed_model_{path.stem}"
-    spec = spec_from_file_location(name, path) if path.suffix == ".py" else None
-    if spec is None or spec.loader is None or not path.is_file():
+    if path.suffix != ".py" or not path.is_file():
         raise UserError(
             f"task.model must be a target's name or FILE.py:NAME, but there is no {path}"
         )
-    module = module_from_spec(spec)
+    module = ModuleType(name := f"hyperfed_model_{path.stem}")
+    module.__file__ = str(path)
     sys.modules[name] = module  # dataclasses look there while the file runs
     try:
-        spec.loader.exec_module(module)
+        # What it says now: an import would take what it compiled of the file as of that second.
+        exec(compile(path.read_bytes(), path, "exec"), vars(module))
     except Exception as error:  # whatever a user's code raises is to be told
         raise UserError(
             f"{path} must run as Python, but fails ({type(error).__name__}: {error}); mend it"
