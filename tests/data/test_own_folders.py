@@ -190,6 +190,21 @@ def test_labels_of_metadata_may_be_words_and_clients_are_none(
 
 @UNCLOSED
 @pytest.mark.usefixtures("cached")
+def test_labels_of_metadata_that_do_not_begin_at_0_keep_their_names(tmp_path: Path) -> None:
+    """As those of a table; a model would have an output for each number below the largest."""
+    folder = Path(with_metadata(tmp_path / "all", a=["7", "8", "7", "9"]))
+    examples = datasets.load(str(folder))
+    assert (examples.labels, examples.classes, examples.y.tolist()) == ((), 2, [0, 1, 0, 1])
+    file = folder / "a" / "metadata.csv"
+    said = file.read_text().replace(",0\n", ",3\n").replace(",1\n", ",70000\n")
+    file.write_text(said[:-1] + "70000")
+    examples = datasets.load(str(folder))
+    assert (examples.labels, examples.y.tolist()) == (("3", "70000"), [0, 1, 0, 1])
+    assert examples.classes == 2
+
+
+@UNCLOSED
+@pytest.mark.usefixtures("cached")
 def test_images_that_metadata_do_not_list_are_refused(tmp_path: Path) -> None:
     folder = with_metadata(tmp_path / "all", a=["7", "8", "9"])
     shutil.copy(Path(folder) / "a" / "0.png", Path(folder) / "a" / "9.png")

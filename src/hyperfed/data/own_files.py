@@ -210,6 +210,10 @@ def _images(
     target = columns.target or readers.label_column(features, name, besides)
     examples = readers.images(rows, name, client=column, label=target)
     labels = readers.labels_of(splits, target, features[target], name)[1]
+    if not labels:  # integers of a metadata file, numbered as those of a table are
+        numbers, labels = tables.numbered(examples.y.numpy())
+        classes = len(labels) or examples.classes
+        examples = replace(examples, y=torch.from_numpy(numbers), classes=classes)
     client = examples.client
     names: tuple[str, ...] = ()
     if column in features:
