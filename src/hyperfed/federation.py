@@ -8,6 +8,7 @@ engine's business: methods know no engine, engines know no method.
 
 from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from inspect import signature
 from itertools import repeat
 from typing import Any, ClassVar, Literal, Protocol, Self, TypeAlias, TypeVar, overload
@@ -258,12 +259,12 @@ class Client:
             )
         return Split(self._task, self._task.test[self.id])
 
-    @property
+    @cached_property
     def parameters(self) -> KeysView[str]:
         """Names of the target's trainable entries, in order; the rest of a model are buffers."""
         return trees.parameters_of(self.module).keys()
 
-    @property
+    @cached_property
     def buffers(self) -> KeysView[str]:
         """Names of the target's buffers (batch-norm statistics), none of a frozen part."""
         return trees.buffers_of(self.module).keys()

@@ -28,7 +28,7 @@ Calibration = Literal["analytic", "classical"]
 """How much noise: exactly enough, or the textbook's formula, which IT-PFL-HN's paper uses."""
 
 ROUNDING = 1e-9
-"""Relative excess of what was told over what a budget allows that is put down to rounding."""
+"""Relative excess of mu^2 over what a budget allows that is put down to rounding."""
 
 REMEDY = (
     "ask what was asked before, which costs nothing, add more noise (a smaller epsilon for each "
@@ -206,18 +206,18 @@ class Ledger:
     multipliers: tuple[float, ...] = ()
 
     @property
-    def told(self) -> float:
-        """The sum of z_i^-2, by which queries compose."""
+    def mu_squared(self) -> float:
+        """mu^2 of Gaussian differential privacy, the sum of z_i^-2: queries compose by it."""
         return math.fsum(multiplier**-2 for multiplier in self.multipliers)
 
     @property
     def spent(self) -> float:
         """The epsilon, at ``delta``, of all queries together."""
-        return _epsilon(self.told**-0.5, self.delta) if self.multipliers else 0.0
+        return _epsilon(self.mu_squared**-0.5, self.delta) if self.multipliers else 0.0
 
     @property
-    def _allowed(self) -> float:
-        """What :attr:`told` may be."""
+    def _most(self) -> float:
+        """What :attr:`mu_squared` may be."""
         return analytic_multiplier(self.epsilon, self.delta) ** -2
 
     def after(self, multiplier: float, remedy: str = REMEDY) -> "Ledger":
@@ -232,8 +232,8 @@ class Ledger:
         """
         check_positive(multiplier=multiplier)
         ledger = Ledger(self.epsilon, self.delta, (*self.multipliers, multiplier))
-        # A root search finds an epsilon again to some digits only: what was told decides.
-        if ledger.spent > self.epsilon and ledger.told > (1 + ROUNDING) * self._allowed:
+        # A root search finds an epsilon again to some digits only: mu decides.
+        if ledger.spent > self.epsilon and ledger.mu_squared > (1 + ROUNDING) * self._most:
             raise UserError(
                 f"all queries to a client must stay within epsilon {self.epsilon:g} at delta "
                 f"{self.delta:g}, but after {len(self.multipliers)} of them this one would bring "

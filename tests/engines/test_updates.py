@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -216,6 +217,16 @@ def test_the_noise_of_each_answer_is_normal_of_the_multiplier_times_the_sensitiv
     assert float((by_leaf.square().mean(dim=0) - 1).abs().max()) < 4.5 * math.sqrt(2 / 400)
     correlations = by_leaf.T.corrcoef() - torch.eye(9, dtype=torch.float64)
     assert float(correlations.abs().max()) < 4.5 / math.sqrt(400)
+
+
+def test_an_answer_without_noise_is_not_measured_by_what_noise_others_have() -> None:
+    """Who is alone in a round may answer as long as its noise is, where it has some."""
+    noisy = replace(FREE, multiplier=1e3)
+    for asks, is_lost in ((Client.drawn, True), (Client.model, False)):
+        cohort = engine(noisy).cohort([0], 0, training=True)
+        cohort.state.reply_bound = 10.0
+        with pytest.raises(AllLostError, match="too large") if is_lost else nullcontext():
+            cohort.ask(asks, SENT, change(1000.0))
 
 
 def test_how_long_the_noise_of_an_answer_is() -> None:

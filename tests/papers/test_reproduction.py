@@ -188,6 +188,11 @@ def test_who_is_looked_into_otherwise_is_served_by_no_other(folder: Path) -> Non
         table.write_text(TABLE.replace(where, f"set.examine = ['{examined}']\n{where}", 1))
         _, served = planned(folder, "*like-sampled")
         assert bool(served.trained) == shared
+    table.write_text(
+        TABLE.replace("set.task.novel_alpha", "set.metrics = ['f1']\nset.task.novel_alpha")
+    )
+    _, counted = planned(folder, "*like-sampled")
+    assert counted.trained is None  # the other's clients counted for no such metric
 
 
 def test_records_have_what_a_table_leaves_to_the_data(folder: Path) -> None:

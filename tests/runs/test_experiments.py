@@ -151,6 +151,9 @@ def test_all_that_is_wrong_with_a_table_is_told_at_once(table: Path) -> None:
     table.write_text(f"{TABLE}{named('columns.one-a')}{named('rows.b')}{named('rows.a-b')}")
     with pytest.raises(UserError, match="columns and rows: one-a-b must be of one column and row"):
         experiments.read(table)
+    apart = named("rows.a-b") + "columns = ['one-a']\n"  # which is one-a-a-b alone
+    table.write_text(f"{TABLE}{named('columns.one-a')}{named('rows.b')}{apart}")
+    assert {"one-a-b", "one-a-a-b"} <= experiments.read(table).cells.keys()
     table.write_text(TABLE.replace("judged", "judgd"))
     with pytest.raises(UserError, match=r"rows\.other\.judgd: "):
         experiments.read(table)

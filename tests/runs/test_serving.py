@@ -76,6 +76,8 @@ def test_who_serves_otherwise_has_what_training_sent() -> None:
     assert (recorded.bytes_down, recorded.bytes_up) == (run.bytes["down"], run.bytes["up"])
     assert recorded.bytes_up > 0
     assert run.seconds > recorded.seconds > 1000
+    run._start -= 500  # as of a run that has trained since for as long
+    assert run.served_otherwise(["serve.finetune_steps=2"]).evaluate_novel().seconds > 1500
     assert pickle.loads(pickle.dumps(tuned)).evaluate_novel().seconds > recorded.seconds
 
 

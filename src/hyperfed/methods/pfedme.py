@@ -108,9 +108,9 @@ class Client(federation.Client):
 
     def moved(self, w: Model, theta: Model) -> Model:
         """Returns w - eta lambda (w - theta), with the buffers of theta."""
-        rate, trained = self.config.lr * self.config.proximity, self.parameters
+        rate = self.config.lr * self.config.proximity
         return {
-            name: value - rate * (value - theta[name]) if name in trained else theta[name]
+            name: value - rate * (value - theta[name]) if name in self.parameters else theta[name]
             for name, value in w.items()
         }
 
