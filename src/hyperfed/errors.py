@@ -18,6 +18,10 @@ class LostEverybodyError(UserError):
     """
 
 
+class SpentError(UserError):
+    """An answer would take more of a client's epsilon than is left. It is not sent."""
+
+
 class EngineLostError(Exception):
     """What computes the clients is gone, and what they remember with it; the run can be resumed.
 

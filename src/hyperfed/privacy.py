@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hyperfed.errors import UserError, check_positive
+from hyperfed.errors import SpentError, UserError, check_positive
 from hyperfed.trees import Tree
 
 Calibration = Literal["analytic", "classical"]
@@ -228,13 +228,13 @@ class Ledger:
             remedy: what an error says to do.
 
         Raises:
-            UserError: the query would exceed the budget. Nothing may be sent then.
+            SpentError: the query would exceed the budget. Nothing may be sent then.
         """
         check_positive(multiplier=multiplier)
         ledger = Ledger(self.epsilon, self.delta, (*self.multipliers, multiplier))
         # A root search finds an epsilon again to some digits only: mu decides.
         if ledger.spent > self.epsilon and ledger.mu_squared > (1 + ROUNDING) * self._most:
-            raise UserError(
+            raise SpentError(
                 f"all queries to a client must stay within epsilon {self.epsilon:g} at delta "
                 f"{self.delta:g}, but after {len(self.multipliers)} of them this one would bring "
                 f"it to {ledger.spent:.4g}; {remedy}"
@@ -301,7 +301,7 @@ class Releases:
             run: whose answers alone the budget is of; 0 where it is of all.
 
         Raises:
-            UserError: the budget, or a limit, would be exceeded.
+            SpentError: the budget, or a limit, would be exceeded.
         """
         sigma = mechanism.sigma(sensitivity)
         question = self._question(sigma)

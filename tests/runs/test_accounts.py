@@ -25,12 +25,10 @@ def let_out(*multipliers: float) -> Tree:
     return {"multipliers": torch.tensor(multipliers, dtype=torch.float64), "answers": {}}
 
 
-def accounts(path: Path, *, done: bool = True) -> Accounts:
+def accounts(path: Path) -> Accounts:
     """Those of a run as a process has them that has just opened its folder."""
     folder = RunFolder(path)
     folder.state.parent.mkdir(parents=True, exist_ok=True)
-    if done:
-        folder.write_summary({})
     return Accounts(folder, cast(Any, SimpleNamespace(released={})), {}, [NOVEL])
 
 
@@ -104,16 +102,6 @@ def test_where_nothing_is_let_out_nothing_is_written(tmp_path: Path) -> None:
     with accounts(tmp_path).serving():
         pass
     assert ours.folder.served.stat() == written
-
-
-def test_of_novel_clients_a_checkpoint_tells_that_follows(tmp_path: Path) -> None:
-    ours = accounts(tmp_path, done=False)
-    with ours.serving():
-        ours.engine.released[NOVEL] = let_out(2.0)
-        ours.newcomers[DATA] = {0: let_out(5.0)}
-    theirs = accounts(tmp_path, done=False)
-    theirs.read()
-    assert spent(theirs) == {DATA: [5.0]}
 
 
 def test_who_serves_waits_for_another_and_goes_on_from_what_that_one_spent(

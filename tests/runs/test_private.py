@@ -345,6 +345,30 @@ def test_who_was_lost_when_others_were_served_is_served_beside_them() -> None:
     assert run.evaluate_novel().client_loss == found
 
 
+def test_what_novel_clients_let_out_while_a_run_is_stopped_is_spent_at_its_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each opening is that of a process of its own."""
+    keys = SMALL | {"evaluate_every": 2, "task": NEWCOMERS | {"val": 0.0}, "track": "none"}
+    keys |= {"privacy": {"epsilon": 50.0, "delta": DELTA}, "method": QUICK | {"novel_rounds": 3}}
+    run = Run.start(from_keys("pfedhn", keys), tmp_path)
+    for progress in run.train():
+        if progress.round == 2:
+            run.stop()
+    run.close()
+    assert run.folder is not None
+    hyperfed.open_run(run.folder.path).model(6)
+    stopped = hyperfed.open_run(run.folder.path)
+    assert len(stopped.engine.released[6]["multipliers"]) == 3
+    assert 7 not in stopped.engine.released
+    done = hyperfed.resume(run.folder.path, progress=False)
+    assert "novel clients are not evaluated: all queries to a client must stay" in caplog.text
+    assert done.summary["novel_accuracy"] is None
+    assert done.summary["test_accuracy"] is not None
+    assert done.summary["privacy"]["epsilon_spent"] == pytest.approx(50)
+    assert hyperfed.open_run(run.folder.path).summary == done.summary
+
+
 def test_what_a_server_makes_when_it_has_learned_more_is_made_anew() -> None:
     """Without validation data the last round is the best."""
     run = begun("headstart", 50.0, task=NEWCOMERS | {"val": 0.0}, evaluate_every=2)

@@ -1,8 +1,8 @@
 """What clients have let out, in files of a run's folder: there before it is told to anybody.
 
 A checkpoint has what was let out up to its round. What a trusted server tells between two of them,
-and what clients let out who are served after training, is in two files beside it. Accounts only
-grow: whichever checkpoint a run goes on from, what was told stays told.
+and what clients let out who are served without having trained, is in two files beside it. Accounts
+only grow: whichever checkpoint a run goes on from, what was told stays told.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -68,10 +68,9 @@ class Accounts:
                     sync(served.parent)
 
     def _of_those_served(self) -> Tree:
-        """Returns what newcomers have let out, and novel clients where no checkpoint follows."""
-        novel = self.novel if self.folder.summary.exists() else ()
-        released = self.engine.released
-        every = {NOVEL_CLIENTS: {c: released[c] for c in novel if c in released}} | self.newcomers
+        """Returns what newcomers and novel clients have let out."""
+        novel = {c: self.engine.released[c] for c in self.novel if c in self.engine.released}
+        every = {NOVEL_CLIENTS: novel} | self.newcomers
         return {who: keyed(held) for who, held in every.items()}
 
     def _read_served(self) -> None:

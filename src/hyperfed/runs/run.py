@@ -20,7 +20,7 @@ from hyperfed.data import tasks
 from hyperfed.data.own import Task
 from hyperfed.data.roster import RemoteTask, Roster
 from hyperfed.engines.replies import UNUSABLE
-from hyperfed.errors import LostEverybodyError, UserError
+from hyperfed.errors import LostEverybodyError, SpentError, UserError
 from hyperfed.runs import clients, examined, learned, private, records, trackers
 from hyperfed.runs import config as configuration
 from hyperfed.runs.accounts import Accounts, keyed, numbered
@@ -461,9 +461,13 @@ class Run(Served):
         self.evaluations = [
             e for e in self.evaluations if e.split != "novel"
         ]  # of a broken-off end
-        novel = self._evaluate_novel(self.round) if self.task.novel else None
-        if novel is not None:
-            self._record(novel)
+        novel: Evaluation | None = None
+        if self.task.novel:
+            try:
+                novel = self._evaluate_novel(self.round)
+                self._record(novel)
+            except SpentError as error:  # by those who served them while the run was stopped
+                log.warning("novel clients are not evaluated: %s", error)
         never = always_lost(self.evaluations, map(self._cohort, range(self.round)))
         self.summary = {
             "method": self.config.method,
