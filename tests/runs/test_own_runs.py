@@ -434,6 +434,31 @@ def test_a_run_on_a_table_says_what_it_took_it_for(
             assert all(log.count(line) == 1 for log in logs for line in told)
 
 
+@pytest.mark.parametrize("named", ["small", "./small", "kept in data_dir"])
+def test_a_run_on_a_folder_is_opened_from_anywhere(
+    named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data" / "small").mkdir(parents=True)
+    frame = pd.DataFrame(np.arange(180.0).reshape(60, 3), columns=["a", "b", "c"])
+    frame.assign(label=[0, 1, 2] * 20).to_csv(
+        tmp_path / "data" / "small" / "train.csv", index=False
+    )
+    monkeypatch.chdir(tmp_path / "data")
+    task: dict[str, Any] = {"name": named, "clients": 4}
+    if named == "kept in data_dir":
+        monkeypatch.chdir(tmp_path)
+        task = {"name": "small", "data_dir": "data", "clients": 4}
+    run = hyperfed.train("fedavg", task=task, out=tmp_path, **QUICK)
+    (tmp_path / "elsewhere" / "small").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    again = hyperfed.open_run(run.folder.path)
+    assert again.evaluate_best()["test"].main == run.evaluate_best()["test"].main
+    written = config.load(str(run.folder.config)).task
+    inside = named == "kept in data_dir"
+    assert written.name == ("small" if inside else str(tmp_path / "data" / "small"))
+    assert written.data_dir == (str(tmp_path / "data") if inside else None)
+
+
 @pytest.mark.parametrize("net", ["nets.py", "nets.v2.py"])
 def test_paths_in_an_experiment_begin_at_its_folder_where_the_files_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, net: str

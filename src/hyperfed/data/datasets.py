@@ -169,6 +169,20 @@ def _folder(name: str, data_dir: Path | None) -> Path | None:
     )
 
 
+def located(name: str, data_dir: str | Path | None = None) -> str:
+    """Returns a data set's name, as of :func:`load`, by which it is found from any folder.
+
+    That is another one of a folder that is found from the current one: its path.
+    """
+    if name in NAMES or tables.ending(name) in tables.SUFFIXES:
+        return name
+    kept = _data_dir(data_dir)
+    folder = _folder(name, kept)
+    if folder is None or (kept is not None and folder == kept / name):
+        return name
+    return str(folder.absolute())
+
+
 def _files(folder: Path) -> list[tuple[str, int, int]]:
     """Lists (path, bytes, modification time in ns) of all files of a folder, sorted."""
     found = []

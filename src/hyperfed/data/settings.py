@@ -62,12 +62,16 @@ def _number_or_fraction(novel: int | float) -> int | float:
 
 
 def _absolute_file(name: str) -> str:
-    return str(Path(name).absolute()) if ending(name) in SUFFIXES else name
+    return _absolute(name) if ending(name) in SUFFIXES else name
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).absolute())
 
 
 def _absolute_model(model: str) -> str:
     path, colon, network = model.rpartition(":")
-    return f"{Path(path).absolute()}:{network}" if colon else model
+    return f"{_absolute(path)}:{network}" if colon else model
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -158,7 +162,7 @@ class TaskConfig:
     """
 
     name: Annotated[str, AfterValidator(_absolute_file)] = "digits"
-    data_dir: str | None = None
+    data_dir: Annotated[str, AfterValidator(_absolute)] | None = None
     client: str | None = None
     target: str | None = None
     features: Names | None = None

@@ -78,7 +78,9 @@ def build(config: TaskConfig, seed: int, *, served: TaskConfig | None = None) ->
             "whose data and model are files: task=FILE task.model=FILE.py:NET"
         )
     examples = load(config)
-    config, served = (fitted(settings, examples) for settings in (config, served or config))
+    name = datasets.located(config.name, config.data_dir)
+    of_both = (replace(settings, name=name) for settings in (config, served or config))
+    config, served = (fitted(settings, examples) for settings in of_both)
     partition = divide(config, examples, seed)
     if served.novel_alpha != config.novel_alpha:
         everything = divide(replace(config, examples_per_client=None), examples, seed)
