@@ -11,7 +11,15 @@ from hyperfed.data.own import mean_squared_error, minus_squared_error
 from hyperfed.engines.local.loop import LoopEngine
 from hyperfed.federation import Client
 from hyperfed.runs import progress
-from hyperfed.runs.evaluation import SUMS, Counts, all_together, chosen_by, evaluate, is_better
+from hyperfed.runs.evaluation import (
+    SUMS,
+    Counts,
+    all_together,
+    chosen_by,
+    evaluate,
+    exchanged,
+    is_better,
+)
 from hyperfed.runs.remarks import remark
 from hyperfed.runs.run import Progress
 from hyperfed.trees import Tree
@@ -236,6 +244,31 @@ def test_who_has_nothing_to_be_tested_on_counts_nothing(
     found = evaluate(ours.server, ours.engine, range(4), 1)["test"]
     assert list(found.missed) == [1]
     assert {float(sums[1]) for sums in found.by_name.values()} == {0.0}
+
+
+def test_who_would_have_the_model_of_a_lost_client_counts_nothing_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = hyperfed.train("pefll", make_task(), **KEYS)
+    client = run.method.Client
+    describe = client.describe
+
+    def with_others() -> Counts:
+        with run._at_best() as server:
+            serve = exchanged(server.personalize)
+            return evaluate(server, run.engine, range(4), 2, serve=serve)["test"]
+
+    def described(self: Client, net: Tree) -> Tree:
+        spoiled = torch.nan if self.id == 1 else 1.0
+        return {"descriptor": describe(self, net)["descriptor"] * spoiled}
+
+    before = with_others()
+    described.__dict__.update(describe.__dict__)
+    monkeypatch.setattr(client, "describe", described)
+    after = with_others()
+    assert after.missed == dict.fromkeys((1, 2), "the reply is not finite")
+    assert after.count.tolist() == [6, 0, 0, 6]
+    assert after.loss[[0, 3]].tolist() == before.loss[[0, 3]].tolist()
 
 
 def test_a_step_of_our_own_that_fails_is_told_and_loses_nobody() -> None:

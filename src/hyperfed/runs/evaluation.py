@@ -263,8 +263,9 @@ def exchanged(serve: Serve, places: int = 1) -> Serve:
         serve: what makes the models.
         places: how far before it.
 
-    It raises ``NotOfOneClientError`` where what clients are sent is not a model of each, and
-    ``AllLostError`` where the one before a client would be itself, so that it counts nothing.
+    Who would have the model of a client that was lost meanwhile is lost, too. It raises
+    ``NotOfOneClientError`` where what clients are sent is not a model of each, and ``AllLostError``
+    where the one before a client would be itself, so that it counts nothing.
     """
 
     def others(clients: EngineCohort) -> Each:
@@ -273,6 +274,9 @@ def exchanged(serve: Serve, places: int = 1) -> Serve:
         sent = serve(clients)
         if not isinstance(sent, Each) or sent.entries is not None:
             raise NotOfOneClientError
+        ids, lost = clients.ids, clients.state.lost
+        theirs = zip(ids.tolist(), ids.roll(places).tolist(), strict=True)
+        lost |= {c: lost[other] for c, other in theirs if other in lost}
         return Each(trees.tree_map(lambda leaf: leaf.roll(places, dims=0), sent.tree))
 
     return others
