@@ -139,6 +139,26 @@ def test_masking_takes_absent_classes_out_at_minus_infinity() -> None:
     assert [counts[f"{name}_correct"].item() for name in ("masked", "zeroed")] == [0, 6]
 
 
+def test_what_a_network_with_log_probabilities_has_at_zero_is_probabilities() -> None:
+    class Constant(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.logit = nn.Parameter(torch.tensor([-1.0, -2.0, -3.0]))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.logit.log_softmax(dim=0).expand(len(x), CLASSES)
+
+    found = []
+    for loss in (nn.functional.nll_loss, nn.functional.cross_entropy):
+        task = make_task(Constant, loss=loss)
+        task.y[task.train[0]] = 1
+        task.y[task.test[0]] = 1
+        model = task.outline().initial()
+        counts = engine_of(task).cohort([0], 0, training=False).ask(Client.evaluate, model)
+        found.append(counts["test"]["zeroed_correct"].item())
+    assert found == [6, 0]
+
+
 def test_a_servers_state_may_be_named_as_a_default_of_its_class_and_not_as_a_method() -> None:
     class Server(federation.Server):
         total: ClassVar[trees.Tree] = {}

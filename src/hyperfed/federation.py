@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from inspect import signature
 from itertools import repeat
-from typing import Any, ClassVar, Literal, Protocol, Self, TypeAlias, TypeVar, overload
+from typing import Any, Literal, Protocol, Self, TypeAlias, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -194,9 +194,6 @@ class Client:
         releases: what the client has let out with noise, and its way to let out more.
     """
 
-    zero: ClassVar[float] = 0.0
-    """What outputs of absent classes are at zero: logits 0, log-probabilities -inf."""
-
     def __init__(
         self,
         *,
@@ -268,6 +265,14 @@ class Client:
     def buffers(self) -> KeysView[str]:
         """Names of the target's buffers (batch-norm statistics), none of a frozen part."""
         return trees.buffers_of(self.module).keys()
+
+    @property
+    def zero(self) -> float:
+        """What stands for no output of a class: 0 of logits, -inf of log-probabilities.
+
+        The latter are the outputs where the task's loss is ``F.nll_loss``.
+        """
+        return -torch.inf if self.loss is nn.functional.nll_loss else 0.0
 
     @property
     def device(self) -> torch.device:

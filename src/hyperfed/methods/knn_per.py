@@ -73,7 +73,10 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 class Client(federation.Client):
     """Trains the global model, and mixes it with its neighbours' labels to predict."""
 
-    zero = -torch.inf  # outputs are log-probabilities
+    @property
+    def zero(self) -> float:
+        """That of log-probabilities, which its outputs are."""
+        return -torch.inf
 
     @step(like="model")
     def train_model(self, model: Model) -> Model:
