@@ -95,6 +95,7 @@ def test_rates_of_another_federation_are_searched_and_looked_up_there(
     assert [path.name for path in tmp_path.iterdir()] == ["two_classes_50"]
     recorded = tool("two_classes_10", "record")
     assert [each["seed"] for each in recorded] == [0, 1, 2]
+    assert {each["seed"] for each in searched} == {3}  # a division that no record is of
     assert all(each["task"] == FEDERATIONS["two_classes_10"].task for each in recorded)
     assert all(each["method"]["local_lr"] == 0.1 for each in recorded)
     assert len(list(tmp_path.glob("two_classes_10/local/seed?/summary.json"))) == 3

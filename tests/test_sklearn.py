@@ -167,6 +167,8 @@ def test_validation_chooses_the_round_and_the_seed_decides_all():
     assert rounds == list(range(2, 21, 2))
     kept = next(e.count for e in chosen.run_.evaluations if e.split == "val")
     assert kept == (12, 12)  # a fifth of sixty rows each
+    short = classifier(validation_fraction=0.2, rounds=3).fit(x, y, client=client).run_
+    assert [e.round for e in short.evaluations if e.split == "val"] == [1, 2, 3]
     last = classifier(rounds=20).fit(x, y, client=client).run_
     assert [e.round for e in last.evaluations if e.split == "val"] == [20]
     one, same, other = (

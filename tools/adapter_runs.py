@@ -33,14 +33,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hyperfed
-from grids import ROOT, Grid, record
+from grids import OTHER_SEED, ROOT, SEEDS, Grid, record
 from hyperfed.data import datasets
 
 BACKBONE = ROOT / ".cache" / "adapters.safetensors"
 EPOCHS = 4
 
 RESULTS = ROOT / "results" / "adapters"
-SEEDS, OTHER_SEED = (0, 1, 2), 3
 CLIENTS, NOVEL = 100, 10
 ROUNDS, COHORT, LOCAL_STEPS, BATCH = 100, 10, 5, 16
 STEPS = ROUNDS * COHORT * LOCAL_STEPS // (CLIENTS - NOVEL)

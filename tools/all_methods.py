@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import hyperfed
-from grids import ROOT, Grid, record
+from grids import OTHER_SEED, ROOT, SEEDS, Grid, record
 from hyperfed.data.partitions import novel_number
 from hyperfed.methods import METHODS
 
@@ -40,7 +40,6 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 import digits
 
-SEEDS, OTHER_SEED = (0, 1, 2), 3
 SECOND_FACTORS = (1.0, 0.3, 3.0)
 
 

@@ -28,10 +28,9 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import hyperfed
-from grids import ROOT, Grid, record
+from grids import OTHER_SEED, ROOT, SEEDS, Grid, record
 
 RESULTS = ROOT / "results" / "architectures"
-SEEDS, OTHER_SEED = (0, 1, 2), 3
 CLIENTS, NOVEL, CLASSES, CODES = 60, 12, 10, 3
 TRAIN, VAL = 12, 6
 """Examples of a client; of its others, about twelve, it is tested on."""

@@ -21,7 +21,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
-from grids import ROOT, Grid
+from grids import OTHER_SEED, ROOT, SEEDS, Grid
 from grids import record as make_record
 
 sys.path.insert(0, str(ROOT / "examples"))
@@ -33,7 +33,6 @@ from hyperfed.analysis import paired
 from hyperfed.runs.folder import read_run
 
 RESULTS = ROOT / "results" / "first_run"
-SEEDS, OTHER_SEED = (0, 1, 2), 3
 LOCAL_RATES = (0.005, 0.02, 0.1)
 SERVER_RATES = {
     "pfedhn": (0.01, 0.03, 0.1),

@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import hyperfed
-from grids import ROOT, Grid, record
+from grids import OTHER_SEED, ROOT, SEEDS, Grid, record
 
 RESULTS = ROOT / "results" / "frugal"
-SEEDS, OTHER_SEED = (0,), 3
 ROUNDS = 400
 SERVER_RATES = {"pfedhn": (0.01, 0.003, 0.03), "pefll": (0.002, 0.0006, 0.006, 0.0002, 0.00006)}
 KINDS: Mapping[str, Mapping[str, Any]] = {
@@ -78,7 +77,7 @@ if __name__ == "__main__":
         of = {"method": method, "kind": kind}
         for rate in SERVER_RATES[method] if asked.what == "grid" else ():
             grid.reached(of, {"lr": rate}, partial(train, method, kind, OTHER_SEED))
-        for seed in SEEDS if asked.what == "record" else ():
+        for seed in SEEDS[:1] if asked.what == "record" else ():
             best = grid.best(of)
             trained = partial(train, method, kind, seed, best, rounds=asked.rounds)
             record(folder / f"{method}_{kind}" / f"seed{seed}", best, trained)

@@ -12,6 +12,10 @@ from typing import Any
 import hyperfed
 
 ROOT = Path(__file__).parents[1]
+
+SEEDS, OTHER_SEED = (0, 1, 2), 3
+"""Divisions that records are of, and the one by whose validation data rates are chosen."""
+
 BEYOND = 3.0
 """By what a rate at the end of those tried is multiplied, or divided, to go on."""
 

@@ -88,6 +88,18 @@ def test_a_best_round_without_a_test_value_has_no_mark(tmp_path, monkeypatch):
     assert list(drawn[0].axes[0].lines[0].get_markevery()) == []
 
 
+def test_the_page_says_whether_runs_saw_the_same_data():
+    for data, same in (("abc", True), ("other", False)):
+        runs = [moved(finished("a")), moved(finished("b", data_fingerprint=data))]
+        assert content(runs)["same_data"] is same
+
+
+def test_the_page_has_further_metrics_of_known_clients_and_of_newcomers():
+    (run,) = content([moved(finished("fedavg", test_f1=0.5, novel_f1=0.25))])["runs"]
+    assert (run["test_f1"], run["novel_f1"]) == (0.5, 0.25)
+    assert (run["shown"]["test_f1"], run["shown"]["novel_f1"]) == ("50.0", "25.0")
+
+
 def test_the_page_says_whose_numbers_lack_clients():
     runs = [finished("local", evaluated="2 of 3"), finished("pfedhn", evaluated="3 of 3")]
     (told,) = content([moved(run) for run in runs])["missing"]
@@ -116,7 +128,6 @@ def test_the_page_has_everything_in_it_and_loads_nothing(tmp_path):
     assert local["curves"]["client-visits"] == [[20, 75.0], [40, 60.0]]
     assert local["clients"] == [50.0, 100.0]
     assert local["best_point"] == 0
-    assert found["same_data"] is True
     assert found["differences"]["cohort"] == {"2": ["local"], "1": ["pfedhn"]}
     assert found["differences"]["method.note"] == {"</script>": ["local"], "<b>": ["pfedhn"]}
 

@@ -112,6 +112,26 @@ def test_along_a_number_places_are_in_its_order_and_the_published_beside(
     assert [segment[:, 1].tolist() for segment in bars] == [[78, 82], [84, 86], [20, 20]]
 
 
+def test_each_cell_s_numbers_stand_beside_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(svg, "to_svg", lambda figure: drawn.append(figure) or "")
+    dots = [
+        svg.Dot("local", Spread(80.0, 2.0, 3), Published(81.0, 0.5)),
+        svg.Dot("pefll", Spread(90.0, None, 1), None),
+        svg.Dot("fedavg", Spread(40.0, 1.0, 3), Published(50.0)),
+    ]
+    svg.draw_cells([svg.Series("local", [(0.0, 80.0)])], dots, "test accuracy")
+    axes = drawn[0].axes[1]
+    places = zip(axes.get_yticks(), axes.get_yticklabels(), strict=True)
+    names = {int(place): text.get_text() for place, text in places}
+    found: dict[tuple[str, bool], float] = {}
+    for box in axes.containers:
+        ((value, height),) = box.lines[0].get_xydata().tolist()
+        found[names[round(height)], height > round(height)] = value
+    measured = {(dot.name, False): dot.measured.mean for dot in dots}
+    assert found == measured | {("local", True): 81, ("fedavg", True): 50}
+
+
 def test_ids_of_figures_do_not_meet_on_a_page() -> None:
     svg = '<svg id="a"><use href="#a"/><g clip-path="url(#a)"/></svg>'
     page = pages.page("{figure x/1}\n\n{figure x/2}\n", {"x/1": svg, "x/2": svg}, "T")

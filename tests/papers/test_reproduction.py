@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -9,6 +10,7 @@ import time
 from collections import deque
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -556,6 +558,32 @@ def test_the_command_takes_settings_of_where_it_computes(folder: Path, monkeypat
     assert reproduce(folder, "device=cuda:63", *one) == 0
     assert at_once == [side_by_side.cores(), side_by_side.cores(), 1]
     assert reproduce(folder, "rounds=3", *one) == 2
+
+
+def test_the_command_trains_as_many_seeds_as_the_table_says(folder: Path, monkeypatch: Any) -> None:
+    jobs: list[Job] = []
+    run = side_by_side.run
+
+    def noted(wanted: Any, jobs_at_once: int, **options: Any) -> Any:
+        jobs.extend(wanted)
+        return run([], jobs_at_once, **options)
+
+    monkeypatch.setattr(side_by_side, "run", noted)
+    assert reproduce(folder, "--cells", "like-sampled") == 0
+    assert [job.folder.name for job in jobs] == ["seed0", "seed1"]
+
+
+def test_no_more_processes_work_at_once_than_are_to(folder: Path, monkeypatch: Any) -> None:
+    idle = SimpleNamespace(start=lambda: None)
+    context = SimpleNamespace(Pipe=multiprocessing.Pipe, Process=lambda **_: idle)
+    monkeypatch.setattr(side_by_side, "_CONTEXT", context)
+    jobs = planned(folder, "like-*", seeds=[0, 1])
+    for at_once in (1, 2):
+        team = side_by_side._Team(deque(jobs), at_once)
+        assert team.hire()
+        assert len(team.workers) == at_once
+        for pipe in team.workers:
+            pipe.close()
 
 
 def test_the_command_says_what_it_cannot_do(folder: Path, capsys: Any) -> None:

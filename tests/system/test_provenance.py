@@ -48,6 +48,9 @@ def test_the_commit_is_that_of_the_code(tmp_path, monkeypatch):
     git(tmp_path, "tag", "--annotate", "v1", "--message", "v1")
     head = git(tmp_path, "rev-parse", "HEAD")
     assert provenance.commit() == commit() == head
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "nowhere"))  # as in another checkout's hook
+    assert commit() == head
+    monkeypatch.delenv("GIT_DIR")
     code.write_text("changed")
     assert commit() == f"{head}-dirty"
     assert provenance.commit() == head  # of the code that this process has imported

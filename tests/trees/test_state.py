@@ -110,6 +110,17 @@ def test_what_is_loaded_in_place_has_the_shape_that_is_there() -> None:
         made(as_a_tensor).load({"vector": torch.ones(1)})
 
 
+@pytest.mark.parametrize(("name", "shape"), [("exp_avg", 1), ("exp_avg_sq", 3), ("step", 2)])
+def test_what_an_optimiser_knows_of_a_parameter_has_its_shape(name: str, shape: int) -> None:
+    """One that is fused goes on into whatever lies behind."""
+    server = made(as_a_tensor)
+    descend(server)
+    tree = told(server)
+    tree["optimizer"]["0"][name] = torch.zeros(shape)
+    with pytest.raises(ValueError, match=f"{name} of parameter 0 must be of shape"):
+        server.load(tree)
+
+
 def test_what_first_comes_in_a_round_is_loaded_into_a_new_server() -> None:
     server = Server(make_task().outline(), None)
     server.load({"mean": torch.ones(2), "rows": {"of": torch.ones(1)}})

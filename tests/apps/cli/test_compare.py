@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from apps.cli.checks import SMALL, failure
+from hyperfed.analysis import figures
 from hyperfed.apps.cli import main
 from hyperfed.runs.folder import RunFolder, read_run
 
@@ -142,6 +143,33 @@ class TestCompare:
         rows = json.loads(outcome.out)
         assert [row["rounds"] for row in rows] == [2, 2]
         assert failure(cli("compare", trained, "--at", "epochs")).count("epochs") == 1
+
+    def test_all_that_it_tells_is_as_of_the_budget(self, cli, trained, tmp_path, monkeypatch):
+        drawn = []
+        monkeypatch.setattr(figures, "draw_accuracy", lambda runs, *_: drawn.extend(runs))
+        own = ("run", "local", *SMALL, "method.local_lr=0.3", "--out", tmp_path, "--quiet")
+        alone = Path(cli(*own).out.strip())
+        page = tmp_path / "page.html"
+        files = ("--html", page, "--figure", tmp_path / "figure.png")
+        rows = json.loads(cli("compare", trained, alone, "--at", "rounds=2", *files, "--json").out)
+        of = {row["method"]: row["paired"]["over_local"] for row in rows}
+        by_round = [
+            {e.round: e for e in read_run(path).evaluations if e.split == "test"}
+            for path in (trained, alone)
+        ]
+        gains = {
+            number: [
+                one - other
+                for one, other in zip(*(of[number].main.client for of in by_round), strict=True)
+            ]
+            for number in (2, 4)
+        }
+        assert gains[2] != gains[4]
+        assert of["pfedhn"]["mean"] == pytest.approx(sum(gains[2]) / len(gains[2]))
+        text = page.read_text().partition('type="application/json">')[2].partition("</script>")[0]
+        for told in json.loads(text)["runs"]:
+            assert [place for place, _ in told["curves"]["rounds"]] == [2]
+        assert [{e.round for e in run.evaluations} for run in drawn] == [{2}, {2}]
 
     def test_leaves_out_what_is_not_done(self, cli, trained, copy):
         RunFolder(copy).summary.unlink()

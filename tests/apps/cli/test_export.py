@@ -39,6 +39,13 @@ class TestExport:
         }
         assert [path.name for path in tmp_path.iterdir()] == ["client-0.safetensors"]
 
+    def test_the_file_has_the_format_that_was_asked_for(self, cli, trained, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        outcome = cli("export", trained, "--client", 0, "--format", "torch-export", "--json")
+        told = json.loads(outcome.out)
+        assert (told["model"], told["format"]) == ("client-0.pt2", "torch-export")
+        assert torch.export.load(tmp_path / "client-0.pt2").module() is not None
+
     def test_the_files_ending_says_the_format(self, cli, trained, tmp_path):
         program, other = tmp_path / "a.pt2", tmp_path / "a.bin"
         assert cli("export", trained, "--client", 0, "--out", program).code == 0

@@ -50,6 +50,20 @@ class TestPersonalize:
         assert written.keys() == {*weights, "normalize.scale", "normalize.shift"}
         assert all(torch.equal(written[name], weights[name]) for name in weights)
 
+    def test_takes_the_target_that_was_asked_for(self, cli, tmp_path):
+        data, own = tmp_path / "mine.npz", tmp_path / "all.npz"
+        images, labels = np.zeros((80, 1, 16, 16), dtype=np.uint8), np.arange(80) % 4
+        np.savez(own, x=images, y=labels, client=np.arange(80) // 10)
+        np.savez(data, x=images[:10], y=labels[:10])
+        options = (f"task={own}", "task.model=lenet", "task.widths=[4,8]", "method.local_steps=1")
+        run = ("run", "fedavg", *options, "rounds=1", "--out", tmp_path / "runs", "--quiet")
+        folder = cli(*run).out.rstrip("\n")
+        for size, width in (("width4", 4), ("width8", 8)):
+            out = tmp_path / f"{size}.safetensors"
+            asked = ("personalize", folder, "--data", data, "--size", size, "--out", out)
+            assert cli(*asked).code == 0
+            assert len(safetensors.torch.load_file(out)["model.conv1.weight"]) == width
+
     def test_needs_no_labels_where_the_method_does_not(self, cli, tmp_path, client_data):
         folder = cli("run", "fedavg", *SMALL, "--out", tmp_path, "--quiet").out.rstrip("\n")
         data, out = tmp_path / "mine.npz", tmp_path / "model.safetensors"

@@ -515,6 +515,54 @@ def test_the_exit_code_is_that_of_the_run_and_not_of_flwr(
     assert config.load(str(folder / "config.toml")).engine.name == "flower"
 
 
+@pytest.mark.parametrize(
+    ("told", "code"),
+    [
+        (["running"] * 15 + ["finished:completed"], 0),
+        ([*[""] * 9, "running", *[""] * 9, "finished:completed"], 0),
+        ([""] * 10, 3),
+    ],
+    ids=["long", "silent for a while", "silent for too long"],
+)
+def test_a_run_is_out_of_sight_where_nothing_is_told_of_it_ten_times_in_a_row(
+    told: list[str], code: int, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = iter(told)
+
+    def flwr(home: Path, *arguments: str) -> Any:
+        return (
+            {"success": True, "run-id": "12"}
+            if arguments[0] == "run"
+            else {"runs": [{"status": next(left)}]}
+        )
+
+    monkeypatch.setattr(submit, "_flwr", flwr)
+    monkeypatch.setattr(submit.time, "sleep", lambda seconds: None)
+    link = ("engine=flower", "engine.superlink=127.0.0.1:1")
+    assert command("run", "pefll", *link, "--out", str(tmp_path)) == code
+    assert ("out of sight" in capsys.readouterr().err) == bool(code)
+    assert not list(left)
+
+
+def test_ctrl_c_stops_the_run_that_was_submitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, ...]] = []
+
+    def flwr(home: Path, *arguments: str) -> Any:
+        asked.append(arguments)
+        return {"success": True, "run-id": "12"}
+
+    def interrupted(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(submit, "_flwr", flwr)
+    monkeypatch.setattr(submit.time, "sleep", interrupted)
+    link = ("engine=flower", "engine.superlink=127.0.0.1:1")
+    assert command("run", "pefll", *link, "--out", str(tmp_path))
+    assert asked[1:] == [("stop", "12", "run")]
+
+
 def test_a_run_that_no_superlink_takes_leaves_no_folder(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -379,6 +379,24 @@ def test_a_zygote_is_started_for_a_node_that_the_superlink_takes(
     assert bool(started) == accepted
 
 
+@pytest.mark.parametrize(("device", "lasting"), [("cpu", False), ("cuda:1", True)])
+def test_a_process_answers_one_message_but_on_an_accelerator(
+    device: str, lasting: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that nothing of a message stays in memory, where it does not take long to begin anew."""
+    said: list[bool] = []
+
+    def executor(*_: Any, lasting: bool) -> Any:
+        said.append(lasting)
+        raise Stop
+
+    monkeypatch.setattr(node, "Executor", executor)
+    config = NodeConfig(state="s", clients="0-3", device=device)
+    with pytest.raises(Stop):
+        node.serve(SuperLink("127.0.0.1:1", insecure=True), config, print)
+    assert said == [lasting]
+
+
 def command(*arguments: str) -> int:
     with pytest.raises(SystemExit) as end:
         cli.main(arguments)

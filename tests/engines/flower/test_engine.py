@@ -19,7 +19,7 @@ from hyperfed.engines.flower.engine import FlowerEngine
 from hyperfed.engines.flower.grid import ERRORS, GridLink, bytes_of, record_of
 from hyperfed.engines.flower.site import Site
 from hyperfed.engines.flower.sites import HELLO, Sites
-from hyperfed.engines.replies import NoAnswerError
+from hyperfed.engines.replies import BadReplyError, NoAnswerError
 from hyperfed.errors import UserError
 from hyperfed.federation import AllLostError, step
 from hyperfed.methods import METHODS
@@ -226,6 +226,19 @@ def test_a_site_is_given_what_is_frozen_once_and_again_where_it_lost_it(tmp_path
         each.round([0, 1, 2], 4)
     assert given() == [False, True]
     close(ours.server.state(), loop.server.state())
+
+
+def test_replies_computed_in_bfloat16_may_be_of_any_floating_point_type(tmp_path: Path) -> None:
+    task, method = make_task(), METHODS["fedavg"]
+    sites = sites_of(task, method, method.Config(**ONE_STEP), tmp_path, {7: [0]})
+    link = remote(task, DirectLink(sites), sites)
+    promised = trees.structure({"w": torch.ones(2)})
+    for precision, taken in (("bf16", True), ("float32", False)):
+        engine = FlowerEngine(link, method.Client, None, seed=0, precision=precision)
+        half = engine._as_promised({"w": torch.ones(2).bfloat16()}, promised)
+        assert isinstance(half, BadReplyError) != taken
+        for wrong in (torch.ones(2).long(), torch.ones(3)):
+            assert isinstance(engine._as_promised({"w": wrong}, promised), BadReplyError)
 
 
 def test_frozen_weights_that_are_not_what_was_announced_are_refused(tmp_path: Path) -> None:

@@ -203,6 +203,18 @@ def test_a_reply_that_is_no_message_is_its_sites_alone(kind: str) -> None:
     assert str(came[HOSTILE]).isprintable()
 
 
+def test_nodes_are_in_the_order_of_their_registration() -> None:
+    """Who introduced a client first has its name; numbers of nodes are drawn."""
+    key = {"public_key": b""}
+    first = SimpleNamespace(node_id=9, registered_at="2026-01-01T00:00:00", **key)
+    others = [
+        SimpleNamespace(node_id=number, registered_at="2026-02-01T00:00:00", **key)
+        for number in (5, 1)
+    ]
+    link = GridLink(SimpleNamespace(get_nodes=lambda: [*others, first]), keyed=False)
+    assert list(link.nodes()) == [9, 1, 5]
+
+
 def test_no_site_answers_in_the_place_of_another() -> None:
     link, superlink = link_to({})
     superlink.answers[HONEST] = reply(b"honest")

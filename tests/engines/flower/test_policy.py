@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from engines.flower.sites import DirectLink, remote
 from hyperfed import trees
 from hyperfed.data.examples import fingerprint_of_frozen
+from hyperfed.data.own import mean_squared_error, minus_squared_error
 from hyperfed.data.roster import Frame
 from hyperfed.engines.calls import Call
 from hyperfed.engines.flower import diary
@@ -295,6 +297,22 @@ DEPARTURES: dict[str, tuple[Callable[[Site], Any], str]] = {
         "the step class_proportions is not run here",
     ),
 }
+
+
+def test_a_model_of_numbers_is_evaluated_where_it_reads_its_inputs(tmp_path: Path) -> None:
+    losses: dict[str, Any] = {"loss": mean_squared_error, "score": minus_squared_error}
+    task = make_task(lambda: nn.Linear(5, 1).double(), classes=0, examples=(12,) * 4, **losses)
+    task = replace(task, y=task.y.double())
+    site = Site(
+        Shard(task, range(4)), tmp_path, fedavg.Client, fedavg.Config(), seed=0, method="fedavg",
+        policy=Policy(methods=("fedavg",), smallest_batch=1),
+    )  # fmt: skip
+    model = task.outline().initial()
+    frame = replace(FRAME, known=4, novel=0, classes=0)
+    assert not isinstance(asked(site, "evaluate", model=model, frame=frame), Exception)
+    constant = model | {"weight": torch.zeros_like(model["weight"])}
+    told = asked(site, "evaluate", client=1, model=constant, frame=frame)
+    assert "this one says the same of all" in str(told)
 
 
 @pytest.mark.parametrize("departure", sorted(DEPARTURES))

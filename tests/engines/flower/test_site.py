@@ -279,6 +279,8 @@ def test_a_node_that_starts_has_the_state_for_itself_and_removes_what_killed_one
     KeptReleases(state)
     check_writable(state)
     folders = [state, state / "run-1", state / "run-1" / "_000000", state / "released"]
+    folders.append(state / "models" / "run-1")
+    folders[-1].mkdir(parents=True)
     kept = set(state.rglob("*"))
     for folder in folders:
         (folder / ".10-0.safetensors.aa.tmp").write_bytes(b"half")
