@@ -1,5 +1,6 @@
 """What the contract itself computes: a client's own evaluation."""
 
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 import hyperfed
 from hyperfed import federation, trees
+from hyperfed.data.own import mean_squared_error, minus_squared_error
 from hyperfed.engines.local.loop import LoopEngine
 from hyperfed.errors import UserError
 from hyperfed.federation import step
@@ -33,6 +35,22 @@ def test_evaluation_counts_by_hand(batch: int, monkeypatch: pytest.MonkeyPatch) 
             assert mine["correct"] == (output.argmax(1) == y).sum()
             loss = nn.functional.cross_entropy(output, y, reduction="sum")
             torch.testing.assert_close(mine["loss"], loss.detach())
+
+
+@pytest.mark.parametrize("asked", [("f1", "calibration"), ("r2",)])
+def test_what_is_counted_beside_is_of_all_batches_together(
+    asked: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers = {"loss": mean_squared_error, "score": minus_squared_error, "classes": 0}
+    task = make_task(lambda: nn.Linear(FEATURES, 1).double(), **numbers)
+    task = make_task() if asked != ("r2",) else replace(task, y=task.y.double())
+    task, found = replace(task, metrics=asked), []
+    for batch in (federation.EVALUATION_BATCH, 4):
+        monkeypatch.setattr(federation, "EVALUATION_BATCH", batch)
+        cohort = engine_of(task).cohort([0], 0, training=False)
+        found.append(cohort.ask(Client.evaluate, task.outline().initial())["test"])
+    assert found[0]["count"] > 4
+    torch.testing.assert_close(*found)
 
 
 def test_outputs_beyond_the_classes_are_absent_at_every_client() -> None:

@@ -149,6 +149,14 @@ def test_counts_that_cannot_be_are_told(kind: str, place: tuple[int, int], chang
     assert why_not(kind, counts | {kind: changed}, counts["correct"]) is not None
 
 
+def test_more_right_of_a_class_than_there_are_cannot_be() -> None:
+    """Nothing but this class is wrong here: as many are right in all as the score says."""
+    classes = torch.tensor([[1, 3], [4, 0], [3, 0]]).double()
+    count, right = torch.tensor(4.0).double(), torch.tensor(3.0).double()
+    told = why_not("classes", {"count": count, "classes": classes}, right)
+    assert told == "classes with more right than there are"
+
+
 def test_sums_of_targets_that_cannot_be_are_told() -> None:
     def said(total: float, squares: float, of: float = 2.0) -> str | None:
         told = torch.tensor([total, squares]).double()

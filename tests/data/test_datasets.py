@@ -246,6 +246,25 @@ def test_shakespeare_windows_follow_each_other_in_a_roles_lines():
     assert examples.overlaps.tolist() == [4, 3, 2, 1, 0, 0]
 
 
+def test_a_role_of_shakespeare_without_enough_to_test_on_is_left_out():
+    lines = {"text": ["abcdefghij" * 11, "klmnopqrst" * 11], "speaker": ["HAMLET", "Ghost"]}
+    test = {"text": ["abcdefghij" * 11], "speaker": ["HAMLET"]}
+    examples = readers.shakespeare(opened(train=lines, test=test), "shakespeare", least=(2, 1))
+    assert examples.client.unique().tolist() == [0]
+    assert examples.held_out.any()
+    assert not examples.held_out.all()
+
+
+def test_characters_of_omniglot_are_numbered_within_their_alphabet():
+    pixels = np.random.default_rng(0).integers(0, 256, (5, 28, 28), dtype=np.uint8)
+    rows = {"image": [*map(png, pixels)]}
+    rows |= {"alphabet_id": [7, 3, 7, 3, 7], "character_id": [20, 11, 20, 10, 21]}
+    examples = readers.omniglot(opened(train=rows), "omniglot")
+    assert examples.client.tolist() == [1, 0, 1, 0, 1]
+    assert examples.y.tolist() == [0, 1, 0, 0, 1]
+    assert examples.classes == 2
+
+
 def test_shakespeare_as_ready_windows():
     numbers = range(41)  # of which 0, 10, 20, 30 and 40 are taken
     train = {

@@ -37,6 +37,15 @@ def test_novel_clients_dealt_to_anew_keep_few_examples_and_their_codes():
         assert torch.equal(served.y[own], (labels[own] + 5 * (client % 2)) % 10)
 
 
+def test_novel_clients_without_an_alpha_of_their_own_are_dealt_to_as_all_are():
+    config = TaskConfig(partition="dirichlet", alpha=0.2, novel_alpha=10.0, novel=4)
+    theirs, named = (
+        build(config, seed=0, served=replace(config, novel_alpha=alpha)) for alpha in (None, 0.2)
+    )
+    for client in theirs.novel_ids:
+        assert torch.equal(theirs.train[client], named.train[client])
+
+
 @pytest.mark.parametrize("name", ["dirichlet", "dirichlet_equal"])
 def test_novel_clients_may_have_another_alpha(name):
     examples = made(50_000)

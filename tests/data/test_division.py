@@ -97,6 +97,17 @@ def test_ten_clients_of_a_tenth_have_as_much_as_a_hundred_of_all():
     assert sizes[1] == pytest.approx(sizes[0], rel=0.3)
 
 
+def test_a_majority_is_as_many_times_the_others_as_is_asked_for():
+    examples = made(20_000)
+    for ratio in (2.0, 5.0):
+        config = TaskConfig(
+            clients=10, partition="majority", classes_per_client=1, majority_ratio=ratio
+        )
+        shares = class_proportions(divide(config, examples, seed=0).train, examples.y)
+        most, *others = shares.sort(dim=1, descending=True).values.unbind(dim=1)
+        assert (most / torch.stack(others).mean(dim=0)).mean() == pytest.approx(ratio, rel=0.1)
+
+
 def test_equal_dirichlet_clients_train_on_equally_many_examples():
     config = TaskConfig(clients=100, partition="dirichlet_equal", alpha=0.1)
     partition = divide(config, made(50_000), seed=0)

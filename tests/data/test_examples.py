@@ -4,7 +4,13 @@ import pytest
 import torch
 
 from hyperfed.data import examples
-from hyperfed.data.examples import channels_last, hash_of, hash_of_rows
+from hyperfed.data.examples import channel_statistics, channels_last, hash_of, hash_of_rows
+
+
+def test_channel_statistics_are_of_all_images_however_many_there_are() -> None:
+    """They are counted in blocks of 8,192."""
+    black, white = (torch.full((8192, 1, 1, 1), value, dtype=torch.uint8) for value in (0, 255))
+    assert channel_statistics(torch.cat([black, white])) == ((0.5,), (0.5,))
 
 
 def test_rows_are_hashed_as_a_copy_of_them_is_of_which_none_is_made(

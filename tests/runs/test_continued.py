@@ -38,6 +38,40 @@ def settings(path: Path) -> dict[str, Any]:
     return config.flat(config.to_dict(config.load(str(path / "config.toml"))))
 
 
+def test_a_killed_run_is_opened_as_of_its_checkpoint(tmp_path: Path) -> None:
+    run = Run.start(config.from_keys("fedper", KEYS | {"checkpoint_every": 2}), tmp_path)
+    rounds = run.train()
+    assert [next(rounds).round for _ in range(3)] == [1, 2, 3]
+    rounds.close()
+    run.close()
+    assert run.folder is not None
+    opened = Run.open(run.folder.path)
+    assert opened.round == 2
+    assert {e.round for e in opened.evaluations} == {1, 2}
+
+
+def test_the_time_before_counts(tmp_path: Path) -> None:
+    run = Run.start(config.from_keys("fedper", KEYS), tmp_path)
+    for progress in run.train():
+        if progress.round == 2:
+            run._earlier = 1000.0
+            run.stop()
+    run.close()
+    assert run.folder is not None
+    resumed = hyperfed.resume(run.folder.path, progress=False)
+    assert resumed.summary["seconds"] > 1000
+    later = [e.seconds for e in resumed.evaluations if e.round > 2]
+    assert later
+    assert min(later) > 1000
+
+
+def test_a_run_at_sites_ends_after_the_rounds_that_it_began_with() -> None:
+    flower = {"name": "flower", "superlink": "127.0.0.1:1"}
+    begun = config.from_keys("fedper", KEYS | {"engine": flower})
+    with pytest.raises(UserError, match=r"which is at sites, came 6; start a new run"):
+        config.continued(begun, {"rounds": 6})
+
+
 def test_it_goes_on_with_what_it_is_told_and_comes_to_the_same(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

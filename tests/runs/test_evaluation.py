@@ -11,6 +11,7 @@ from hyperfed.data.own import mean_squared_error, minus_squared_error
 from hyperfed.engines.local.loop import LoopEngine
 from hyperfed.federation import Client
 from hyperfed.runs import progress
+from hyperfed.runs.config import from_keys
 from hyperfed.runs.evaluation import (
     SUMS,
     Counts,
@@ -21,7 +22,7 @@ from hyperfed.runs.evaluation import (
     is_better,
 )
 from hyperfed.runs.remarks import remark
-from hyperfed.runs.run import Progress
+from hyperfed.runs.run import Progress, Run
 from hyperfed.trees import Tree
 from toys import Federation, make_quadratic_task, make_task
 
@@ -70,6 +71,17 @@ def test_rounds_are_compared_by_the_number_that_was_asked_for() -> None:
     made = counts(4, 2)
     assert chosen_by(made, range(2), "masked_accuracy")["correct"].tolist() == [2, 1]
     assert chosen_by(made, range(2), "zeroed_accuracy")["correct"].tolist() == [4, 2]
+
+
+@pytest.mark.parametrize(("rule", "best"), [("mean", 1), ("median", 2)])
+def test_under_a_rule_against_lies_one_client_does_not_choose_the_round(
+    rule: str, best: int
+) -> None:
+    run = Run(from_keys("fedavg", KEYS | {"robust.aggregation": rule}), make_task())
+    for number, found in ((1, counts(5, 5, 5, 5)), (2, counts(6, 6, 6, 0))):
+        run.round = number
+        run._choose(found, list(range(4)))
+    assert run.best.round == best
 
 
 def test_a_client_may_count_once_whatever_number_of_examples_it_says() -> None:

@@ -23,6 +23,7 @@ from hyperfed.runs.rollback import Snapshot
 from hyperfed.runs.run import Run
 from hyperfed.system.randomness import generator
 from hyperfed.trees import Tree
+from hyperfed.trees.aggregation import Rule
 from hyperfed.trees.checkpoints import load_state, previous, save_state
 from toys import Federation, Normed, make_task, short
 
@@ -280,6 +281,12 @@ def test_gradients_of_a_round_that_was_taken_back_are_in_no_later_one() -> None:
     before.restore(server, engine, cohort)
     moved = [*server.net.parameters(), apart]
     assert [each.grad for each in moved] == [None] * 3
+
+
+def test_a_round_has_the_rule_of_the_settings() -> None:
+    robust = {"aggregation": "trimmed_mean", "hostile": 0.4}
+    run = Run(config.from_keys("fedavg", SETTINGS | {"robust": robust, "faults": {}}), make_task())
+    assert run._rounds.rule == Rule("trimmed_mean", 0.4)
 
 
 def test_what_is_read_for_a_checkpoint_is_aggregated_by_the_rule() -> None:

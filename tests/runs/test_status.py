@@ -66,12 +66,14 @@ def test_a_run_says_when_each_round_and_evaluation_begins_and_how_it_ends(
     tmp_path: Path, written: list[dict[str, Any]]
 ) -> None:
     run = run_in(tmp_path)
-    bytes_at = {progress.round: run.bytes["down"] for progress in run.train()}
+    run._bytes["up"] = 5  # or both ways would have the same
+    both = {progress.round: dict(run.bytes) for progress in run.train()}
     assert [(it["state"], it["round"]) for it in written] == [
         ("training", 0), ("training", 1), ("evaluating", 2), ("training", 2), ("training", 3),
         ("evaluating", 4), ("evaluating", 4), ("done", 4),
     ]  # fmt: skip
-    assert [it["bytes_down"] for it in written[1:3]] == [bytes_at[1], bytes_at[2]]
+    for way in ("down", "up"):
+        assert [it[f"bytes_{way}"] for it in written[1:3]] == [both[1][way], both[2][way]]
     assert written[0]["seconds_per_round"] is None
     each, left = written[3]["seconds_per_round"], written[3]["seconds_left"]
     assert each > 0
