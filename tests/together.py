@@ -9,6 +9,9 @@ from hyperfed.engines.calls import Answer, Call
 from hyperfed.engines.local.vmap import Kind, VmappedEngine
 from toys import Federation, make_task, short
 
+SEED = 3
+"""None that is the default of anything."""
+
 EVEN, RAGGED = (12,) * 6, (12, 7, 20, 12, 9, 9)
 """Training examples of four known and two novel clients."""
 
@@ -36,6 +39,8 @@ def left(caplog: pytest.LogCaptureFixture) -> dict[str, str]:
 def both(method: str, *, task: dict[str, Any] | None = None, **settings: Any) -> list[Federation]:
     """The same federation on the loop engine and on this one."""
     chosen = short(method, **{"batch_size": 8} | settings)
-    loop, ours = (Federation(method, make_task(**(task or {})), **chosen) for _ in range(2))
-    ours.engine = Recorded(ours.task, ours.method.Client, ours.config, seed=0)
+    loop, ours = (
+        Federation(method, make_task(**(task or {})), {"seed": SEED}, **chosen) for _ in range(2)
+    )
+    ours.engine = Recorded(ours.task, ours.method.Client, ours.config, seed=SEED)
     return [loop, ours]

@@ -214,7 +214,8 @@ class Federation:
         self.config = self.method.Config(**settings)
         with seeded(0, "server"):
             self.server: Server = self.method.Server(task.outline(), self.config)
-        self.engine = LoopEngine(task, self.method.Client, self.config, seed=0, **(engine or {}))
+        options = {"seed": 0} | (engine or {})
+        self.engine = LoopEngine(task, self.method.Client, self.config, **options)
         self.server.to(self.engine.device)
 
     def round(self, clients: Sequence[int], number: int = 0) -> Any:

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from hyperfed.runs import accounts as module
 from hyperfed.runs.accounts import Accounts
 from hyperfed.runs.config import from_keys
 from hyperfed.runs.folder import RunFolder
@@ -46,6 +47,18 @@ def test_what_a_trusted_server_tells_is_paid_for_on_the_disk(tmp_path: Path) -> 
     theirs = accounts(tmp_path)
     theirs.read()
     assert spent(theirs) == {KNOWN: [2.0], NOVEL: [3.0, 4.0]}
+
+
+def test_the_names_of_accounts_are_on_the_disk_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr(module, "sync", synced.append)
+    ours = accounts(tmp_path)
+    ours.told()
+    with ours.serving():
+        ours.newcomers[DATA] = {0: let_out(5.0)}
+    assert synced == [ours.folder.released.parent, ours.folder.served.parent]
 
 
 def test_what_is_let_out_in_serving_is_on_the_disk_though_it_fails(tmp_path: Path) -> None:

@@ -166,6 +166,15 @@ def test_every_reply_of_a_round_and_of_serving_is_an_answer() -> None:
     assert before == run.summary["privacy"]
 
 
+def test_an_answer_that_is_posted_is_one_of_its_round() -> None:
+    run = train("pefll", epsilon=50.0, evaluate_every=2, own={"delayed_gradient": True})
+    drawn = Counter(client for number in range(4) for client in drawn_in(run, number))
+    for client in range(8):
+        assert len(run.engine.released[client]["multipliers"]) == 3 * drawn[client] + 2
+    assert run.summary["privacy"]["epsilon_spent"] == pytest.approx(50, rel=1e-6)
+    assert not [lost for e in run.evaluations for lost in e.lost]
+
+
 def test_noise_is_for_an_evaluation_after_the_last_round_too() -> None:
     run = train("pefll", epsilon=50.0, rounds=5, evaluate_every=2)
     assert [e.round for e in run.evaluations if e.split == "test"] == [2, 4, 5]

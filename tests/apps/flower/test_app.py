@@ -35,6 +35,7 @@ from hyperfed.system import toml
 pytest.importorskip("flwr")
 
 from engines.flower.sites import DirectLink
+from engines.flower.test_sites import PUBLIC
 from hyperfed.apps.flower import app
 from hyperfed.apps.flower.app import NodeConfig, node_settings, run_settings, site_of, source_of
 from hyperfed.engines.flower.sites import STEP
@@ -161,7 +162,7 @@ def test_a_run_of_the_app_equals_one_on_this_machine_and_can_be_resumed(tmp_path
     The sites know the run's settings from its app alone, their arithmetic's precision too.
     """
     keys = ["rounds=6", "cohort=4", "evaluate_every=2", "checkpoint_every=2", "task.clients=6"]
-    keys += ["method.local_steps=2", "task.novel=0.2", "precision=bf16"]
+    keys += ["method.local_steps=2", "task.novel=0.2", "precision=bf16", "seed=3"]
     engine = ["engine=flower", "engine.sites=2", "engine.timeout=0.1"]
     settings = config.load("fedper", [*keys, *engine])
     run_config = {"settings": toml.dumps(config.to_dict(settings))}
@@ -484,6 +485,21 @@ def test_what_leaves_this_host_is_encrypted(address: str, here: bool, tmp_path: 
 
 def test_where_flowers_own_command_says_where_it_is_nodes_have_their_keys() -> None:
     assert config.load("pefll", ["engine=flower"]).engine.encrypts
+
+
+@pytest.mark.parametrize(
+    ("address", "keyed"), [("fed.example.org:1", True), ("127.0.0.1:1", False)]
+)
+def test_a_nodes_key_says_who_it_is_where_what_it_sends_is_encrypted(
+    address: str, keyed: bool
+) -> None:
+    """Without, it has another one whenever it starts."""
+    one = SimpleNamespace(node_id=7, registered_at="", public_key=PUBLIC)
+    grid = SimpleNamespace(get_nodes=lambda: [one])
+    settings = config.load("fedavg", ["engine=flower", f"engine.superlink={address}"])
+    (key,) = app._link(grid, settings).nodes().values()
+    assert key.startswith("SHA256:") == keyed
+    assert bool(key) == keyed
 
 
 @pytest.mark.parametrize(("status", "code"), [("completed", 0), ("failed", 3), ("stopped", 3)])

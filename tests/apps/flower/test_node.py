@@ -34,7 +34,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from engines.flower.deployment import write_certificates, write_node_key
 from hyperfed.apps import cli
-from hyperfed.apps.flower import commands, node
+from hyperfed.apps.flower import app, commands, node
 from hyperfed.apps.flower.app import NodeConfig
 from hyperfed.apps.flower.executor import CrashedError, FailedError
 from hyperfed.apps.flower.node import LARGEST_SETTINGS, Node, SuperLink
@@ -384,17 +384,17 @@ def test_a_process_answers_one_message_but_on_an_accelerator(
     device: str, lasting: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that nothing of a message stays in memory, where it does not take long to begin anew."""
-    said: list[bool] = []
+    said: list[tuple[Any, bool]] = []
 
-    def executor(*_: Any, lasting: bool) -> Any:
-        said.append(lasting)
+    def executor(respond: Any, *, lasting: bool) -> Any:
+        said.append((respond, lasting))
         raise Stop
 
     monkeypatch.setattr(node, "Executor", executor)
     config = NodeConfig(state="s", clients="0-3", device=device)
     with pytest.raises(Stop):
         node.serve(SuperLink("127.0.0.1:1", insecure=True), config, print)
-    assert said == [lasting]
+    assert said == [(app.respond_within, lasting)]  # within the policy's largest_memory
 
 
 def command(*arguments: str) -> int:

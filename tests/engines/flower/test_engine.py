@@ -14,11 +14,15 @@ from torch import Tensor, nn
 from engines.flower.sites import DirectLink, hello, remote, sites_of
 from hyperfed import federation, trees
 from hyperfed.data.own import mean_squared_error, minus_squared_error
+from hyperfed.data.roster import RemoteTask, enrol
+from hyperfed.engines.flower import site as site_module
 from hyperfed.engines.flower import wire
 from hyperfed.engines.flower.engine import FlowerEngine
 from hyperfed.engines.flower.grid import ERRORS, GridLink, bytes_of, record_of
 from hyperfed.engines.flower.site import Site
-from hyperfed.engines.flower.sites import HELLO, Sites
+from hyperfed.engines.flower.sites import HELLO, STEP, Sites
+from hyperfed.engines.flower.wire import MOST_INTRODUCED
+from hyperfed.engines.local.vmap import VmappedEngine
 from hyperfed.engines.replies import BadReplyError, NoAnswerError
 from hyperfed.errors import UserError
 from hyperfed.federation import AllLostError, step
@@ -239,6 +243,55 @@ def test_replies_computed_in_bfloat16_may_be_of_any_floating_point_type(tmp_path
         assert isinstance(half, BadReplyError) != taken
         for wrong in (torch.ones(2).long(), torch.ones(3)):
             assert isinstance(engine._as_promised({"w": wrong}, promised), BadReplyError)
+
+
+def test_clients_that_are_computed_together_are_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(site_module, "best_engine", lambda device: VmappedEngine)
+    ours, loop = both("fedper", tmp_path, examples=(12,) * 4)
+    for number in range(2):  # the heads of the second round are those of the first
+        for each in (ours, loop):
+            each.round([0, 1, 2, 3], number)
+    assert ours.engine.memory.keys() == loop.engine.memory.keys() == {0, 1, 2, 3}
+    close(ours.server.state(), loop.server.state())
+
+
+def test_a_client_belongs_to_its_key_in_training_too(tmp_path: Path) -> None:
+    task, method = make_task(), METHODS["fedavg"]
+    sites = sites_of(task, method, method.Config(**ONE_STEP), tmp_path, {7: [0, 1], 8: [2, 3]})
+    link = DirectLink(sites)
+    link.keys = {7: "B", 8: "C"}
+    introductions = [each.source.introduce() for each in sites.values()]
+    roster = enrol(introductions, run=1, keys={"000000": "A", "000002": "C"})
+    known = RemoteTask.of(roster, task.models, task.name, link)
+    engine = FlowerEngine(known, method.Client, method.Config(**ONE_STEP), seed=0)
+    cohort = engine.cohort([0, 2], 0, training=True)
+    cohort.ask(method.Client.train_model, task.initial("base"), batches=Steps(1, 4))
+    assert cohort.there == [2]
+    assert "belongs to A" in cohort.state.lost[0]
+
+
+def test_no_more_of_a_reply_is_taken_than_an_honest_one_has(tmp_path: Path) -> None:
+    asked: list[tuple[str, dict[int, int]]] = []
+
+    class Noting(DirectLink):
+        def exchange(self, kind: str, contents: Any, timeout: float, most: Any) -> Any:
+            found = super().exchange(kind, contents, timeout, most)
+            asked.append((kind, dict(most)))
+            lengths.extend(len(reply) for reply in found.values() if kind == STEP)
+            return found
+
+    lengths: list[int] = []
+    task, method = make_task(), METHODS["fedavg"]
+    sites = sites_of(task, method, method.Config(**ONE_STEP), tmp_path, {7: [0, 1]})
+    known = remote(task, Noting(sites), sites)
+    engine = FlowerEngine(known, method.Client, method.Config(**ONE_STEP), seed=0)
+    cohort = engine.cohort([0, 1], 0, training=True)
+    cohort.ask(method.Client.train_model, task.initial("base"), batches=Steps(1, 4))
+    assert [kind for kind, _ in asked] == [HELLO, STEP]
+    assert asked[0][1] == {7: MOST_INTRODUCED}
+    assert lengths[0] < asked[1][1][7] < 100_000
 
 
 def test_frozen_weights_that_are_not_what_was_announced_are_refused(tmp_path: Path) -> None:

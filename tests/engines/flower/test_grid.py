@@ -215,6 +215,13 @@ def test_nodes_are_in_the_order_of_their_registration() -> None:
     assert list(link.nodes()) == [9, 1, 5]
 
 
+def test_messages_that_a_superlink_does_not_take_lose_their_sites() -> None:
+    link = GridLink(SimpleNamespace(push_messages=lambda messages: []))
+    answers = link.exchange(STEP, BOTH, 1.0, {})
+    assert answers.keys() == BOTH.keys()
+    assert all("could not be sent" in str(answer) for answer in answers.values())
+
+
 def test_no_site_answers_in_the_place_of_another() -> None:
     link, superlink = link_to({})
     superlink.answers[HONEST] = reply(b"honest")

@@ -1,5 +1,6 @@
 """A site adds noise to what its clients train, and keeps account of it, whatever a server says."""
 
+import fcntl
 import math
 import os
 from dataclasses import replace
@@ -15,7 +16,7 @@ from hyperfed import trees
 from hyperfed.data.roster import Frame
 from hyperfed.data.site import SiteData
 from hyperfed.engines.calls import Call, hash_of_data
-from hyperfed.engines.flower import releases
+from hyperfed.engines.flower import releases, site
 from hyperfed.engines.flower.engine import FlowerEngine
 from hyperfed.engines.flower.policy import Policy
 from hyperfed.engines.flower.site import Shard, Site
@@ -29,6 +30,7 @@ from hyperfed.runs.private import charge
 from hyperfed.system.randomness import generator
 from hyperfed.training import Steps
 from hyperfed.trees import Tree
+from together import Recorded
 from toys import ONE_STEP, make_task
 
 TASK = make_task()
@@ -74,6 +76,71 @@ def test_whoever_knows_the_seed_cannot_take_the_noise_away(tmp_path: Path) -> No
     for named in (call.question(sigma, 0, about), call.question(sigma, 0), call.question(sigma)):
         theirs = sigma * seeded_noise(generator(0, "noise", CLIENT, named))(told)
         assert (told - theirs).abs().max() > 0.1 * sigma
+
+
+@pytest.fixture
+def together(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[int]]]:
+    """Has sites compute clients together, as on an accelerator; returns who was."""
+    noted: list[tuple[str, list[int]]] = []
+
+    class Noting(Recorded):
+        def answer(self, calls: Any) -> Any:
+            found = super().answer(calls)
+            noted.extend(self.together)
+            return found
+
+    monkeypatch.setattr(site, "best_engine", lambda device: Noting)
+    return noted
+
+
+def of_two(folder: Path, **changes: Any) -> list[Tree | Exception]:
+    """The answers of two clients of a site to one message."""
+    task = make_task(examples=(12,) * 4)
+    data = Shard(task, (0, 1))
+    options = {"seed": 0, "private": PRIVATE, "method": "fedavg"} | changes
+    there = Site(data, folder, fedavg.Client, fedavg.Config(**ONE_STEP), **options)
+    model = task.initial("base")
+    calls = [Call(1, 1, client, "train_model", (model,), Steps(1, 4)) for client in (0, 1)]
+    names = {client: f"{client:06d}" for client in (0, 1)}
+    asks = Request(1, 10, 1, FRAME, names, calls, {}, {}, [1], multiplier=Z)
+    answers = unpack_response(there.handle(pack_request(asks))).answers
+    return [answers[place] for place in (0, 1)]
+
+
+def test_noise_is_as_secret_where_clients_are_computed_together(
+    tmp_path: Path, together: list[tuple[str, list[int]]]
+) -> None:
+    ours, twins = ([change(each) for each in of_two(tmp_path / name)] for name in "ab")
+    assert together == [("train_model", [0, 1])] * 2
+    for one, other in zip(ours, twins, strict=True):
+        assert (one - other).abs().min() > 0
+
+
+def test_a_sites_epsilon_holds_where_clients_are_computed_together(
+    tmp_path: Path, together: list[tuple[str, list[int]]]
+) -> None:
+    policy = Policy(smallest_reply=1, smallest_batch=1, epsilon=0.9 * BUDGET)
+    for refused in of_two(tmp_path, policy=policy):
+        assert "must stay within epsilon 3.6" in str(refused)
+    assert together == [("train_model", [0, 1])]
+
+
+def test_an_account_is_written_while_others_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two runs that ask at once both would read it before either writes it."""
+    waits = []
+    save = releases.save_state
+
+    def written_while_others_wait(path: Path, *given: Any) -> None:
+        with (path.parent / "lock").open("w") as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        waits.append(path.name)
+        save(path, *given)
+
+    monkeypatch.setattr(releases, "save_state", written_while_others_wait)
+    assert isinstance(asked(site_in(tmp_path), request()), dict)
+    assert waits == ["_ann.safetensors"]
 
 
 def test_asked_anew_it_spends_anew_and_not_beyond_its_budget(tmp_path: Path) -> None:

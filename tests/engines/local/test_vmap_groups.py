@@ -21,7 +21,7 @@ from hyperfed.training import Batch, Batches, Epochs, Sgd, Steps
 from hyperfed.trees import Tree
 from probe import Client as Probe
 from probe import Config as ProbeConfig
-from together import EVEN, Recorded, both, left
+from together import EVEN, SEED, Recorded, both, left
 from toys import CLASSES, DRAWING, FEATURES, Normed, TwoLayers, close, make_task, short, snapshot
 
 # Who goes together.
@@ -369,7 +369,7 @@ def test_as_many_clients_go_together_as_fit_into_memory(
             return super()._stacked(kind, calls)
 
     loop, ours = both("fedavg", task={"examples": EVEN})
-    ours.engine = Small(ours.task, ours.method.Client, ours.config, seed=0)
+    ours.engine = Small(ours.task, ours.method.Client, ours.config, seed=SEED)
     for each in (loop, ours):
         each.round([0, 1, 2, 3])
     close(snapshot(ours), snapshot(loop))
