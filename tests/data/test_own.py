@@ -35,6 +35,18 @@ def test_the_contract_delegates_here():
     assert list(task.novel_ids) == [2]
 
 
+def test_the_data_decide_the_fingerprint():
+    options = {"client": CLIENT, "model": linear()}
+    made = [from_arrays(*data, **options) for data in ((X, Y), (X + 1, Y), (X, (Y + 1) % 3))]
+    assert len({task.fingerprint for task in made}) == 3
+
+
+def test_novel_clients_have_no_labels_where_that_is_said():
+    task = from_arrays(X, Y, client=CLIENT, model=linear(), novel=1, unlabelled=True)
+    assert task.unlabelled
+    assert not from_arrays(X, Y, client=CLIENT, model=linear(), novel=1).unlabelled
+
+
 def test_a_seed_decides_the_split():
     fingerprints = {
         from_arrays(X, Y, client=CLIENT, model=linear(), seed=seed).fingerprint

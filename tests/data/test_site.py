@@ -19,7 +19,7 @@ from hyperfed.data.arrays import PARTS
 from hyperfed.data.roster import Frame, Introduction, enrol
 from hyperfed.data.tables import Columns
 from hyperfed.data.tasks import TaskConfig
-from hyperfed.engines.calls import Call
+from hyperfed.engines.calls import Call, is_labelled
 from hyperfed.engines.flower.policy import Policy, RefusedError
 from hyperfed.engines.flower.site import Site
 from hyperfed.engines.flower.wire import Request
@@ -193,9 +193,29 @@ def test_a_site_trains_its_own_clients_under_their_numbers(tmp_path: Path) -> No
     assert set(answer) == set(model)
     with pytest.raises(UserError, match="a/ann must be at this site"):
         here.check_client(0, "a/ann")
+    wide = Frame(**{**vars(roster.frame), "classes": CLASSES + 1})  # a label that it has not seen
+    assert here.task(wide, names).classes == CLASSES + 1
     narrow = Frame(**{**vars(roster.frame), "classes": CLASSES - 1})
     with pytest.raises(UserError, match="start a new run"):
         here.task(narrow, names)
+
+
+def test_a_site_s_clients_run_the_target_that_it_says(tmp_path: Path) -> None:
+    said = site.read(archive(tmp_path)).at(size="L").introduce()
+    assert {member.size for member in said.members} == {"L"}
+    assert enrol([said], run=1, sizes=("S", "L")).frame.sizes == ("L", "L")
+
+
+@pytest.mark.parametrize("unlabelled", [False, True])
+def test_a_novel_client_of_a_site_has_labels_only_where_the_run_says_so(
+    unlabelled: bool, tmp_path: Path
+) -> None:
+    made = {"novel": True, "unlabelled": unlabelled, "models": lambda frame: {"base": TwoLayers()}}
+    data = site.read(archive(tmp_path)).at(**made)
+    frame = Frame(known=0, novel=2, shape=(FEATURES,), dtype="torch.float32", classes=CLASSES)
+    task = data.task(frame, {0: "ann", 1: "bob"})
+    assert task.unlabelled == unlabelled
+    assert is_labelled(task, 0) != unlabelled
 
 
 @pytest.mark.parametrize(
@@ -265,6 +285,19 @@ def test_the_columns_of_a_table_are_those_of_the_command_line(
     np.testing.assert_allclose(data.x.numpy(), expected.astype(np.float32), rtol=1e-6)
     assert data.y.tolist() == [1, 2, 0] * 10
     assert list(data.rows) == ["ann", "bob"]
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+def test_a_named_column_says_what_each_row_is_for(tmp_path: Path, ending: str) -> None:
+    part = np.array(["train", "val", "test"] * 10)
+    table = {"f0": range(30), "y": np.arange(30) % 3, "client": CLIENT, "part": part}
+    path, frame = tmp_path / f"site.{ending}", pandas.DataFrame(table)
+    frame.to_csv(path, index=False) if ending == "csv" else frame.to_parquet(path)
+    data = site.read(path, columns=site.columns_named("", "", "f0", "part"))
+    for name, rows in data.rows.items():
+        for purpose, own in zip(("train", "val", "test"), rows, strict=True):
+            expected = np.flatnonzero((name == CLIENT) & (part == purpose))
+            assert own.tolist() == expected.tolist()
 
 
 def test_sites_that_number_words_otherwise_are_no_federation(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import hyperfed
 from hyperfed.data.own import mean_squared_error, minus_squared_error
@@ -82,6 +83,17 @@ def test_under_a_rule_against_lies_one_client_does_not_choose_the_round(
         run.round = number
         run._choose(found, list(range(4)))
     assert run.best.round == best
+
+
+def test_counts_of_clients_of_several_sizes_are_in_the_order_that_was_asked_for() -> None:
+    models = {size: nn.Linear(5, 3).double() for size in ("S", "L")}
+    task = make_task(models=models, sizes=("S", "L", "S", "L"))
+    ours = Federation("local", task)
+    ids = [3, 0, 1, 2]
+    found = evaluate(ours.server, ours.engine, ids, 0)["test"]
+    alone = [evaluate(ours.server, ours.engine, [client], 0)["test"] for client in ids]
+    assert found.loss.tolist() == [float(one.loss) for one in alone]
+    assert len({*found.loss.tolist()}) == 4
 
 
 def test_a_client_may_count_once_whatever_number_of_examples_it_says() -> None:

@@ -12,6 +12,7 @@ from scipy.stats import spearmanr
 
 import hyperfed
 from hyperfed.data import tasks
+from hyperfed.data.roster import Introduction, Member, RemoteTask, enrol
 from hyperfed.errors import UserError
 from hyperfed.papers import report
 from hyperfed.papers.measured import Measurement
@@ -21,6 +22,7 @@ from hyperfed.runs.config import from_keys
 from hyperfed.runs.examined import rank_correlation
 from hyperfed.runs.folder import read_run
 from hyperfed.runs.run import Run
+from toys import make_task
 
 SMALL: dict[str, Any] = {"rounds": 2, "evaluate_every": 2, "cohort": 3}
 DEALT = {"clients": 6, "novel": 2, "partition": "dirichlet", "alpha": 0.5}
@@ -161,6 +163,16 @@ def test_what_cannot_be_looked_into_is_said_at_once(
 ) -> None:
     with pytest.raises(UserError, match=message):
         Run(from_keys(method, keys))
+
+
+@pytest.mark.parametrize("wanted", ["crossed", "descriptors"])
+def test_nothing_is_looked_into_at_sites(wanted: str) -> None:
+    members = [Member(name, 10, 5, 5) for name in "abc"]
+    said = Introduction(tuple(members), (5,), "torch.float64", 3)
+    there = RemoteTask.of(enrol([said], run=1), make_task().models, "toy")
+    keys = {"examine": wanted, "engine": {"name": "flower", "superlink": "127.0.0.1:1"}}
+    with pytest.raises(UserError, match="must be left out where clients are at sites"):
+        Run(from_keys("pefll", keys), there)
 
 
 def test_a_model_for_all_cannot_be_crossed() -> None:

@@ -49,6 +49,15 @@ def expected(model: nn.Module, task: Task) -> Tensor:
     return output
 
 
+def test_a_program_predicts_though_its_network_was_left_training(tmp_path: Path) -> None:
+    task = images(lambda: nn.Sequential(nn.Flatten(), nn.Dropout(0.9), nn.Linear(50, 3)))
+    net = task.models["base"]
+    path = tmp_path / "model.pt2"
+    export_model(net.train(), task, path)
+    program = of_program(path)
+    torch.testing.assert_close(program(task.x), expected(net.eval(), task))
+
+
 def of_program(path: Path) -> Callable[[Tensor], Tensor]:
     return torch.export.load(path).module()
 

@@ -280,6 +280,21 @@ def test_a_frame_has_a_row_for_each_client_and_split(run: Run) -> None:
     }
 
 
+def test_a_frame_has_the_accuracy_among_a_clients_classes() -> None:
+    task = make_task(novel=0)
+    task.y[task.train[0]] = 0
+    run = hyperfed.train("fedavg", task, **QUICK)
+    frame = run.to_frame()
+    masked = [
+        accuracy
+        for e in run.evaluations
+        if e.round == run.best.round
+        for accuracy in e.client_masked_accuracy
+    ]
+    assert frame["masked_accuracy"].tolist() == masked
+    assert frame["accuracy"].tolist() != masked
+
+
 def test_a_frame_is_of_the_best_round() -> None:
     keys = QUICK | {"rounds": 3, "method": {"local_steps": 3, "local_lr": 0.5}}
     run = hyperfed.train("fedavg", make_task(novel=0), **keys)

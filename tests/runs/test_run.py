@@ -19,7 +19,8 @@ from hyperfed import trees
 from hyperfed.analysis.budgets import Budget, within
 from hyperfed.engines import Faults
 from hyperfed.errors import LostEverybodyError, UserError
-from hyperfed.methods import METHODS, pfedhn
+from hyperfed.federation import AllLostError
+from hyperfed.methods import METHODS, fedavg, pfedhn
 from hyperfed.runs import config
 from hyperfed.runs.records import as_written
 from hyperfed.runs.run import Run
@@ -222,6 +223,23 @@ def test_a_network_that_always_fails_is_an_error_and_not_a_run_without_clients()
     with pytest.raises(LostEverybodyError, match=told) as caught:
         hyperfed.train("fedavg", make_task(Broken), rounds=50, evaluate_every=50)
     assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_rounds_that_fail_now_and_then_end_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twelve of them, where ten in a row would."""
+    played: list[int] = []
+    good = fedavg.Server.round
+
+    def failing(self: Any, clients: Any) -> None:
+        played.append(clients.round)
+        if clients.round % 2:
+            raise AllLostError from RuntimeError("no")
+        good(self, clients)
+
+    monkeypatch.setattr(fedavg.Server, "round", failing)
+    run = hyperfed.train("fedavg", make_task(), rounds=24, evaluate_every=24)
+    assert run.summary["rounds"] == 24
+    assert played == list(range(24))
 
 
 @pytest.mark.parametrize(

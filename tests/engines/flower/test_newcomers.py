@@ -280,6 +280,12 @@ def test_the_frame_of_the_run_stays() -> None:
     assert (task.outline().clients, task.outline().novel) == (1, 1)
 
 
+def test_a_newcomer_need_not_have_seen_every_label() -> None:
+    everyone, refused = joined(roster(), [introduced(classes=3)], run=2, sizes=SIZES)
+    assert refused == {}
+    assert everyone.frame.classes == 4
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
