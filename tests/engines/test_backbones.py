@@ -121,6 +121,16 @@ def test_what_a_layer_of_half_precision_ends_with_is_raised() -> None:
     assert net(torch.ones(4, FEATURES)).dtype == torch.float32
 
 
+def test_tokens_are_whole_numbers_to_an_embedding_of_half_precision() -> None:
+    with seeded(0, "tokens"):
+        embedding, head = nn.Embedding(7, 4), nn.Linear(3 * 4, CLASSES)
+    x = torch.tensor([[0, 6, 2], [5, 5, 1]])
+    expected = head(embedding(x).flatten(1))
+    embedding.to(torch.bfloat16).requires_grad_(False)
+    found = compute_in_own_precision(nn.Sequential(embedding, nn.Flatten(), head))(x)
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+
+
 def test_what_describes_clients_computes_so_too() -> None:
     """Where its new layers stand behind a part of half precision."""
     parts = [nn.Linear(FEATURES, 6), nn.Linear(6, 6), nn.Linear(6, CLASSES)]

@@ -349,6 +349,26 @@ def test_a_global_model_teaches_with_its_own_buffers_those_whose_are_of_another_
         assert ours.round(range(4), number).weight.gt(0).all()
 
 
+def test_the_global_model_teaches_by_the_statistics_of_the_batch() -> None:
+    """In the mode of the one that it teaches, which sees the same batch."""
+    task = make_task(Normed)
+    settings = {"global_model": True, "distillation": 1.0, "temperature": 2.5}
+    ours = Federation("mh_pfedhn", task, **ONE_STEP, **SERVER, **settings)
+    reference, initial = Reference(ours), task.initial("base")
+    light = trees.detach(reference.generate(reference.embeddings[4], "base"))
+    sent = trees.detach(reference.personal(0))
+    cohort, batches = ours.engine.cohort([0], 0, training=True), ours.config.batches
+    cohort.ask(Client.train_global, initial | light, batches=batches)
+    delta = trees.take(cohort.ask(Client.train_model, sent, batches=batches), 0)
+    leaves = {name: value.clone().requires_grad_() for name, value in sent.items()}
+    p, q = (
+        reference.output(0, trees.clone(initial) | model, "base").div(2.5).softmax(1)
+        for model in (light, leaves)
+    )
+    (2.5**2 * (p * (p / q).log()).sum(1).mean()).backward()
+    close(delta, {name: LOCAL_LR * leaf.grad for name, leaf in leaves.items()})
+
+
 def test_nothing_but_weights_of_its_own_size_travels() -> None:
     """A client is sent its model, and with a global model that one too, as large as it is."""
     for light in (False, True):

@@ -19,6 +19,7 @@ from methods.itpfl.checks import (
     LENGTH,
     SETTINGS,
     UNITS,
+    NormedInputs,
     encode,
     encoder_of,
     federation,
@@ -75,6 +76,23 @@ def test_a_bounded_descriptor_is_the_plain_mean_whatever_the_batches() -> None:
         expected = encode(encoder_of(ours), inputs(ours, 3), bounded=True)
         close(ours.server.describe(cohort)[0], expected)
         assert expected.norm() <= 1
+
+
+def test_a_descriptor_is_told_by_statistics_that_batch_norm_keeps_and_changes_none() -> None:
+    ours = federation(net=NormedInputs)
+    ours.round([0, 1, 2], 0)
+    sent, x = encoder_of(ours), inputs(ours, 3)
+    before = trees.clone(sent)
+    cohort = ours.engine.cohort([3], 1, training=False)
+    (descriptor,) = cohort.ask(itpfl.Client.describe, sent)["descriptor"]
+    torch.testing.assert_close(sent, before, rtol=0, atol=0)
+    weight, bias, mean, variance = (
+        before[f"features.0.norm.{name}"]
+        for name in ("weight", "bias", "running_mean", "running_var")
+    )
+    normed = (x - mean) / (variance + 1e-5).sqrt() * weight + bias
+    expected = encode(before, normed)
+    close(descriptor, expected)
 
 
 def test_what_travels() -> None:

@@ -13,7 +13,8 @@ from hyperfed.engines.calls import Call
 from hyperfed.engines.local import loop
 from hyperfed.federation import AllLostError
 from hyperfed.system.randomness import seeded
-from hyperfed.trees import Tree, checkpoints
+from hyperfed.trees import Tree, aggregation, checkpoints
+from hyperfed.trees.aggregation import Rule
 from methods.pefll.checks import (
     DELAYED,
     SETTINGS,
@@ -114,17 +115,19 @@ def test_all_lost_at_any_message_changes_nothing(
     torch.testing.assert_close(ours.server.state(), before, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("rule", [aggregation.MEAN, Rule("trimmed_mean", 0.0)])
 @pytest.mark.parametrize("step", STEPS[2:])
 def test_a_target_size_lost_at_the_end_leaves_the_others(
-    step: str, monkeypatch: pytest.MonkeyPatch
+    step: str, rule: Rule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with seeded(0, "sizes"):
         models: dict[str, nn.Module] = {"S": TwoLayers().double(), "L": Normed().double()}
     task = make_task(models=models, sizes=("S", "L", "S", "L"))
     lossy, smaller = (Federation("pefll", task, **SETTINGS) for _ in range(2))
     lose(monkeypatch, step, 1)
-    lossy.round([0, 1, 2])
-    smaller.round([0, 2])
+    with trees.aggregating(rule):
+        lossy.round([0, 1, 2])
+        smaller.round([0, 2])
     close(lossy.server.state(), smaller.server.state())
 
 

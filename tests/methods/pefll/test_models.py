@@ -12,6 +12,7 @@ from methods.pefll.checks import (
 )
 from toys import (
     CLASSES,
+    Dropping,
     Federation,
     Normed,
     close,
@@ -56,6 +57,18 @@ def test_a_label_only_descriptor_is_linear_in_the_class_proportions() -> None:
         batches=pefll.Epochs(1, 8),  # three batches, the last of 4
     )["descriptor"]
     torch.testing.assert_close(reply[0], (net.linear.weight @ share + net.linear.bias).detach())
+
+
+def test_what_describes_a_client_drops_nothing() -> None:
+    """It is described in one pass, and another, which must be the same, is differentiated."""
+    task = make_task(Dropping)
+    federation = Federation("pefll", task, **SETTINGS)
+    net, rows = federation.server.descriptor_net, task.train[2]
+    cohort = federation.engine.cohort([2], 0, training=True)
+    batches = pefll.Epochs(1, 8)
+    reply = cohort.ask(pefll.Client.describe, trees.model_of(net), batches=batches)["descriptor"]
+    expected = net.eval()(task.x[rows], task.y[rows]).mean(0).detach()
+    close(reply[0], expected)
 
 
 def test_an_unlabelled_client_is_told_why_it_gets_no_model() -> None:

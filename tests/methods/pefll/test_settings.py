@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hyperfed.methods import pefll
+from hyperfed.methods import headstart, pefll
 from hyperfed.runs import config
 from hyperfed.task import Outline
 from toys import (
@@ -28,6 +28,18 @@ from toys import (
 def test_the_length_of_a_descriptor(rule: Any, known: int, novel: int, length: int) -> None:
     outline = Outline({}, known, CLASSES, novel)
     assert pefll.Config(descriptor_size=rule).length(outline) == length
+
+
+@pytest.mark.parametrize("method", [pefll, headstart])
+def test_a_descriptor_of_one_number_is_refused(method: Any) -> None:
+    """Of one entry there is no deviation, by which PeFLL divides."""
+    assert method.Config(descriptor_size=2).descriptor_size == 2
+    with pytest.raises(ValueError, match="greater than or equal to 2"):
+        method.Config(descriptor_size=1)
+
+
+def test_few_rounds_go_by_ten_times_the_authors_rate() -> None:
+    assert pefll.PRESETS["default"]["method.lr"] == pytest.approx(10 * pefll.Config().lr)
 
 
 def test_the_official_length_counts_novel_clients() -> None:

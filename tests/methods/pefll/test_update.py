@@ -65,6 +65,18 @@ def test_the_update_of_a_regression_is_that_gradient_too(descriptor_net: str) ->
     check_two_rounds([0, 1, 3], make_quadratic_task(), descriptor_net=descriptor_net)
 
 
+def test_the_sgd_of_the_server_has_momentum() -> None:
+    ours = Federation("pefll", make_task(), **SETTINGS | {"momentum": 0.9})
+    buffer = dict.fromkeys(parameters(ours), torch.zeros((), dtype=torch.float64))
+    for number in range(2):
+        gradient, expected = gradients(ours, [0, 2], number, []), {}
+        for name, value in parameters(ours).items():
+            buffer[name] = 0.9 * buffer[name] + 0.1 * gradient[name] + 2 * ETA * value.detach()
+            expected[name] = value.detach() - 0.5 * buffer[name]
+        ours.round([0, 2], number)
+        close({name: value.detach() for name, value in parameters(ours).items()}, expected)
+
+
 def test_the_decay_of_adam_is_in_its_gradient() -> None:
     """The first step of Adam is g / (|g| + 1e-8) times the rate, with bias corrected."""
     ours = Federation("pefll", make_task(), **SETTINGS | {"optimizer": "adam"})
