@@ -88,7 +88,7 @@ def loss_by_hand(
     if config.contrast == "regularization":
         return mu * near.mean() + (1 - mu) * supervised
     if config.contrast == "moon":
-        similar, other = (-near / 0.5).exp(), (-far / 0.5).exp()
+        similar, other = ((-each / config.temperature).exp() for each in (near, far))
         return mu * -(similar / (similar + other)).log().mean() + (1 - mu) * supervised
     return mu * F.relu(near.mean() - far.mean() + config.margin) + (1 - mu) * supervised
 
@@ -144,6 +144,10 @@ def test_a_round_is_a_gradient_step_on_the_one_piece_objective(
     contrast: str, distance: str
 ) -> None:
     check_a_round(contrast=contrast, distance=distance)
+
+
+def test_so_it_is_at_every_temperature_of_moons_loss() -> None:
+    check_a_round(contrast="moon", distance="cosine", temperature=0.2)
 
 
 def test_nothing_draws_the_model_where_the_hinge_is_not_active() -> None:

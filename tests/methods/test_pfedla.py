@@ -293,6 +293,14 @@ def test_clients_with_common_classes_weigh_more_than_strangers() -> None:
         assert own > 1.2 * neighbours > 1.4 * strangers, layer
 
 
+def test_each_client_has_a_hypernetwork_of_the_sizes_in_the_settings() -> None:
+    settings = {"embedding_size": 6, "hidden": 7, "hidden_layers": 3}
+    nets = Federation("pfedla", make_task(), **settings).server.hyper_nets
+    assert nets.embeddings.weight.shape == (4, 6)
+    assert [layer.weight.shape for layer in nets.trunk] == [(4, 7, 6), *[(4, 7, 7)] * 3]
+    assert nets.heads["base"].weight.shape == (4, 2 * 4, 7)  # of two layers, for four clients
+
+
 def test_a_rate_suits_its_preset() -> None:
     """The paper's is for many more and longer rounds than those of the default."""
     assert from_keys("pfedla", {}).settings.lr == 0.1

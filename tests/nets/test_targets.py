@@ -366,8 +366,12 @@ class TestBuildTarget:
         text = build_target("char_lstm", input_shape=(7,), classes=5, embedding=3, hidden=4)
         assert text.state_dict()["lstm.weight_ih_l0"].shape == (4 * 4, 3)
         assert text.state_dict()["embedding.weight"].shape == (5, 3)
-        text = build_target("text_lstm", input_shape=(7,), classes=5, embedding=3, hidden=4)
+        sizes = {"embedding": 3, "hidden": 4, "layers": 2}
+        text = build_target("text_lstm", input_shape=(7,), classes=5, **sizes)
         assert text.state_dict()["embedding.weight"].shape == (257, 3)
+        assert text.state_dict()["lstm.weight_ih_l0"].shape == (4 * 4, 3)
+        assert text.state_dict()["lstm.weight_ih_l1"].shape == (4 * 4, 4)
+        assert "lstm.weight_ih_l2" not in text.state_dict()
 
     @pytest.mark.parametrize(("name", "input_shape", "options"), OPTIONS)
     def test_seeds_reproduce(self, name, input_shape, options):
