@@ -48,6 +48,9 @@ PUBLISHED: list[tuple[str, str, str, dict[str, Any]]] = [
         "method.local_lr": OneOf((5e-2, 1e-2, 5e-3, 1e-3)),
     }),
     ("pfedhn pfedhn_pc", "paper", PFEDHN + "section 5.1", {"task.shares": "paper"}),
+    ("pfedhn pfedhn_pc", "official", "pFedHN's code, dataset.py, gen_classes_per_node", {
+        "task.shares": "official",
+    }),
     ("pfedhn", "paper official", PFEDHN + "sections 3.1 and 3.3", {"method.head_layers": 0}),
     ("pfedhn_pc", "paper official", PFEDHN + "section 3.3", {"method.head_layers": 1}),
     ("pfedhn pfedhn_pc", "paper official", PFEDHN + "section 5: C.3 adds it", {
@@ -201,6 +204,7 @@ PUBLISHED: list[tuple[str, str, str, dict[str, Any]]] = [
     ("pfedkt", "paper paper_cifar100", PFEDKT + "table 3: the best of tables 10 and 11", {
         "method.contrast": "triplet", "method.distance": "kl", "method.hypernetwork": True,
     }),
+    ("pfedkt", "paper paper_cifar100", "MOON, section 4.1", {"method.temperature": 0.5}),
     ("lg_fedavg mapper fedphp fed_rod partialfed fml moon", "pfedkt", PFEDKT + "section 6.1", {
         "rounds": 500, "cohort": 0.1, "task.val": 0.1, "task.test": 0.1, "method.local_lr": 1e-2,
         "method.local_momentum": 0.9, "method.local_weight_decay": 5e-5, "method.batch_size": 64,
