@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hyperfed.errors import UserError
+from hyperfed.system.randomness import seeded
 from hyperfed.task import Task
 from hyperfed.training import UnlabelledError
 from hyperfed.trees import Tree
@@ -108,6 +109,19 @@ def test_the_mean_is_measured_once_and_what_measured_it_is_dropped() -> None:
     assert (first[0], again[0]) == ("measure_mean", "train_model")
     assert set(first + again) == {"measure_mean", "train_model"}
     torch.testing.assert_close(ours.server.mean["base"], mean, rtol=0, atol=0)
+
+
+def test_the_mean_of_each_target_size_is_measured_in_the_first_round_of_its_own() -> None:
+    with seeded(0, "sizes"):
+        models = {"S": TwoLayers().double(), "L": TwoLayers().double()}
+    task = make_task(models=models, sizes=("S", "L", "S", "L"))
+    ours = Federation("feddbe", task, **ONE_STEP)
+    for number, (size, clients) in enumerate({"S": (0, 2), "L": (1, 3)}.items()):
+        x = {i: task.x[task.train[i]] for i in clients}
+        means = {i: features(models[size], x[i]).mean(0).detach() for i in clients}
+        asked = [each.step for each in ours.round(clients, number).state.exchanges]
+        assert asked == ["measure_mean"] * 2 + ["train_model"] * 2
+        close(ours.server.mean[size], weighted(means))
 
 
 def test_the_authors_momentum_takes_the_last_batch_alone() -> None:

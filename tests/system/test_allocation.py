@@ -1,10 +1,13 @@
-"""The allocator keeps what a step frees, for the next one."""
+"""How much memory there is, and that the allocator keeps what a step frees for the next one."""
 
+import os
 import platform
 import subprocess
 import sys
 
 import pytest
+
+from hyperfed.system.allocation import total_memory
 
 FAULTS = """
 import resource, sys
@@ -44,3 +47,11 @@ def test_pages_are_asked_for_once() -> None:
     assert kept < 1000, "a step still asks the kernel for memory"
     assert faults("engine") < 1000, "the engine does not ask for it"
     assert usual > 10 * kept, "the allocator does so by itself: allocation.py is not needed"
+
+
+def test_the_memory_of_a_machine_is_all_of_it_whatever_is_in_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    says = {"SC_PHYS_PAGES": 1000, "SC_AVPHYS_PAGES": 10, "SC_PAGE_SIZE": 4096}
+    monkeypatch.setattr(os, "sysconf", says.__getitem__)
+    assert total_memory() == 1000 * 4096
