@@ -10,9 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hyperfed import trees
+from hyperfed.data.newcomer import newcomer
 from hyperfed.engines import Faults
 from hyperfed.engines.calls import Call
+from hyperfed.engines.local.loop import LoopEngine
 from hyperfed.methods import fedfomo
+from hyperfed.system.randomness import seeded
 from hyperfed.task import Task
 from hyperfed.trees import Model
 from toys import (
@@ -362,8 +365,10 @@ def test_only_others_that_have_trained_are_candidates() -> None:
     assert found == [[2], [0, 2], [0]]
 
 
-def draws(round: int, clients: list[int], **settings: Any) -> list[list[int]]:
+def draws(round: int, clients: list[int], seed: int = 0, **settings: Any) -> list[list[int]]:
     ours = Federation("fedfomo", make_task(examples=EXAMPLES), **ONE_STEP, **settings)
+    with seeded(seed, "server"):
+        ours.server = fedfomo.Server(ours.task.outline(), ours.config)
     ours.server.there["base"][:] = True
     ours.server.affinity[0] = torch.arange(6.0).double()
     return ours.server.candidates(ours.engine.cohort(clients, round, training=True))
@@ -375,6 +380,7 @@ def test_candidates_are_drawn_for_seed_round_and_client_whoever_else_takes_part(
     assert first == draws(4, [0, 1, 3], **explore)
     assert first[1:] == draws(4, [1, 3], **explore)
     assert len({str(draws(number, [0, 1, 3], **explore)) for number in range(5)}) > 1
+    assert len({str(draws(4, [0, 1, 3], seed, **explore)) for seed in range(5)}) > 1
     assert len({str(row) for row in draws(4, [1, 2, 3, 4, 5], **explore)}) > 1  # ties too
     half = {"exploration": 0.5, "exploration_decay": 0.0}
     assert draws(4, [1, 0], **half)[1:] == draws(4, [0], **half)  # and where it explores
@@ -505,3 +511,15 @@ def test_a_novel_client_starts_from_the_initial_model_with_candidates_at_random(
         ("weigh", 2 * MODEL, 2 * 8),
         ("train_personal_model", 0, 0),
     ]
+
+
+def test_a_newcomer_is_sent_the_model_of_a_client_whose_number_it_shares() -> None:
+    """Its task has one client, number 0, as has the one that the server knows."""
+    ours = Federation("fedfomo", make_task(), **ONE_STEP)
+    ours.round([0])
+    task, rows = ours.task, ours.task.train[1]
+    came = LoopEngine(
+        newcomer(task, task.x[rows], task.y[rows]), fedfomo.Client, ours.config, seed=0
+    )
+    cohort = came.cohort([0], 99, training=False)
+    assert ours.server.candidates(cohort) == [[0]]

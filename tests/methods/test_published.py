@@ -77,6 +77,9 @@ PUBLISHED: list[tuple[str, str, str, dict[str, Any]]] = [
     ("lg_fedavg", "pfedhn", PFEDHN + "section 5 and appendix B: 1,000 steps more", {
         "rounds": 6000, "cohort": 5, "method.pretrain_rounds": 5000,
     }),
+    ("pfedme", "default pfedhn pefll", "pFedMe, whose inner steps are plain gradient steps", {
+        "method.local_momentum": 0.0, "method.local_weight_decay": 0.0,
+    }),
     ("pfedme", "pfedhn", PFEDHN + "appendix B: K = 3, 60 local steps", {
         "method.inner_steps": 3, "method.local_steps": 20,
     }),
@@ -254,6 +257,12 @@ PUBLISHED: list[tuple[str, str, str, dict[str, Any]]] = [
     ("fedala", "official", "FedALA's code, run_me.sh and main.py", {
         "rounds": 1000, "method.weight_share": 0.8, "method.higher_layers": 1,
     }),
+    ("fedala", "official", "FedALA's code, main.py (eta) and ALA.py", {
+        "method.weight_lr": 1.0, "method.loss_threshold": 0.1, "method.loss_window": 10,
+    }),
+    ("fml", "default pfedkt", "FML's code, alpha and beta", {
+        "method.label_weight": 0.5, "method.meme_label_weight": 0.5,
+    }),
     ("gpfl", "official", "GPFL's code, run_me.sh, main.py and clientgp.py", {
         "rounds": 1000, "method.magnitude_weight": 0.01, "method.guidance_weight_decay": 0.1,
     }),
@@ -290,6 +299,19 @@ def test_a_preset_is_what_was_published(method: str, preset: str) -> None:
         if ours not in (said if isinstance(said, OneOf) else [said])
     ]
     assert wrong == []
+
+
+def test_of_the_clients_that_were_published_all_are_trained() -> None:
+    """But for those of MH-pFedHN, of which the usual tenth joins after training."""
+    joining = {
+        (method, preset): chosen.novel_clients
+        for method, module in METHODS.items()
+        for preset, keys in module.PRESETS.items()
+        if "task.clients" in keys
+        for chosen in [config.load(method, [f"preset={preset}"]).task]
+        if chosen.novel_clients
+    }
+    assert joining == {("mh_pfedhn", "official"): 5, ("mh_pfedhn", "official_gd"): 5}
 
 
 @pytest.mark.parametrize(("clients", "length"), [(10, 3), (50, 13), (100, 26)])
