@@ -227,17 +227,22 @@ def test_the_personal_loss_does_not_touch_what_is_averaged() -> None:
     torch.testing.assert_close(zero.server.model, large.server.model, rtol=0, atol=0)
 
 
-def test_the_personal_gradient_is_not_clipped_with_the_generic_one() -> None:
+@pytest.mark.parametrize("settings", [{}, HYPER], ids=["linear", "hypernetwork"])
+def test_the_personal_gradient_is_not_clipped_with_the_generic_one(
+    settings: dict[str, Any],
+) -> None:
     free, clipped = (
-        Federation("fed_rod", skewed_task(), **ONE_STEP | {"local_clip": clip})
+        Federation("fed_rod", skewed_task(), **ONE_STEP | {"local_clip": clip}, **settings)
         for clip in (None, 1e-9)
     )
+    start = clipped.task.outline().initial()
+    parts = []
     for federation in (free, clipped):
         federation.round([0])
-    heads = [federation.engine.memory[0]["head"] for federation in (free, clipped)]
-    close(heads[0], heads[1])
-    start = clipped.task.outline().initial()
-    torch.testing.assert_close(clipped.server.model["base"], start, rtol=0, atol=1e-9)
+        trained = federation.server.model["base"] | federation.engine.memory[0]["head"]
+        parts.append(trees.partition(trained, start))
+    close(parts[0][1], parts[1][1])
+    torch.testing.assert_close(parts[1][0], start, rtol=0, atol=1e-9)
 
 
 def test_the_output_of_the_evaluated_model_is_the_sum_of_both_logits() -> None:

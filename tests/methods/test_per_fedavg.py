@@ -25,6 +25,7 @@ from toys import (
     make_quadratic_task,
     make_task,
     quadratic,
+    torch_sgd,
 )
 
 VARIANTS = ["first_order", "hessian_free"]
@@ -182,6 +183,15 @@ def test_an_adaptation_has_plain_steps_whatever_the_settings_of_training(
     local: dict[str, float],
 ) -> None:
     check_the_evaluated_model(**local)
+
+
+def test_an_adaptation_moves_the_statistics_of_batch_norm() -> None:
+    federation = Federation(
+        "per_fedavg", make_task(Normed), **ONE_STEP, adapt_lr=ALPHA, adapt_steps=2
+    )
+    federation.round([0, 1])
+    expected = torch_sgd(federation.task, 1, federation.server.model["base"], 2, lr=ALPHA)
+    close(federation.personal(1), expected)
 
 
 def test_what_is_counted_is_the_adapted_model() -> None:
