@@ -7,7 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.func import functional_call
 
+from hyperfed import federation as contract
 from hyperfed import trees
 from hyperfed.errors import UserError
 from hyperfed.methods import mapper
@@ -47,10 +49,11 @@ def step_by_hand(
 
 
 def best_share(task: Task, rows: Tensor, common: Model, own: Model) -> float:
-    """Tries all values of the default grid."""
-    losses = {}
+    """Tries all values of the default grid, in evaluation mode."""
+    net, losses = task.models["base"].eval(), {}
+    first, second = (functional_call(net, m, (task.x[rows],)).detach() for m in (common, own))
     for tenth in range(1, 10):
-        output = mixture(task, common, own, tenth / 10, rows).detach()
+        output = tenth / 10 * second + (1 - tenth / 10) * first
         chosen = output.gather(1, task.y[rows, None]).squeeze(1)
         losses[tenth / 10] = float((output.exp().sum(1).log() - chosen).mean())
     return min(losses, key=losses.__getitem__)
@@ -235,6 +238,19 @@ def test_a_novel_client_trains_its_own_model_and_chooses_lambda_against_the_glob
     cohort = federation.engine.cohort([3], 9, training=False)
     federation.server.personalize(cohort)
     assert [e.up for e in cohort.state.exchanges] == [0, 0, 0]
+
+
+def test_a_novel_client_chooses_lambda_against_the_statistics_that_it_is_served_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its training passes move batch-norm's in the global model too, but for nobody."""
+    monkeypatch.setattr(mapper.Client, "export", contract.Client.export)  # both models and lambda
+    federation = Federation("mapper", make_task(Normed, novel=1), **SETTINGS, novel_rounds=1)
+    federation.round([0, 1, 2])
+    task, common, joint = federation.task, federation.server.model["base"], federation.personal(3)
+    sent, own = ({name: joint[part + name] for name in common} for part in ("common.", "own."))
+    torch.testing.assert_close(sent, common, rtol=0, atol=0)
+    assert float(joint["lambda"]) == best_share(task, task.val[3], common, own)
 
 
 @pytest.mark.parametrize("net", [None, Normed])
