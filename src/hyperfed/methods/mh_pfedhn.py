@@ -106,6 +106,7 @@ OFFICIAL: Mapping[str, Any] = {
     "cohort": 1,
     "evaluate_every": 250,
     "task.clients": 50,
+    "task.novel": 0.0,
     "method.local_epochs": 1,
     "method.novel_rounds": 500,
 }
