@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,26 @@ def test_the_best_is_so_on_the_seeds_that_both_have(folder: Path) -> None:
     for local, fedavg in (("Local", "FedAvg"), ("local", "fedavg")):
         assert row(text, local)[7] == "best"
         assert row(text, fedavg)[7] == "-30.0 [-30.0, -30.0]"
+
+
+def test_no_line_is_the_best_of_such_as_saw_other_data(folder: Path) -> None:
+    """As where one of two records was made before clients were dealt otherwise."""
+    record(folder, "local", 0, [9, 9, 9, 9])
+    other = record(folder, "fedavg", 0, [6, 6, 6, 6])
+    told = json.loads((other / "summary.json").read_text()) | {"data_fingerprint": "other"}
+    (other / "summary.json").write_text(json.dumps(told))
+    text = written(folder, "report.md")
+    assert [row(text, name)[6:8] for name in ("Local", "FedAvg")] == [["–", "–"]] * 2
+
+
+def test_a_line_travels_and_takes_what_its_seeds_do_on_average(folder: Path) -> None:
+    record(folder, "fedavg", 0, [6, 6, 6, 6])  # 4 MB and 90 seconds
+    path = record(folder, "fedavg", 1, [6, 6, 6, 6])
+    own = {"bytes_down": 7_000_000, "bytes_up": 5_000_000, "seconds": 210.0}
+    for name in ("metrics.jsonl", "summary.json"):
+        (path / name).write_text(json.dumps(json.loads((path / name).read_text()) | own) + "\n")
+    # 60 % by 8 MB, which is 0.008 GB.
+    assert row(written(folder, "report.md"), "FedAvg")[9:] == ["8", "2.5", "7500.0"]
 
 
 def test_the_best_is_so_by_what_the_table_measures(folder: Path) -> None:
@@ -177,7 +198,9 @@ def test_curves_are_means_over_seeds_at_what_all_of_them_evaluated(
         loss=[1.0] * 4, masked_correct=[1] * 4, zeroed_correct=[1] * 4,
         bytes_down=0, bytes_up=0, seconds=0.0,
     )  # fmt: skip
-    RunFolder(record(folder, "fedavg", 1, [8, 8, 8, 8])).append(more)
+    two = RunFolder(record(folder, "fedavg", 1, [8, 8, 8, 8]))
+    two.append(more)
+    two.append(replace(more, round=4, split="val"))  # whose accuracy the curve is not of
     drawn: list[Any] = []
     monkeypatch.setattr(lines, "draw_cells", lambda curves, *_: drawn.extend(curves) or "<svg/>")
     report.of_papers(folder / "results", experiments.find_all(folder / "experiments"))
