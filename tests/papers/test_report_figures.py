@@ -120,16 +120,29 @@ def test_each_cell_s_numbers_stand_beside_its_name(monkeypatch: pytest.MonkeyPat
         svg.Dot("pefll", Spread(90.0, None, 1), None),
         svg.Dot("fedavg", Spread(40.0, 1.0, 3), Published(50.0)),
     ]
-    svg.draw_cells([svg.Series("local", [(0.0, 80.0)])], dots, "test accuracy")
-    axes = drawn[0].axes[1]
+    curves = [
+        svg.Series("local", [(0.0, 50.0), (0.0, 80.0)]),
+        svg.Series("fedavg", [(1.0, 30.0), (2.0, 40.0)]),
+    ]
+    svg.draw_cells(curves, dots, "test accuracy")
+    left, axes = drawn[0].axes
+    level, travelling = left.get_lines()
+    assert level.get_ydata() == [80.0, 80.0]  # what training that sends nothing came to
+    assert travelling.get_xydata().tolist() == [[1, 30], [2, 40]]
     places = zip(axes.get_yticks(), axes.get_yticklabels(), strict=True)
     names = {int(place): text.get_text() for place, text in places}
-    found: dict[tuple[str, bool], float] = {}
+    found: dict[tuple[str, bool], tuple[float, list[float]]] = {}
     for box in axes.containers:
         ((value, height),) = box.lines[0].get_xydata().tolist()
-        found[names[round(height)], height > round(height)] = value
-    measured = {(dot.name, False): dot.measured.mean for dot in dots}
-    assert found == measured | {("local", True): 81, ("fedavg", True): 50}
+        (bar,) = box.lines[2][0].get_segments()
+        found[names[round(height)], height > round(height)] = value, bar[:, 0].tolist()
+    measured = {
+        ("local", False): (80, [78, 82]),
+        ("pefll", False): (90, [90, 90]),
+        ("fedavg", False): (40, [39, 41]),
+    }
+    published = {("local", True): (81, [80.5, 81.5]), ("fedavg", True): (50, [50, 50])}
+    assert found == measured | published
 
 
 def test_ids_of_figures_do_not_meet_on_a_page() -> None:
@@ -138,6 +151,39 @@ def test_ids_of_figures_do_not_meet_on_a_page() -> None:
     for mark in ("x_1", "x_2"):
         told = f'<svg id="{mark}_a"><use href="#{mark}_a"/><g clip-path="url(#{mark}_a)"/></svg>'
         assert told in page
+
+
+def test_a_figure_that_a_table_names_is_of_the_records_that_count(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accuracy over rounds of each column by itself, the shift of all of them together."""
+    of_both = TABLE.replace("[rows.local]", '[columns.more]\nabout = "more"\n\n[rows.local]')
+    made = of_both.replace("\nset.rounds", '\nfigures = ["rounds", "shift"]\nset.rounds')
+    (folder / "experiments" / "made" / "table1.toml").write_text(made)
+    for seed in (0, 1):
+        record(folder, "local", seed, [5, 5, 5, 5])
+    record(folder, "local", 4, [5, 5, 5, 5], place="made/table1-more-local")
+    record(folder, "fedavg", 0, [6, 6, 6, 6])
+    record(folder, "fedavg", 3, [9, 9, 9, 9], rounds=3)  # of other settings
+    drawn: list[dict[str, list[int]]] = []
+
+    def draw(runs: Any) -> None:
+        seeds = {name: [run.summary["seed"] for run in of] for name, of in runs.items()}
+        drawn.append(seeds)
+
+    monkeypatch.setattr(report.learned, "OF_RUNS", {"rounds": draw, "shift": draw})
+    monkeypatch.setattr(report.learned, "can_draw", lambda name, run: True)
+    monkeypatch.setattr(report, "to_svg", lambda figure: "<svg/>")
+    told = report.of_papers(folder / "results", experiments.find_all(folder / "experiments"))
+    assert drawn == [
+        {"Local": [0, 1], "FedAvg": [0]},
+        {"Local": [4]},
+        {"Local": [0, 1, 4], "FedAvg": [0]},
+    ]
+    assert "#### digits, 5 clients: test accuracy over rounds, 2 seeds\n" in told.text
+    assert "#### more: test accuracy over rounds, one seed\n" in told.text
+    assert "#### Digits: accuracy of novel clients over their distance" in told.text
+    assert "made/table1-more-rounds" in told.figures
 
 
 def test_examples_of_novel_clients_are_drawn_in_the_order_of_their_number(
