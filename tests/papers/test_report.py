@@ -176,6 +176,35 @@ def test_records_that_lack_what_is_measured_are_shown_by_plain_accuracy_without_
     assert f"- (1) {lacking}" in text
 
 
+def test_each_method_has_its_cells_with_the_share_of_rounds_that_they_rest_on(
+    folder: Path,
+) -> None:
+    record(folder, "local", 0, [5, 5, 5, 5])
+    record(folder, "local", 1, [5, 5, 5, 7])
+    record(folder, "fedavg", 0, [6, 6, 6, 6], rounds=2)
+    record(folder, "fedavg", 1, [6, 6, 6, 8], rounds=9)  # no part of four
+    record(folder, "trained", 0, [9, 9, 9, 9])
+    told = report.of_methods(folder / "results", experiments.find_all(folder / "experiments"))
+    cells = {
+        method: [[cell.strip() for cell in line.strip("|").split("|")] for line in of.splitlines()]
+        for method, of in told.items()
+    }
+    of = "`made/table1` digits, 5 clients: {}; test_accuracy (%)".format
+    assert cells.keys() == {"local", "fedavg"}
+    assert cells["local"][2:] == [[of("Local"), "missed by +2.5", "50", "52.5 ± 3.5", "2"]]
+    half = "scaled: 0.5 of the rounds; other settings: rounds=2 for 4"
+    assert cells["fedavg"][2:] == [
+        [of("FedAvg"), half, "60 ± 2", "60.0", "1"],
+        [of("FedAvg"), "other settings: rounds=9 for 4", "60 ± 2", "65.0", "1"],
+        [of("FedAvg, trained on"), "not the paper's settings, on purpose", "60 ± 2", "90.0", "1"],
+    ]
+
+
+def test_a_budget_is_in_epochs_where_clients_train_for_those(folder: Path) -> None:
+    record(folder, "fedavg", 0, [6, 6, 6, 6], **{"method.local_epochs": 3})
+    assert row(written(folder, "report.md"), "FedAvg")[8] == "4 × 2 × 3 epochs"
+
+
 def test_a_report_that_cannot_be_is_refused(folder: Path, capsys: Any) -> None:
     for options, said in [
         (["--out", "report.txt"], "must end in .html or .md, came report.txt"),

@@ -1,5 +1,6 @@
 """The report's tables of records that are of no paper: side by side, by folder."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -66,6 +67,28 @@ def test_a_record_of_no_table_without_a_number_has_a_dash_and_a_note(folder: Pat
     assert row(text, "local")[2:6] == ["50.0 ± 0.0", "50.0 ± 0.0", "50.0 ± 0.0", "–"]
     assert "\n- fedavg, seed 1: no test accuracy\n" in text
     assert text.count("no test accuracy") == 1
+
+
+def test_novel_clients_of_records_of_no_table_are_averaged_over_all_their_examples(
+    folder: Path,
+) -> None:
+    for seed, correct in ((0, [9, 12]), (1, [5, 12])):
+        path = record(folder, "fedavg", seed, [6, 6, 6, 6], place="few/fedavg")
+        novel = summarise(
+            round=4, split="novel", clients=[4, 5], count=[10, 30], correct=correct,
+            loss=[1.0] * 2, masked_correct=correct, zeroed_correct=correct, bytes_down=0,
+            bytes_up=0, seconds=0.0,
+        )  # fmt: skip
+        RunFolder(path).append(novel)
+        told = json.loads((path / "summary.json").read_text())
+        told |= {"novel_accuracy": sum(correct) / 40}
+        told |= {"novel_accuracy_client_mean": (correct[0] / 10 + correct[1] / 30) / 2}
+        (path / "summary.json").write_text(json.dumps(told))
+    # 21 and 17 of 40: 52.5 and 42.5 %, whose deviation is 10 by the root of two.
+    assert row(written(folder, "report.md"), "fedavg")[2:6] == [
+        *["60.0 ± 0.0"] * 3,
+        "47.5 ± 7.1",
+    ]
 
 
 def test_of_fewer_seeds_than_a_record_of_no_table_has_a_gain_says_so(folder: Path) -> None:
