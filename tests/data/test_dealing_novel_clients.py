@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from hyperfed.data.corruptions import corrupt_novel
+from hyperfed.data.division import novel_dealt_anew
 from hyperfed.data.shift import nearest_total_variation
 from hyperfed.data.tasks import TaskConfig, build, divide
 from hyperfed.errors import UserError
@@ -25,8 +27,8 @@ def test_novel_clients_dealt_to_anew_are_dealt_all_before_they_keep_few():
 
 def test_novel_clients_dealt_to_anew_keep_few_examples_and_their_codes():
     config = TaskConfig(partition="dirichlet", alpha=1.0, examples_per_client=5, label_codes=2)
-    trained = build(config, seed=0)
-    served = build(config, seed=0, served=replace(config, novel_alpha=10.0))
+    trained = build(config, seed=3)
+    served = build(config, seed=3, served=replace(config, novel_alpha=10.0))
     known = torch.cat(trained.train[:18])
     assert torch.equal(known, torch.cat(served.train[:18]))
     assert torch.equal(trained.y[known], served.y[known])
@@ -96,6 +98,19 @@ def test_novel_clients_are_dealt_anew_from_what_they_hold_and_known_ones_are_not
     assert spread[0.2] > 1.5 * spread[1e9]
 
 
+def test_what_novel_clients_are_dealt_anew_follows_from_the_seed():
+    examples = made(10_000)
+    config = TaskConfig(clients=8, partition="dirichlet", alpha=0.5, novel=4)
+    dealt = divide(config, examples, seed=0)
+    for alpha, alike in ((0.5, False), (1e9, True)):  # of a large one, all shares are the same
+        anew = replace(config, novel_alpha=alpha)
+        first, again, other = (novel_dealt_anew(dealt, anew, examples, s).train for s in (1, 1, 2))
+        assert all(map(torch.equal, first, again))
+        assert not torch.equal(first[4], other[4])
+        counts = [torch.bincount(examples.y[own[4]], minlength=10) for own in (first, other)]
+        assert ((counts[0] - counts[1]).abs() <= 1).all() == alike
+
+
 @pytest.mark.parametrize("name", ["blur", "rotation", "brightness", "contrast"])
 def test_only_novel_clients_images_are_corrupted(name):
     seed = 2  # its angles are large enough to move a pixel of 8 x 8
@@ -109,6 +124,8 @@ def test_only_novel_clients_images_are_corrupted(name):
             assert torch.equal(split[client], same[client])
             unchanged = (task.x[split[client]] == digits.x[split[client]]).all(dim=(1, 2, 3))
             assert unchanged.all() if client in task.known else not unchanged.all()
+    expected = corrupt_novel(digits.x, digits, novel=2, name=name, seed=seed)
+    assert torch.equal(task.x, expected)
     assert task.x.dtype == torch.uint8
     assert task.x.is_contiguous(memory_format=torch.channels_last)
     assert task.transform == digits.transform

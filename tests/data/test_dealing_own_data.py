@@ -128,3 +128,8 @@ def test_clients_at_sites_are_called_as_their_sites_call_them() -> None:
     task = remote(settings, Roster(1, frame, members, ""), 0)
     assert task.names == ("ward/ann", "ward/bob")
     assert settings_of(task, 0) is settings
+    assert settings_of(task, 1).source == "python"
+    nets = [remote(settings, Roster(1, frame, members, ""), seed).models["base"] for seed in (0, 1)]
+    same, other = (next(net.parameters()) for net in nets)
+    assert torch.equal(next(task.models["base"].parameters()), same)
+    assert not torch.equal(same, other)

@@ -32,6 +32,76 @@ def test_every_partition_gives_each_client_the_same_proportions_on_every_split(n
                 assert ((of_train / 2 - count).abs() <= 2).all()
 
 
+def counted(split, examples):
+    """How many of each class each client has."""
+    return [torch.bincount(examples.y[own], minlength=examples.classes).tolist() for own in split]
+
+
+@pytest.mark.parametrize(
+    ("settings", "drawn"),
+    [
+        ({"partition": "shuffled", "val": None}, lambda dealt, _: all_indices(dealt.test)),
+        ({"partition": "natural"}, lambda dealt, _: all_indices(dealt.train)),
+        ({"partition": "iid", "fraction": 0.5}, lambda dealt, _: all_indices(dealt.train)),
+        ({"partition": "pfllib", "fraction": 0.5}, lambda dealt, _: all_indices(dealt.train)),
+        ({"partition": "pfllib", "examples_per_client": 5}, lambda dealt, _: dealt.train[0]),
+        ({"partition": "shuffled"}, lambda dealt, _: dealt.train[0]),
+        ({"partition": "iid"}, lambda dealt, _: dealt.train[0]),
+        (
+            {"partition": "equal_classes", "class_sets": [[0, 1], [1, 2], [3], [4, 5]]},
+            lambda dealt, _: dealt.train[0],
+        ),
+        ({"partition": "dirichlet"}, lambda dealt, of: counted(dealt.train, of)),
+    ],
+)
+def test_each_draw_of_a_division_alone_follows_from_the_seed(settings, drawn):
+    own = None if settings.get("val", 0.0) is None else torch.arange(2000) >= 1500
+    examples = made(clients=20, held_out=own)  # with its own split, none is drawn to test on
+    config = TaskConfig(**{"clients": 4, "novel": 0, "val": 0.0} | settings)
+    found = [torch.as_tensor(drawn(divide(config, examples, s), examples)) for s in (1, 1, 2, 3)]
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+    assert not torch.equal(found[2], found[3])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"partition": "equal_classes"},
+        {"partition": "equal_classes", "class_sets": [[k % 10, 9] for k in range(9)] + [[8, 9]]},
+        {"partition": "majority", "majority_ratio": 5.0},
+    ],
+)
+def test_clients_have_equal_amounts_of_classes_of_which_there_are_more_and_less(settings):
+    y = torch.arange(10).repeat_interleave(torch.arange(100, 1100, 100))
+    config = TaskConfig(clients=10, novel=0, **settings)
+    sizes = held_by(divide(config, replace(made(len(y)), y=y), seed=0))[0]
+    assert np.ptp(sizes) <= 10  # rounded in each class
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"partition": "class_shares"},
+        {"partition": "class_shares", "shares": "official"},
+        {"partition": "equal_classes"},
+        {"partition": "shards"},
+    ],
+)
+def test_the_classes_of_a_client_are_as_many_as_is_asked_for(settings):
+    examples = made()
+    dealt = divide(TaskConfig(clients=10, classes_per_client=1, **settings), examples, seed=0)
+    assert [len(examples.y[own].unique()) for own in dealt.train] == [1] * 10
+
+
+@pytest.mark.parametrize("name", ["dirichlet", "dirichlet_equal", "dirichlet_per_class"])
+def test_a_large_alpha_gives_each_client_as_much_of_each_class(name):
+    examples = made()
+    config = TaskConfig(clients=10, partition=name, alpha=1e9)
+    counts = np.array(counted(divide(config, examples, seed=0).train, examples))
+    assert np.abs(counts - 14).max() <= 1  # .7 of 200 of each class, over ten clients
+
+
 def test_clients_of_coarse_classes():
     examples = made(2000)
     config = TaskConfig(clients=10, partition="coarse")

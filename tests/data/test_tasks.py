@@ -93,6 +93,7 @@ def test_sizes_reach_the_task(tmp_path):
     )
     task = build(config, seed=0)
     assert sorted(map(task.sizes.count, "SML")) == [2, 2, 3]
+    assert build(config, seed=1).sizes != task.sizes  # whose they are follows from the seed
     assert task.models["S"](task.transform(task.x[:2])).shape == (2, 2)
 
 
