@@ -77,4 +77,4 @@ class Client(federation.Client):
 
 
 def engine_of(task: Task | None = None, config: Config | None = None, **options: Any) -> LoopEngine:
-    return LoopEngine(task or make_task(), Client, config or Config(), seed=0, **options)
+    return LoopEngine(task or make_task(), Client, config or Config(), **{"seed": 0} | options)

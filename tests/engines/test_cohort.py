@@ -126,8 +126,8 @@ def test_sizes_group_a_cohort_and_share_its_fate() -> None:
 
 
 def test_injected_faults_shrink_a_cohort_reproducibly() -> None:
-    def lost(faults: Faults, training: bool = True) -> dict[int, str]:
-        engine = engine_of(make_task(examples=(5,) * 40), faults=faults)
+    def lost(faults: Faults, training: bool = True, seed: int = 0) -> dict[int, str]:
+        engine = engine_of(make_task(examples=(5,) * 40), faults=faults, seed=seed)
         cohort = engine.cohort(range(40), 3, training=training)
         cohort.ask(Client.echo, MODEL)
         return dict(cohort.state.lost)
@@ -135,6 +135,8 @@ def test_injected_faults_shrink_a_cohort_reproducibly() -> None:
     dropped = lost(Faults(drop=0.3))
     assert 3 <= len(dropped) <= 25
     assert dropped == lost(Faults(drop=0.3))
+    assert lost(Faults(drop=0.3), seed=1) != dropped
+    assert lost(Faults(nan=0.3), seed=1) != lost(Faults(nan=0.3))
     assert set(lost(Faults(nan=0.3)).values()) == {"the reply is not finite"}
     assert lost(Faults(drop=0.3), training=False) == {}
 

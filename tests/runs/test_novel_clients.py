@@ -11,6 +11,7 @@ from torch import Tensor
 
 import hyperfed
 from hyperfed import federation, trees
+from hyperfed.engines import calls
 from hyperfed.engines.local.loop import LoopEngine
 from hyperfed.errors import UserError
 from hyperfed.federation import Cohort, step
@@ -20,9 +21,9 @@ from hyperfed.runs.config import from_keys
 from hyperfed.runs.evaluation import SUMS, evaluate, with_samples
 from hyperfed.runs.run import Run
 from hyperfed.task import Outline, Task
-from hyperfed.training import UnlabelledError
+from hyperfed.training import Steps, UnlabelledError
 from hyperfed.trees import Model, Tree
-from toys import Federation, lengths, make_task
+from toys import Federation, Normed, lengths, make_task
 
 NOVEL = 3
 SETTINGS = {"local_steps": 3, "batch_size": 4, "local_lr": 0.1}
@@ -76,6 +77,26 @@ def test_a_newcomer_that_is_not_to_train_is_served_all_the_same(method: str) -> 
     ours = Federation(method, task, **SETTINGS, **lengths(method, 3) | {"novel_steps": 0})
     ours.round([0, 1, 2], 0)
     assert evaluate(ours.server, ours.engine, [NOVEL], 1)["test"].loss.isfinite().all()
+
+
+@pytest.mark.parametrize("method", sorted(filter(takes_steps, METHODS)))
+def test_a_newcomer_trains_on_batches_as_large_as_anybodys(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans, draw = set(), calls.draw
+
+    def drawn(call: calls.Call, *arguments: Any) -> Tensor:
+        if call.client == NOVEL and call.batches is not None:
+            plans.add(call.batches)
+        return draw(call, *arguments)
+
+    monkeypatch.setattr(calls, "draw", drawn)
+    own = SETTINGS | lengths(method, 3) | {"batch_size": 5, "novel_steps": 2}
+    ours = Federation(method, make_task(Normed, novel=1), **own)
+    ours.round([0, 1, 2], 0)
+    evaluate(ours.server, ours.engine, [NOVEL], 1)
+    assert Steps(2, 5) in plans
+    assert {plan.size for plan in plans} == {5}
 
 
 class Server(federation.Server):
@@ -369,7 +390,8 @@ def test_layers_that_no_client_remembers_are_not_retained_when_serving() -> None
 
 
 def test_novel_clients_images_are_corrupted_after_training_too(tmp_path: Path) -> None:
-    keys = {"rounds": 1, "method": {"local_steps": 1}, "task": {"name": "digits", "clients": 10}}
+    keys: dict[str, Any] = {"rounds": 1, "method": {"local_steps": 1}, "seed": 1}
+    keys |= {"task": {"name": "digits", "clients": 10}}
     run = hyperfed.train("fedavg", out=tmp_path, **keys)
     blurred = run.served_otherwise(["task.novel_corruption=blur"])
     del keys["task"]
@@ -379,6 +401,8 @@ def test_novel_clients_images_are_corrupted_after_training_too(tmp_path: Path) -
     novel, known = run.task.train[9], run.task.train[0]
     assert not torch.equal(blurred.task.x[novel], run.task.x[novel])
     assert torch.equal(blurred.task.x[known], run.task.x[known])
+    for ours, theirs in zip(blurred.task.train, run.task.train, strict=True):
+        assert torch.equal(ours, theirs)  # the seed deals clients what it dealt them before
     assert blurred.evaluate_novel().loss != run.evaluate_novel().loss
 
 

@@ -17,7 +17,7 @@ from hyperfed.federation import step
 from hyperfed.methods import METHODS
 from hyperfed.runs.capability import NO_UPDATES
 from hyperfed.runs.config import from_keys
-from hyperfed.runs.private import charge, cohort_of
+from hyperfed.runs.private import AggregateNoise, charge, cohort_of
 from hyperfed.runs.run import Run
 from hyperfed.system.randomness import seeded
 from hyperfed.trees import Tree, tree_map
@@ -121,6 +121,27 @@ def test_who_is_alone_in_a_round_is_not_lost_by_its_own_noise() -> None:
     run = train(epsilon=0.01, cohort=1)
     assert not [entry for e in run.evaluations for entry in e.lost]
     assert sum(len(kept["multipliers"]) for kept in run.engine.released.values()) == 4
+
+
+def test_a_trusted_server_adds_noise_of_the_round_and_of_the_runs_seed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Noise that came twice would be gone from the difference of what was told."""
+    add, found = AggregateNoise.add, []
+
+    def noted(self: AggregateNoise, mean: Tree, share: float, clients: Any = None) -> Tree:
+        told = add(self, mean, share, clients)
+        name = max(mean, key=lambda name: mean[name].numel())
+        found.append((told[name] - mean[name]) / share)
+        return told
+
+    runs = [begun(privacy=CENTRAL, rounds=2, seed=seed) for seed in (1, 2)]
+    monkeypatch.setattr(AggregateNoise, "add", noted)  # and not in the plans of the runs
+    for run in runs:
+        assert len(list(run.train())) == 2
+    first, second, other, _ = found  # a mean a round
+    for unlike in (second, other):  # independent: the difference has twice the variance
+        assert (unlike - first).std() > first.std()
 
 
 def test_a_mean_is_paid_for_beside_what_its_clients_have_let_out_by_themselves() -> None:

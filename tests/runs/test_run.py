@@ -331,6 +331,24 @@ def test_cohorts_are_uniform_without_replacement_and_known_only() -> None:
     assert counts[:3].min() > 25
 
 
+def test_the_first_server_and_who_is_in_a_round_are_drawn_from_the_runs_seed() -> None:
+    """On the same data, which it does not draw here."""
+    keys = {"method": {"hidden": 7, "hidden_layers": 1}, "cohort": 2}
+    task = make_task()
+    first, again, other = (
+        Run(config.from_keys("pfedhn", keys | {"seed": seed}), task) for seed in (1, 1, 2)
+    )
+
+    def drawn(run: Run) -> list[Any]:
+        weights = [value.tolist() for _, value in run.server.hyper_net.state_dict().items()]
+        embeddings = run.server.embeddings.weight.tolist()
+        return [weights, embeddings, [run._cohort(number) for number in range(10)]]
+
+    assert drawn(first) == drawn(again)
+    for ours, theirs in zip(drawn(first), drawn(other), strict=True):
+        assert ours != theirs
+
+
 @pytest.mark.parametrize(("cohort", "size"), [(1, 1), (0.5, 2), (1.0, 4), (4, 4)])
 def test_a_cohort_is_a_number_or_a_fraction(cohort: float, size: int) -> None:
     run = Run(config.from_keys("fedavg", {"cohort": cohort}), make_task())

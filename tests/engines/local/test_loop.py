@@ -110,7 +110,7 @@ def test_what_a_network_draws_is_a_function_of_client_and_round_and_leaves_the_g
     model = task.outline().initial()
 
     def losses(clients: list[int], number: int = 0, **options: Any) -> list[float]:
-        engine = LoopEngine(task, Losing, None, seed=0, **options)
+        engine = LoopEngine(task, Losing, None, **{"seed": 0} | options)
         cohort = engine.cohort(clients, number, training=True)
         values: list[float] = cohort.ask(Losing.training_loss, model)["loss"].tolist()
         return values
@@ -120,6 +120,7 @@ def test_what_a_network_draws_is_a_function_of_client_and_round_and_leaves_the_g
     first = losses([0, 1, 2])
     assert losses([2, 0], workers=2, cores_per_client=1) == [first[2], first[0]]
     assert losses([0], 1) != first[:1]
+    assert losses([0], seed=1) != first[:1]
     assert torch.equal(torch.get_rng_state(), before)
 
 
