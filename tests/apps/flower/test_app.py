@@ -21,6 +21,7 @@ from hyperfed.apps.flower import submit
 from hyperfed.data import site as sitedata
 from hyperfed.data.examples import Normalize
 from hyperfed.data.roster import enrol
+from hyperfed.engines.flower import site as answering
 from hyperfed.engines.flower.policy import Policy
 from hyperfed.engines.flower.site import Shard
 from hyperfed.engines.replies import NoAnswerError
@@ -210,6 +211,33 @@ def test_a_run_of_the_app_equals_one_on_this_machine_and_can_be_resumed(tmp_path
         assert entry.equal(model[name])
     with pytest.raises(UserError, match="are at their sites"):
         opened.model(0)
+
+
+def test_a_site_computes_as_its_node_says_and_counts_for_what_the_run_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, best = [], answering.best_engine
+
+    def noted(device: Any) -> Any:
+        def make(*arguments: Any, **options: Any) -> Any:
+            made.append(best(device)(*arguments, **options))
+            return made[-1]
+
+        return make
+
+    monkeypatch.setattr(answering, "best_engine", noted)
+    keys = ["rounds=1", "cohort=2", "task.clients=4", "task.novel=0", "method.local_steps=1"]
+    settings = config.load("fedavg", [*keys, "metrics=f1", "engine=flower", "engine.timeout=0.1"])
+    run_config = {"settings": toml.dumps(config.to_dict(settings))}
+    policy = tmp_path / "policy.toml"
+    policy.write_text('metrics = ["f1"]\n')
+    node: dict[str, Any] = {"state": str(tmp_path / "site"), "clients": "0-3"}
+    node |= {"workers": 2, "cores_per_client": 3, "policy": str(policy)}
+    run = app.begin(settings, DirectLink({5: site_of(run_config, node)}), str(tmp_path / "run"))
+    list(run.train())
+    told = [(engine.workers, engine.resources(4)["cores_per_client"]) for engine in made]
+    assert {*told} == {(2, 3)}
+    assert len(run.evaluations[-1].others["f1"].client) == 4
 
 
 @pytest.mark.parametrize(

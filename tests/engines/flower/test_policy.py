@@ -19,6 +19,7 @@ from hyperfed import trees
 from hyperfed.data.examples import fingerprint_of_frozen
 from hyperfed.data.own import mean_squared_error, minus_squared_error
 from hyperfed.data.roster import Frame
+from hyperfed.engines import calls
 from hyperfed.engines.calls import Call
 from hyperfed.engines.flower import diary
 from hyperfed.engines.flower.engine import FlowerEngine
@@ -51,12 +52,17 @@ CONSTANT = {name: leaf * name.endswith("bias") for name, leaf in MODEL.items()}
 
 
 def site_in(
-    folder: Path, method: Any = fedavg, config: Any = None, count: Any = (), **changes: Any
+    folder: Path,
+    method: Any = fedavg,
+    config: Any = None,
+    count: Any = (),
+    seed: int = 0,
+    **changes: Any,
 ) -> Site:
     policy = replace(Policy(methods=("fedavg", "itpfl"), smallest_batch=4), **changes)
     source, settings = Shard(TASK, range(4)), config or method.Config(local_lr=0.1)
     name = method.__name__.rpartition(".")[2]
-    options = {"seed": 0, "method": name, "policy": policy, "metrics": count}
+    options = {"seed": seed, "method": name, "policy": policy, "metrics": count}
     return Site(source, folder, method.Client, settings, **options)
 
 
@@ -353,6 +359,27 @@ def test_what_the_policy_allows_is_answered(
     assert isinstance(asked(site_in(tmp_path), step, **options), dict)
     (entry,) = log(tmp_path)
     assert entry["decision"] == "answered"
+
+
+def test_examples_are_counted_of_the_batches_that_the_runs_seed_draws(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the seed alone, three of them are of one number of examples or of another."""
+    trained, draw = [], calls.draw
+
+    def drawn(*arguments: Any) -> torch.Tensor:
+        rows = draw(*arguments)
+        trained.append(len({*rows.tolist()}))
+        return rows
+
+    monkeypatch.setattr(calls, "draw", drawn)  # of the engine, and not of the policy
+    folders = [tmp_path / str(seed) for seed in range(6)]
+    for seed, folder in enumerate(folders):
+        site = site_in(folder, seed=seed, smallest_reply=1)
+        assert isinstance(asked(site, batches=Steps(3, 4)), dict)
+    counted = [entry["examples"] for folder in folders for entry in log(folder)]
+    assert counted == trained
+    assert len({*counted}) > 1
 
 
 def test_what_few_steps_have_made_is_not_told_by_a_step_that_makes_none(tmp_path: Path) -> None:
