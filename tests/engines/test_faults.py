@@ -43,6 +43,7 @@ def test_noise_is_ten_times_as_long_as_the_change_and_each_call_has_its_own() ->
     )
     assert torch.equal(again["a"], found["a"])
     assert not torch.equal(other["a"], found["a"])
+    assert not torch.equal(faults.lie(reply, sent, 1, CALL)["a"], found["a"])  # of another seed
 
 
 def test_huge_is_huge_in_every_entry() -> None:
