@@ -127,18 +127,20 @@ def test_without_an_output_for_each_class_none_is_taken_out(flat: bool, called: 
         hyperfed.train("local", task, metrics=["f1"], rounds=1)
 
 
+class Constant(nn.Module):
+    """Always says class 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # All logits negative: a mask at zero instead of minus infinity would win.
+        self.logit = nn.Parameter(torch.tensor([-1.0, -2.0, -3.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.logit.log_softmax(dim=0).expand(len(x), CLASSES)
+
+
 def test_masking_takes_absent_classes_out_at_minus_infinity() -> None:
     """A model that always says class 0 is right under the mask where class 0 is absent."""
-
-    class Constant(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            # All logits negative: a mask at zero instead of minus infinity would win.
-            self.logit = nn.Parameter(torch.tensor([-1.0, -2.0, -3.0]))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.logit.expand(len(x), CLASSES)
-
     task = make_task(Constant)
     task.y[task.train[0]] = 1
     task.y[task.test[0]] = 1
@@ -158,14 +160,6 @@ def test_masking_takes_absent_classes_out_at_minus_infinity() -> None:
 
 
 def test_what_a_network_with_log_probabilities_has_at_zero_is_probabilities() -> None:
-    class Constant(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.logit = nn.Parameter(torch.tensor([-1.0, -2.0, -3.0]))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.logit.log_softmax(dim=0).expand(len(x), CLASSES)
-
     found = []
     for loss in (nn.functional.nll_loss, nn.functional.cross_entropy):
         task = make_task(Constant, loss=loss)

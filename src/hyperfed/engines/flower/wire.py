@@ -26,7 +26,7 @@ from pydantic.dataclasses import dataclass as validated
 from hyperfed.data.roster import Frame, Introduction, check_introduction, first_of, plain
 from hyperfed.engines.calls import Call
 from hyperfed.engines.replies import BadReplyError, DivergedError
-from hyperfed.errors import LONGEST, UserError, one_line
+from hyperfed.errors import LONGEST, SpentError, UserError, one_line
 from hyperfed.training import Batches, Epochs, Steps, UnlabelledError
 from hyperfed.trees import Tree
 from hyperfed.trees.checkpoints import dumps, loads
@@ -47,7 +47,7 @@ class WireError(UserError):
 
 _RAISED: Mapping[str, type[Exception]] = {
     kind.__name__: kind
-    for kind in (UserError, UnlabelledError, BadReplyError, DivergedError, SiteError)
+    for kind in (UserError, SpentError, UnlabelledError, BadReplyError, DivergedError, SiteError)
 }
 """Errors that mean something to the server; all others become a :class:`SiteError`."""
 
