@@ -10,7 +10,7 @@ from hyperfed.engines.local.vmap import Kind, VmappedEngine
 from toys import Federation, make_task, short
 
 SEED = 3
-"""None that is the default of anything."""
+"""Not 0, as which a seed that is not passed on would pass unseen."""
 
 EVEN, RAGGED = (12,) * 6, (12, 7, 20, 12, 9, 9)
 """Training examples of four known and two novel clients."""

@@ -170,9 +170,9 @@ def _folder(name: str, data_dir: Path | None) -> Path | None:
 
 
 def located(name: str, data_dir: str | Path | None = None) -> str:
-    """Returns a data set's name, as of :func:`load`, by which it is found from any folder.
+    """Returns a name by which :func:`load` finds a data set from any folder.
 
-    That is another one of a folder that is found from the current one: its path.
+    It is the same, but of a folder that is found from the current one its path.
     """
     if name in NAMES or tables.ending(name) in tables.SUFFIXES:
         return name

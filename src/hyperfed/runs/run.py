@@ -461,13 +461,7 @@ class Run(Served):
         self.evaluations = [
             e for e in self.evaluations if e.split != "novel"
         ]  # of a broken-off end
-        novel: Evaluation | None = None
-        if self.task.novel:
-            try:
-                novel = self._evaluate_novel(self.round)
-                self._record(novel)
-            except SpentError as error:  # by those who served them while the run was stopped
-                log.warning("novel clients are not evaluated: %s", error)
+        novel = self._evaluate_novel_at_last()
         never = always_lost(self.evaluations, map(self._cohort, range(self.round)))
         self.summary = {
             "method": self.config.method,
@@ -502,6 +496,18 @@ class Run(Served):
         if self.folder is not None:
             configuration.make_portable(self.folder.config)
             self.folder.write_summary(self.summary)
+
+    def _evaluate_novel_at_last(self) -> Evaluation | None:
+        """Evaluates novel clients; None where there are none, or their epsilon is spent."""
+        if not self.task.novel:
+            return None
+        try:
+            novel = self._evaluate_novel(self.round)
+        except SpentError as error:  # by whoever served them before
+            log.warning("novel clients are not evaluated: %s", error)
+            return None
+        self._record(novel)
+        return novel
 
     def _hand_out(self) -> None:
         """Has sites keep the models of the clients that trained, those of the best round."""

@@ -1,7 +1,5 @@
 """The Flower engine keeps the contract, over a Grid that serialises but needs no network."""
 
-import itertools
-from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,15 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engines.flower.sites import DirectLink, hello, remote, sites_of
+from engines.flower.sites import DirectLink, remote, sites_of
 from hyperfed import federation, trees
 from hyperfed.data.own import mean_squared_error, minus_squared_error
 from hyperfed.data.roster import RemoteTask, enrol
 from hyperfed.engines.flower import site as site_module
 from hyperfed.engines.flower import wire
 from hyperfed.engines.flower.engine import FlowerEngine
-from hyperfed.engines.flower.grid import ERRORS, GridLink, bytes_of, record_of
-from hyperfed.engines.flower.site import Site
+from hyperfed.engines.flower.grid import GridLink
 from hyperfed.engines.flower.sites import HELLO, STEP, Sites
 from hyperfed.engines.flower.wire import MOST_INTRODUCED
 from hyperfed.engines.local.vmap import VmappedEngine
@@ -28,147 +25,23 @@ from hyperfed.errors import UserError
 from hyperfed.federation import AllLostError, step
 from hyperfed.methods import METHODS
 from hyperfed.runs.config import from_keys
-from hyperfed.runs.evaluation import SUMS, evaluate, finetuned
+from hyperfed.runs.evaluation import evaluate, finetuned
 from hyperfed.runs.run import Run
 from hyperfed.runs.tally import Tally
 from hyperfed.system.randomness import seeded
 from hyperfed.task import Task
 from hyperfed.training import Steps
 from hyperfed.trees import Tree
-from test_every_method import SETTINGS
-from toys import ONE_STEP, Federation, Normed, Stemmed, TwoLayers, close, lengths, make_task
+from toys import ONE_STEP, Federation, Normed, Stemmed, TwoLayers, close, make_task
 
 flwr = pytest.importorskip("flwr")
 
-from flwr.app import ConfigRecord, Error, Message, RecordDict  # noqa: E402
-from flwr.common.serde import message_from_proto, message_to_proto  # noqa: E402
-from flwr.proto.message_pb2 import Message as ProtoMessage  # noqa: E402
-from flwr.proto.node_pb2 import NodeInfo  # noqa: E402
-from flwr.serverapp import Grid  # noqa: E402
-from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
+
+from engines.flower.grid_double import Remote, both, settings_of, values  # noqa: E402
 
 ALL = sorted(METHODS)
 
-
-def answered(site: Site, message: Message) -> Message:
-    return Message(record_of(site.handle(bytes_of(message.content))), reply_to=message)
-
-
-def over_the_wire(message: Message) -> Message:
-    """What comes out at the other end: the message as bytes and back."""
-    parsed = ProtoMessage.FromString(message_to_proto(message).SerializeToString())
-    return message_from_proto(parsed)
-
-
-class GridDouble(Grid):
-    """Nodes in this process, which get and give messages as bytes.
-
-    ``behave`` maps a node to what it does with a message instead of answering it; replies come in
-    the reverse order of the requests.
-    """
-
-    def __init__(self, sites: Mapping[int, Site]) -> None:
-        self.sites = dict(sites)
-        self.behave: dict[int, Any] = {}
-        self.keys: dict[int, bytes] = {}
-        self.delivered: list[tuple[int, str]] = []
-        self._replies: list[Message] = []
-        self._numbers = itertools.count(1)
-
-    def set_run(self, run: Any) -> None: ...
-
-    @property
-    def run(self) -> Any: ...
-
-    def create_message(self, *args: Any, **options: Any) -> Message:
-        raise NotImplementedError
-
-    def get_node_ids(self) -> Iterable[int]:
-        return list(self.sites)
-
-    def get_nodes(self) -> Iterable[NodeInfo]:
-        return [NodeInfo(node_id=node, public_key=self.keys.get(node, b"")) for node in self.sites]
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        identities = []
-        for message in messages:
-            message.metadata.__dict__["_message_id"] = f"message {next(self._numbers)}"
-            came = over_the_wire(message)
-            node = came.metadata.dst_node_id
-            self.delivered.append((node, came.metadata.message_type))
-            for reply in self._answer(node, came):
-                self._replies.insert(0, over_the_wire(reply))
-            identities.append(message.metadata.message_id)
-        return identities
-
-    def _answer(self, node: int, message: Message) -> list[Message]:
-        site = self.sites[node]
-        if message.metadata.message_type == HELLO:
-            return [Message(record_of(hello(site)), reply_to=message)]
-        if node in self.behave:
-            return list(self.behave[node](site, message))
-        return [answered(site, message)]
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        wanted = set(message_ids)
-        there = [r for r in self._replies if r.metadata.reply_to_message_id in wanted]
-        self._replies = [r for r in self._replies if r not in there]
-        return there
-
-    def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
-        raise NotImplementedError
-
-
-@pytest.fixture(autouse=True)
-def _inside_a_flower_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Messages can be made only where Flower has said who we are."""
-    for name, value in (("_run_id", 1), ("_node_id", 1), ("_task_id", 1)):
-        monkeypatch.setattr(TaskIdentity, name, value)
-
-
-def settings_of(method: str) -> dict[str, Any]:
-    return SETTINGS | lengths(method)
-
-
-class Remote:
-    """A method on sites, round by round; clients 0 and 2 are at node 11, the others at node 7."""
-
-    def __init__(
-        self, method: str, task: Task, state: Path, timeout: float = 5.0, **own: Any
-    ) -> None:
-        module = METHODS[method]
-        self.config = module.Config(**settings_of(method), **own)
-        shares: dict[int, list[int]] = {11: [], 7: []}
-        for client in range(task.clients):
-            shares[7 if client % 2 else 11].append(client)
-        self.sites = sites_of(task, module, self.config, state, shares)
-        self.grid = GridDouble(self.sites)
-        self.task = remote(task, GridLink(self.grid), self.sites)
-        with seeded(0, "server"):
-            self.server = module.Server(task.outline(), self.config)
-        self.module, self.timeout = module, timeout
-        self.engine = self.new_engine()
-
-    def new_engine(self) -> FlowerEngine:
-        return FlowerEngine(
-            self.task, self.module.Client, self.config, seed=0, timeout=self.timeout
-        )
-
-    def round(self, clients: Iterable[int], number: int = 0) -> Any:
-        cohort = self.engine.cohort(list(clients), number, training=True)
-        cohort.state.reply_bound = 100.0
-        self.server.round(cohort)
-        self.engine.commit(cohort)
-        return cohort
-
-
-def both(method: str, state: Path, **options: Any) -> tuple[Remote, Federation]:
-    task = make_task(**options)
-    return Remote(method, task, state), Federation(method, task, **settings_of(method))
-
-
-def values(counts: Any) -> dict[str, Tensor]:
-    return {split: torch.stack([getattr(c, name) for name in SUMS]) for split, c in counts.items()}
+pytestmark = pytest.mark.usefixtures("inside_a_flower_process")
 
 
 @pytest.mark.parametrize("method", ALL)
@@ -490,152 +363,6 @@ def test_what_is_posted_finds_and_leaves_the_memory_of_its_round(
     link.broken.clear()
     _, counts = one_round(2, 0, 1, 2)
     assert counts == [3, 2, 2 if gone else 3]
-
-
-# Faults: what goes wrong at a site loses its clients, for this round, and nobody else's.
-
-
-def failing(code: int) -> Any:
-    return lambda site, message: [Message(Error(code, "it says"), reply_to=message)]
-
-
-def spoilt(change: Any) -> Any:
-    def behave(site: Site, message: Message) -> Iterator[Message]:
-        response = wire.unpack_response(site.handle(bytes_of(message.content)))
-        answers = {c: trees.tree_map(change, tree) for c, tree in response.answers.items()}
-        changed = wire.Response(**(vars(response) | {"answers": answers}))
-        yield Message(record_of(wire.pack_response(changed)), reply_to=message)
-
-    return behave
-
-
-def garbage(site: Site, message: Message) -> Iterator[Message]:
-    yield Message(record_of(b"garbage" * 10), reply_to=message)
-
-
-def another_record(site: Site, message: Message) -> Iterator[Message]:
-    yield Message(RecordDict({"other": ConfigRecord({"a": 1})}), reply_to=message)
-
-
-def stale(site: Site, message: Message) -> Iterator[Message]:
-    """Answers this message with the reply to an earlier one."""
-    old = wire.Response(1, 1, {1: {}, 3: {}})
-    yield Message(record_of(wire.pack_response(old)), reply_to=message)
-
-
-def silent(site: Site, message: Message) -> Iterator[Message]:
-    yield from ()
-
-
-FAULTS = {
-    "raises": (failing(2), ERRORS[2]),
-    "gone": (failing(5), ERRORS[5]),
-    "crashed": (failing(8), ERRORS[8]),
-    "unknown": (failing(77), "unknown error 77"),
-    "silent": (silent, "did not answer within"),
-    "garbage": (garbage, "cannot be read"),
-    "record": (another_record, "one array of bytes"),
-    "stale": (stale, "another message"),
-    "nan": (spoilt(lambda leaf: leaf * torch.nan), "not finite"),
-    "huge": (spoilt(lambda leaf: torch.full_like(leaf, 1e30)), "too large"),
-    "backwards": (spoilt(lambda leaf: leaf * -1e6), "too large"),
-    "shape": (spoilt(lambda leaf: leaf.unsqueeze(0)), "names, shapes or dtypes"),
-    "dtype": (spoilt(lambda leaf: leaf.half()), "names, shapes or dtypes"),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_site_that_fails_loses_its_clients_for_the_round(fault: str, tmp_path: Path) -> None:
-    behave, reason = FAULTS[fault]
-    ours, loop = both("fedper", tmp_path)
-    ours.engine = FlowerEngine(ours.task, ours.module.Client, ours.config, seed=0, timeout=0.01)
-    for each in (ours, loop):
-        each.round([0, 1, 2], 0)
-    ours.grid.behave[7] = behave
-    cohort = ours.round([0, 1, 2], 1)
-    assert list(cohort.state.lost) == [1]
-    assert reason in cohort.state.lost[1]
-    loop.round([0, 2], 1)
-    ours.grid.behave.clear()
-    for each in (ours, loop):
-        each.round([1, 3], 2)
-    expected = loop.server.state()
-    close(ours.server.state(), expected)
-
-
-def test_replies_in_any_order_and_twice_are_known_by_their_message(tmp_path: Path) -> None:
-    ours, loop = both("fedper", tmp_path)
-    ours.grid.behave[7] = lambda site, message: [answered(site, message)] * 2
-    for each in (ours, loop):
-        each.round([3, 0, 2, 1], 0)
-        each.round([1, 0, 3, 2], 1)
-    expected = loop.server.state()
-    close(ours.server.state(), expected)
-
-
-def test_a_message_delivered_twice_is_run_once(tmp_path: Path) -> None:
-    """Memory counts: a client that trained twice would have another head."""
-    ours, loop = both("fedper", tmp_path)
-
-    def twice(site: Site, message: Message) -> list[Message]:
-        answered(site, message)
-        return [answered(site, message)]
-
-    ours.grid.behave |= {7: twice, 11: twice}
-    for each in (ours, loop):
-        each.round([0, 1], 0)
-        each.round([0, 1], 1)
-    expected = loop.server.state()
-    close(ours.server.state(), expected)
-
-
-def test_a_site_that_has_gone_is_waited_for_only_where_no_other_answers(tmp_path: Path) -> None:
-    ours, _ = both("fedper", tmp_path)
-    gone = ours.grid.sites.pop(7)
-    ours.engine = ours.new_engine()
-    cohort = ours.round([0, 1])
-    assert cohort.state.lost == {1: "its site is not connected"}
-    ours.timeout = 0.01
-    ours.engine = ours.new_engine()
-    with pytest.raises(AllLostError, match="not connected"):
-        ours.round([1, 3])
-    ours.grid.sites[99] = gone  # it is back, as another node
-    assert not ours.round([0, 1]).state.lost
-
-
-def test_who_left_a_site_is_lost_alone_and_a_site_without_an_answer_asked_again_who_it_has(
-    tmp_path: Path,
-) -> None:
-    ours, _ = both("fedper", tmp_path)
-    ours.timeout = 0.01
-    ours.engine = ours.new_engine()
-    ours.round([1, 3])
-    ours.sites[7].source = replace(ours.sites[7].source, clients=(1,))
-    (lost,) = ours.round([1, 3], 1).state.lost.items()
-    assert lost[0] == 3
-    assert "client 3 (000003) must be one of this site's" in lost[1]
-    hellos = ours.grid.delivered.count((7, HELLO))
-    assert "must be one of this site's" in ours.round([0, 3], 2).state.lost[3]
-    assert ours.round([0, 3], 3).state.lost == {3: "its site is not connected"}
-    assert ours.grid.delivered.count((7, HELLO)) == hellos + 1
-    assert not ours.round([0, 1], 4).state.lost
-
-
-def test_an_evaluation_goes_on_without_a_site(tmp_path: Path) -> None:
-    ours, loop = both("fedper", tmp_path)
-    for each in (ours, loop):
-        each.round([0, 1, 2, 3])
-    ours.grid.behave[7] = failing(5)
-    here = values(evaluate(ours.server, ours.engine, range(4), 1))
-    there = values(evaluate(loop.server, loop.engine, range(4), 1))
-    present = torch.tensor([True, False, True, False])
-    for split in here:
-        torch.testing.assert_close(here[split][:, present], there[split][:, present])
-        assert not here[split][:, ~present].any()
-    ours.grid.behave[11] = failing(5)
-    nobody = evaluate(ours.server, ours.engine, range(4), 1)
-    assert not values(nobody)["test"].any()
-    assert all(ERRORS[5] in nobody["val"].missed[client] for client in range(4))
 
 
 def test_a_server_that_starts_again_goes_on_with_what_sites_remember(tmp_path: Path) -> None:

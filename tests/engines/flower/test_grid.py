@@ -34,7 +34,6 @@ from flwr.proto.message_pb2 import (
 from flwr.proto.runtime_pb2 import PullAppMessagesResponse, PushAppMessagesResponse
 from flwr.supercore.inflatable import inflatable_utils
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
-from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.grid import http_grid
 
 HOSTILE, HONEST = 7, 11
@@ -155,10 +154,7 @@ class SuperLink:
 
 
 @pytest.fixture(autouse=True)
-def _inside_a_flower_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Messages can be made only where Flower has said who we are."""
-    for name, value in (("_run_id", 1), ("_node_id", 1), ("_task_id", 1)):
-        monkeypatch.setattr(TaskIdentity, name, value)
+def _leaves_flower_as_it_was(inside_a_flower_process: None) -> Iterator[None]:
     usual = http_grid.pull_objects  # type: ignore[attr-defined]
     yield
     assert http_grid.pull_objects is usual  # type: ignore[attr-defined]
