@@ -21,7 +21,7 @@ from hyperfed.runs.private import AggregateNoise, charge, cohort_of
 from hyperfed.runs.run import Run
 from hyperfed.system.randomness import seeded
 from hyperfed.trees import Tree, tree_map
-from toys import Normed, TwoLayers, make_task, make_token_task
+from toys import Normed, TwoLayers, lengths, make_task, make_token_task
 
 TASK = {"clients": 8, "novel": 0.0, "model": "mlp", "hidden": [4]}
 SMALL: dict[str, Any] = {"rounds": 4, "cohort": 3, "evaluate_every": 4, "task": TASK}
@@ -240,14 +240,16 @@ def test_of_several_sizes_each_client_pays_for_the_means_that_it_is_in(method: s
     """Those of its own size, and those of all of them: no more than where there is one size."""
     keys = {"rounds": 2, "cohort": 1.0, "evaluate_every": 2, "track": "none"}
     private = {"epsilon": 8.0, "delta": DELTA, "where": "central"}
-    own = {"standardize": False} if method in ("pefll", "headstart") else {}
+    own = QUICK | lengths(method)
+    if method in ("pefll", "headstart"):
+        own["standardize"] = False
     with seeded(0, "sizes"):
         models = {size: TwoLayers().double() for size in "SML"}
     noise = []
     for sizes in ((), ("S", "L", "M", "S", "L")):
         kinds = {"models": models, "sizes": sizes} if sizes else {}
         task = make_task(examples=(8, 8, 8, 9, 9), **kinds)
-        run = Run(from_keys(method, keys | {"privacy": private, "method": QUICK | own}), task)
+        run = Run(from_keys(method, keys | {"privacy": private, "method": own}), task)
         list(run.train())
         answers = [len(kept["multipliers"]) for kept in run.engine.released.values()]
         assert len(answers) == 5
