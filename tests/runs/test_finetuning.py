@@ -281,6 +281,16 @@ def test_fine_tuning_cannot_read_test_data(method: str) -> None:
     assert not METHODS[method].Client.finetune.step.evaluates
 
 
+def test_who_has_no_model_since_fine_tuning_diverged_is_told() -> None:
+    """An evaluation goes on without such clients; whoever asks for one's model is told why."""
+    run = trained("fedavg").served_otherwise([*TUNED, "method.local_lr=1e300"])
+    assert run.evaluate_best()["test"].evaluated == "0 of 3"
+    x, y = run.task.x[:4], run.task.y[:4]
+    for wanted in (lambda: run.model(0), lambda: run.model(NOVEL), lambda: run.personalize(x, y)):
+        with pytest.raises(UserError, match=r"must come to a model .* is not finite; serve it"):
+            wanted()
+
+
 def test_without_labels_it_is_refused_before_anything_is_trained() -> None:
     task = make_task(novel=1, unlabelled=True)
     with pytest.raises(UserError, match="finetune_steps must be 0 where a novel client has no lab"):

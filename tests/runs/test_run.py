@@ -250,6 +250,10 @@ def test_rounds_that_fail_now_and_then_end_no_run(monkeypatch: pytest.MonkeyPatc
             {"method": {"local_lr": 1e200, "local_steps": 3}},
             "step train_model: the reply is not finite; lower method.local_lr=1e.200, or bound",
         ),
+        (
+            {"method": {"local_lr": 1e60, "local_steps": 1}},
+            "step train_model: the reply is too large: .*; lower method.local_lr=1e.60, or bound",
+        ),
     ],
 )
 def test_a_run_that_loses_everybody_all_the_time_has_no_summary(

@@ -168,6 +168,16 @@ def test_a_run_that_is_resumed_goes_on_in_the_same_run(service, tmp_path):
     assert service.ended[-1] == ENDS[service.__name__][0]
 
 
+@pytest.mark.parametrize("content", [b"{", b"[]", b'{"mlflow": {}}'])
+def test_a_damaged_memo_of_trackers_is_told(service, tmp_path, content):
+    run = Run.start(from_keys("fedavg", SMALL | {"track": service.__name__}), tmp_path)
+    assert run.folder is not None
+    (run.folder.path / "tracker.json").write_bytes(content)
+    with pytest.raises(hyperfed.UserError, match=r"tracker\.json must say what trackers call the"):
+        watch(run, show=False)
+    assert not service.begun
+
+
 def test_a_run_that_was_elsewhere_meanwhile_goes_on_in_its_first_run(tmp_path, monkeypatch):
     fakes = {name: make() for name, make in FAKES.items()}
     for name, fake in fakes.items():

@@ -11,7 +11,7 @@ from hyperfed.analysis.comparison import Row, compare, metric_of
 from hyperfed.analysis.statistics import scores
 from hyperfed.errors import UserError
 from hyperfed.metrics import Metric
-from hyperfed.runs.drawing import COLOURS, check_format, look, new_figure, save
+from hyperfed.runs.drawing import COLOURS, look, new_figure, save
 from hyperfed.runs.records import FinishedRun
 
 if TYPE_CHECKING:
@@ -65,7 +65,6 @@ def draw_accuracy(runs: Sequence[FinishedRun], path: Path, axis: str = "rounds")
         for run, row in zip(runs, rows, strict=True)
     ]
     draw = _together if len(runs) <= TOGETHER else _apart
-    check_format(new_figure(1, 1), path)
     figure = draw(drawn, metric_of(rows), axis)
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)

@@ -21,7 +21,7 @@ from hyperfed.analysis.comparison import (
 from hyperfed.analysis.statistics import Difference, Scores
 from hyperfed.errors import UserError
 from hyperfed.metrics import Metric
-from hyperfed.runs.drawing import COLOURS, MARKERS, check_format, finish, new_figure, save
+from hyperfed.runs.drawing import COLOURS, MARKERS, finish, new_figure, save
 from hyperfed.runs.measures import Number
 from hyperfed.runs.records import FinishedRun
 from hyperfed.runs.remarks import percent
@@ -269,7 +269,6 @@ def draw(usual: FinishedRun, better: FinishedRun, path: Path) -> None:
             "have not; train both on one task with one seed"
         )
     figure = new_figure(5.4, 5)
-    check_format(figure, path)
     axes = figure.subplots()
     metric = metric_of([across, up])
     groups = ("test", "trained together"), ("novel", "joined afterwards")

@@ -73,8 +73,8 @@ def too_large(
             others = [length for at, length in enumerate(judged) if at != place and length]
             sent = lengths.sent[place]
             usual = median(others) * more[place] if others else sent and max(sent, noise)
-            bound = max(factor * usual, sent) or torch.inf
-            if not judged[place] <= min(bound, torch.finfo(torch.float32).max):
+            bound = min(max(factor * usual, sent) or torch.inf, torch.finfo(torch.float32).max)
+            if not judged[place] <= bound:
                 found[position] = (
                     f"the reply is too large: its length is {judged[place]:.3g}, but {bound:.3g} "
                     f"is the most beside the others' (robust.reply_bound = {factor:g})"

@@ -44,12 +44,6 @@ def finish(axes: "Axes", across: str, up: str, grid: Literal["x", "y", "both"] =
     axes.set_axisbelow(True)
 
 
-def check_format(figure: "Figure", path: Path) -> None:
-    """Raises ``UserError`` where a file's name ends in no format of figures."""
-    formats = sorted(figure.canvas.get_supported_filetypes())
-    check_suffix(path, [f".{name}" for name in formats], "figure")
-
-
 def write(figure: "Figure", file: IO[Any], ending: str) -> None:
     """Writes a figure in a format; the same bytes of SVG and PDF for the same drawing."""
     import matplotlib as mpl
@@ -60,5 +54,11 @@ def write(figure: "Figure", file: IO[Any], ending: str) -> None:
 
 
 def save(figure: "Figure", path: Path) -> None:
-    """Writes a figure whole or not at all."""
+    """Writes a figure whole or not at all.
+
+    Raises:
+        UserError: the file's name ends in no format of figures, or the disk refuses.
+    """
+    formats = sorted(figure.canvas.get_supported_filetypes())
+    check_suffix(path, [f".{name}" for name in formats], "figure")
     atomic_write(path, lambda file: write(figure, file, path.suffix.removeprefix(".")))

@@ -186,7 +186,7 @@ class Rounds:
             return "lower faults.drop and faults.nan"
         if "of each target size" in reason:
             return "raise cohort"
-        if "not finite" not in reason:
+        if "not finite" not in reason and "its length is" not in reason:
             return "mend what it raises"
         rates = {name: getattr(config.settings, name, None) for name in ("local_lr", "lr")}
         lower = " or ".join(f"method.{name}={rate:g}" for name, rate in rates.items() if rate)

@@ -24,7 +24,7 @@ from hyperfed.errors import LostEverybodyError, SpentError, UserError
 from hyperfed.runs import clients, examined, learned, private, records, trackers
 from hyperfed.runs import config as configuration
 from hyperfed.runs.accounts import Accounts, keyed, numbered
-from hyperfed.runs.drawing import check_format, save
+from hyperfed.runs.drawing import save
 from hyperfed.runs.evaluation import (
     Counts,
     chosen_by,
@@ -267,7 +267,6 @@ class Run(Served):
         else:
             figure = learned.draw(of, self, self.config.method)
         if path is not None:
-            check_format(figure, Path(path))
             save(figure, Path(path))
         return figure
 

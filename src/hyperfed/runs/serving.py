@@ -142,7 +142,7 @@ class Served(TrainedMethod):
         examples, by another protocol or with other noise, and without training again.
 
         Args:
-            overrides: ``key=value`` for ``method.*``, ``serve.*``, ``engine.*``,
+            overrides: ``key=value`` for ``method.*``, ``serve.*``, ``engine.*``, ``metrics``,
                 ``task.unlabelled``, ``task.novel_alpha`` and ``task.novel_corruption``.
             samples: training examples that each novel client has; all of its own where None.
 

@@ -13,15 +13,7 @@ from time import monotonic
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import (
-    AwareDatetime,
-    ConfigDict,
-    Field,
-    FiniteFloat,
-    NonNegativeInt,
-    TypeAdapter,
-    ValidationError,
-)
+from pydantic import AwareDatetime, ConfigDict, Field, FiniteFloat, NonNegativeInt, TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from hyperfed import privacy
@@ -219,7 +211,7 @@ def read(folder: RunFolder) -> Status:
         found = _STATUS.validate_json(content)
         if found.round > found.rounds:
             raise ValueError(f"round {found.round} of {found.rounds}")
-    except (ValidationError, ValueError) as error:
+    except ValueError as error:  # pydantic's too
         raise UserError(
             f"{path} must be the status of a run, but is not "
             f"({one_line(str(error).splitlines()[0], 100)}); its run writes it anew in its next "

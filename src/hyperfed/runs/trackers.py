@@ -16,7 +16,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
-from hyperfed.errors import UserError
+from pydantic import TypeAdapter
+
+from hyperfed.errors import UserError, one_line
 from hyperfed.runs.config import flat, to_dict
 from hyperfed.runs.folder import RunFolder
 from hyperfed.runs.records import Evaluation
@@ -33,6 +35,8 @@ PACKAGES: Mapping[str, str] = MappingProxyType(
     {"tensorboard": "torch.utils.tensorboard", "mlflow": "mlflow", "wandb": "wandb"}
 )
 """Tracker -> what is imported for it."""
+
+_CALLED = TypeAdapter(dict[str, str])
 
 AT_ONCE = 100
 """Settings that MLflow takes in one request."""
@@ -161,7 +165,7 @@ class _Told:
 def _opened(name: str, run: Tracked, folder: Path | None) -> Tracker:
     package = _package(name)
     memo = None if folder is None else folder / "tracker.json"
-    before = json.loads(memo.read_bytes()) if memo is not None and memo.exists() else {}
+    before = _called(memo) if memo is not None and memo.exists() else {}
     settings = flat(to_dict(run.config))
     title = f"{run.config.method} on {run.config.task.name}, seed {run.config.seed}"
     about = About(
@@ -182,6 +186,17 @@ def _opened(name: str, run: Tracked, folder: Path | None) -> Tracker:
     if memo is not None and tracker.id is not None:
         atomic_write(memo, json.dumps(before | {name: tracker.id}).encode())
     return tracker
+
+
+def _called(memo: Path) -> dict[str, str]:
+    """Returns {tracker: what it called the run before this was resumed}."""
+    try:
+        return _CALLED.validate_json(memo.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{memo} must say what trackers call their runs, but: {one_line(str(error), 100)}; "
+            "restore it, or delete it to begin new ones"
+        ) from error
 
 
 class TensorBoard:

@@ -23,7 +23,7 @@ from hyperfed.engines.made_up import made_up
 from hyperfed.engines.replies import UNUSABLE
 from hyperfed.engines.updates import PrivateUpdates
 from hyperfed.errors import UserError, one_line
-from hyperfed.federation import Server
+from hyperfed.federation import AllLostError, Server
 from hyperfed.methods import METHODS
 from hyperfed.nets.pretrained import save_adapter
 from hyperfed.runs import examined, private
@@ -148,7 +148,7 @@ class TrainedMethod:
             client: its number, or its name.
 
         Raises:
-            UserError: no such client.
+            UserError: no such client, or it was lost, such as by training that diverged.
         """
         client = self.task.number_of(client)
         novel = client in self.task.novel_ids
@@ -194,7 +194,7 @@ class TrainedMethod:
             size: which target to run, where the task has several.
 
         Raises:
-            UserError: the data do not fit the task, or the method needs labels.
+            UserError: the data do not fit the task, the method needs labels, or as :meth:`model`.
         """
         task = tasks.newcomer(self.task, x, y, size=size)
         # Every newcomer is client 0 of its own task: its data tell its draws (of noise, say) apart.
@@ -321,7 +321,13 @@ class TrainedMethod:
 
     def _export(self, serve: Serve, cohort: EngineCohort, size: str) -> nn.Module:
         """Returns the personal model of a cohort's only client."""
-        model = cohort.ask(self.method.Client.export, self._finetuning(serve)(cohort))
+        try:
+            model = cohort.ask(self.method.Client.export, self._finetuning(serve)(cohort))
+        except AllLostError as error:
+            raise UserError(
+                f"a client must come to a model for it to be handed over, but {error}; serve it "
+                "otherwise, such as with a smaller method.local_lr"
+            ) from error
         module = trees.fill(copy.deepcopy(self.task.models[size]), trees.take(model, 0)).eval()
         if self.task.labels:
             vars(module)["label_names"] = tuple(self.task.labels)
