@@ -114,6 +114,21 @@ def test_structure_and_bytes() -> None:
     assert trees.count_bytes({"n": torch.zeros(3, dtype=torch.uint8)}) == 3
 
 
+def test_trees_whose_names_differ_at_a_level_have_structures_of_their_own() -> None:
+    one, whole = torch.ones(1), torch.tensor([1])
+    nested = {"a": {"b": one}}
+    others = (
+        {"a/b": one},
+        {"a%2Fb": one},
+        {"a": {"b": one, "c": {}}},
+        {"a": {"b": one}, "c": {}},
+        {"a": {"b": {}}},
+        {"a": {"b": {"": one}}},
+        {"a/b": one, "a": {"b": whole}},
+    )
+    assert len({trees.structure(each) for each in (nested, *others)}) == 1 + len(others)
+
+
 def test_a_model_is_parameters_and_buffers_and_no_alias() -> None:
     module = nn.BatchNorm1d(2)
     model = trees.model_of(module)

@@ -625,8 +625,9 @@ class Run(Served):
     def _load(self, tree: Tree, meta: Mapping[str, Any]) -> None:
         saved = [tree["server"], *([tree["best"]["server"]] if "best" in tree else [])]
         ours = trees.structure(self.server.state(optimizers=False))
+        leaves = {each for each in ours if each[2]}  # a tree without any may get some
         for state in saved:
-            if strange := set(ours) - set(trees.structure(state)):
+            if strange := leaves - {*trees.structure(state)}:
                 raise ValueError(f"the server must have {min(map(str, strange))}")
         self.server.load(trees.to(tree["server"], self.engine.device))
         self.engine.memory = numbered(tree["memory"])

@@ -22,8 +22,8 @@ Model: TypeAlias = dict[str, Tensor]
 
 T = TypeVar("T")
 
-Structure: TypeAlias = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
-"""Path, shape and dtype of every leaf."""
+Structure: TypeAlias = tuple[tuple[str, tuple[int, ...], torch.dtype | None], ...]
+"""Path, shape and dtype of every leaf; of a tree without any its path, (), and None."""
 
 
 def leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -164,9 +164,31 @@ def fill_gradients(parameters: Iterable[Tensor]) -> None:
             parameter.grad = torch.zeros_like(parameter)
 
 
+def path_of(prefix: str, name: str) -> str:
+    """Returns a path that no other names make: a '/' in a name is told from one between names."""
+    return prefix + name.replace("%", "%25").replace("/", "%2F")
+
+
 def structure(tree: Tree) -> Structure:
-    """Returns path, shape and dtype of every leaf, in the order of paths."""
-    return tuple(sorted((path, tuple(leaf.shape), leaf.dtype) for path, leaf in leaves(tree)))
+    """Returns path, shape and dtype of every leaf, in the order of paths.
+
+    Trees of one structure can be mapped together, whoever made them: their names are the same at
+    every level, those of trees without a leaf among them.
+    """
+    return tuple(sorted(_structure(tree)))
+
+
+def _structure(
+    tree: Tree, prefix: str = ""
+) -> Iterator[tuple[str, tuple[int, ...], torch.dtype | None]]:
+    for name, value in tree.items():
+        path = path_of(prefix, name)
+        if not isinstance(value, dict):
+            yield path, tuple(value.shape), value.dtype
+        elif value:
+            yield from _structure(value, f"{path}/")
+        else:
+            yield f"{path}/", (), None
 
 
 def finite(trees: Sequence[Tree]) -> list[bool]:

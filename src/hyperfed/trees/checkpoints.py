@@ -22,6 +22,7 @@ from hyperfed import trees
 from hyperfed.errors import UserError
 from hyperfed.system.files import atomic_write, refused
 from hyperfed.trees import Tree
+from hyperfed.trees.arithmetic import path_of
 from hyperfed.trees.packing import laid_out, strides_of
 
 log = logging.getLogger(__name__)
@@ -202,14 +203,9 @@ def _parsed(
     return tree, meta
 
 
-def _path(prefix: str, name: str) -> str:
-    """Returns the name of a leaf in the file, in which "/" separates the names on the way to it."""
-    return prefix + name.replace("%", "%25").replace("/", "%2F")
-
-
 def _leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     for name, value in tree.items():
-        path = _path(prefix, name)
+        path = path_of(prefix, name)
         if isinstance(value, dict):
             yield from _leaves(value, f"{path}/")
         else:
@@ -241,7 +237,7 @@ def _restore(
         raise ValueError(f"a tree must not be deeper than {_DEEPEST}")
     tree: Tree = {}
     for name, inner in layout.items():
-        path = _path(prefix, name)
+        path = path_of(prefix, name)
         if isinstance(inner, dict):
             tree[name] = _restore(inner, tensors, f"{path}/", depth + 1)
         elif inner == "contiguous":

@@ -171,6 +171,10 @@ UNUSABLE: dict[str, Behave] = {
     "a name in colours": reply(lambda answer: {f"\x1b[31m\n{k}": v for k, v in answer.items()}),
     "names of 500 kB": reply(lambda answer: {k * 10**5: v for k, v in answer.items()}),
     "a tree for a leaf": reply(lambda answer: answer | {first(answer): {"a": torch.ones(1)}}),
+    "a tree without leaves": reply(lambda answer: {"more": {}} | answer),
+    "two leaves of one path": reply(
+        lambda answer: answer | {"a/b": torch.ones(1), "a": {"b": torch.tensor([1])}}
+    ),
     "one number for a leaf": reply(lambda answer: answer | {first(answer): torch.tensor(1.0)}),
     "an axis more": leaves(lambda leaf: leaf.unsqueeze(0)),
     "no entries": leaves(lambda leaf: leaf.new_zeros(0)),
@@ -212,6 +216,7 @@ def counts(**changes: Any) -> Behave:
 
 
 MISCOUNTED: dict[str, Behave] = {
+    "names of two levels in one": reply(lambda answer: dict(trees.leaves(answer))),
     "one example more": counts(count=7),
     "one example fewer": counts(count=5),
     "no example": counts(count=0),

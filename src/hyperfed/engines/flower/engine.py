@@ -307,14 +307,16 @@ def _most_bytes(promised: Sequence[Structure | None]) -> int | None:
     for structure in promised:
         if structure is None:
             return None
-        total += HEADER + sum(512 + prod(shape) * dtype.itemsize for _, shape, dtype in structure)
+        total += HEADER + sum(
+            512 + (prod(shape) * dtype.itemsize if dtype else 0) for _, shape, dtype in structure
+        )
     return total
 
 
 def _of_floats(structure: Structure) -> Structure:
     """Returns a structure that does not tell floating-point numbers apart."""
     return tuple(
-        (path, shape, torch.float32 if dtype.is_floating_point else dtype)
+        (path, shape, torch.float32 if dtype and dtype.is_floating_point else dtype)
         for path, shape, dtype in structure
     )
 

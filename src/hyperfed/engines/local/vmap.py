@@ -57,7 +57,7 @@ class Kind(NamedTuple):
 
     step: str
     size: str
-    held: tuple[tuple[Structure, tuple[str, ...]], ...]
+    held: tuple[Structure, ...]
 
 
 class VmappedEngine(LoopEngine):
@@ -203,7 +203,7 @@ class VmappedEngine(LoopEngine):
         for place, call in enumerate(calls):
             held = (*call.payload, *self.memories.of(call))
             if all(isinstance(leaf, Tensor) for tree in held for _, leaf in trees.leaves(tree)):
-                alike = tuple((trees.structure(tree), tuple(_empty(tree))) for tree in held)
+                alike = tuple(trees.structure(tree) for tree in held)
                 kind = Kind(call.step, self.task.size_of(call.client), alike)
                 groups[kind, call.cohort, *self._lengths(call)].append(place)
         for (kind, *_), group in groups.items():
@@ -373,13 +373,6 @@ def _reason(error: Exception) -> str:
         return said
     known = [words for part, words in _REASONS.items() if part in said]
     return (known or [f"{type(error).__name__}: {said}".splitlines()[0]])[0]
-
-
-def _empty(tree: Tree, prefix: str = "") -> Iterator[str]:
-    """Yields the paths of the trees in a tree that have no leaf."""
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            yield from _empty(value, f"{prefix}{name}/") if value else [prefix + name]
 
 
 def _stack(held: Sequence[Tree]) -> Tree:
