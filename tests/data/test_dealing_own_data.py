@@ -21,7 +21,7 @@ def test_clients_of_whom_nobody_can_be_tested_are_refused_unless_none_shall_be(
 ) -> None:
     few = table()[:8]  # two of each
     path = saved(few, tmp_path / "few.csv")
-    with pytest.raises(UserError, match=r"of a client, 2 at most, a fraction of 0.15 is none"):
+    with pytest.raises(UserError, match=r"client or class, 2 at most, a fraction of 0.15 is none"):
         build(config(path), 0)
     path = saved(few.assign(split="train"), tmp_path / "all.csv")
     assert not any(map(len, build(config(path), 0).test))

@@ -430,6 +430,14 @@ class Turning(nn.Linear):
         return super().forward((x * self.turn).imag)
 
 
+class Silent(nn.Linear):
+    def __init__(self):
+        super().__init__(2, 3)
+
+    def forward(self, x):
+        return super().forward(x)[:0].flatten()
+
+
 def fails():
     raise RuntimeError("no such layer")
 
@@ -457,6 +465,8 @@ def stacked_in_an_array():
         ({"client": [0, None] * 6}, "got None in 6 rows, the first at index 1; fill or drop"),
         ({"client": 3}, r"one hashable id per example, \(N,\), got 3; pass an array"),
         ({"client": "ab"}, "got 'ab'; pass an array"),
+        ({"client": np.array(3)}, r"one hashable id per example, \(N,\), got array\(3\); pass"),
+        ({"model": Silent}, r"must give 3 outputs per example, got shape \(0,\) for 2 examples"),
         ({"model": None}, "must be an nn.Module, or a function .*got None"),
         ({"model": "lenet"}, "got 'lenet'"),
         ({"model": fails}, "one that fails .RuntimeError: no such layer"),
@@ -494,7 +504,7 @@ def stacked_in_an_array():
         ({"x": torch.ones(12, 2, dtype=torch.int64)}, "to floats if these integers are no tokens"),
         (
             {"client": range(12)},
-            "those of a client, 1 at most, a fraction of 0.15 is none; give more, or raise",
+            "those of a client or class, 1 at most, a fraction of 0.15 is none; give more",
         ),
     ],
 )
@@ -505,6 +515,11 @@ def test_odd_arguments_are_told_with_what_to_do(odd, told):
         Task.from_arrays(**arguments)
     faults = str(caught.value).count("\n- ")
     assert faults <= (2 if odd.get("client") in (3, "ab") else 1)  # what follows from it is none
+
+
+def test_one_label_alone_is_told():
+    with pytest.raises(UserError, match=r"y must have shape \(N,\).*, got \(\) torch.int64"):
+        Task.from_arrays(torch.ones(3, 2), 3, client=[0] * 3, model=lambda: nn.Linear(2, 3))
 
 
 def test_given_classes_say_how_labels_are_numbered():

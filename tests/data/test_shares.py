@@ -237,3 +237,4 @@ def test_chosen_classes_give_each_client_its_own_in_equal_amounts():
     for sets in ([[0, 1], []], [[0], [4]]):
         with pytest.raises(UserError, match=r"class_sets must give each client classes of 0\.\.3"):
             shares.chosen_classes(sets, 4)
+    assert not shares.chosen_classes([[2], [2]], 3, [5, 5, 0]).any()  # nobody is left to train

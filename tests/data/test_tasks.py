@@ -71,7 +71,8 @@ def test_a_task_of_few_examples_whose_clients_code_labels_differently(digits):
 
 
 def test_three_widths_are_sizes_s_m_l_for_equal_groups():
-    images = replace(made(), x=torch.zeros(2000, 1, 28, 28, dtype=torch.uint8))
+    x = torch.zeros(2000, 1, 28, 28, dtype=torch.uint8)
+    images = replace(made(), x=x, mean=(0.5,), std=(0.5,))
     models = targets(TaskConfig(widths=(16, 8, 32)), images, seed=0)
     filters = {size: next(model.parameters()).shape[0] for size, model in models.items()}
     assert filters == {"M": 16, "S": 8, "L": 32}
@@ -108,8 +109,24 @@ def test_sizes_reach_the_task(tmp_path):
     ],
 )
 def test_the_default_target_suits_the_data(name, x, target):
-    examples = replace(made(4, 2), name=name, x=x)
+    half = (0.5,) * len(x[0])
+    examples = replace(made(4, 2), name=name, x=x, mean=half, std=half)
     assert type(targets(TaskConfig(), examples, seed=0)["base"]).__name__ == target
+
+
+@pytest.mark.parametrize(
+    ("x", "model"),
+    [
+        (torch.arange(12).reshape(4, 3), "mlp"),
+        (torch.rand(4, 3), "char_lstm"),
+        (torch.rand(4, 3), "text_lstm"),
+        (torch.arange(255, 267).reshape(4, 3), "text_lstm"),
+    ],
+)
+def test_a_target_of_other_inputs_does_not_suit_the_data(x, model):
+    told = f"{model} does not suit made:\n.* must take a batch of x, shape .2, 3. "
+    with pytest.raises(UserError, match=told):
+        targets(TaskConfig(model=model), replace(made(4, 2), x=x), seed=0)
 
 
 def test_a_default_target_has_an_embedding_of_each_token(tmp_path):

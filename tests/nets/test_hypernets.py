@@ -608,7 +608,7 @@ class TestErrors:
             build({"S": shapes_of(nn.ReLU())})
 
     @pytest.mark.parametrize("build", KINDS)
-    @pytest.mark.parametrize("size", ["", "a.b", "a/b", "half"])
+    @pytest.mark.parametrize("size", ["", "a.b", "a/b", "half", "training"])
     def test_malformed_size_name(self, build, size):
         with pytest.raises(UserError, match=f"got '{size}'; rename it"):
             build({size: SMALL})

@@ -80,6 +80,12 @@ def test_numbers_out_of_range_are_refused(numbers: tuple) -> None:
         LayerWeights(*numbers)
 
 
+@pytest.mark.parametrize("size", ["", "a.b", "half", "training"])
+def test_a_size_of_a_name_that_no_part_can_have_is_refused(size: str) -> None:
+    with pytest.raises(UserError, match=f"got '{size}'; rename it"):
+        LayerWeights(CLIENTS, {size: 2})
+
+
 # Layers of a model.
 
 

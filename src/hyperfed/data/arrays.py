@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 from zipfile import BadZipFile
 
@@ -282,12 +283,13 @@ def named(client: Iterable[Hashable] | Any, problems: list[str]) -> tuple[Tensor
         (N,) int64 numbers, and the name of each: its id as text.
     """
     nobody: tuple[str, ...] = ()
-    if isinstance(client, str | bytes) or not isinstance(client, Iterable):
+    told = client.tolist() if hasattr(client, "tolist") else client
+    if isinstance(told, str | bytes) or not isinstance(told, Iterable):
         problems.append(
             f"client must be one hashable id per example, (N,), got {client!r}; pass an array"
         )
         return torch.zeros(0, dtype=torch.int64), nobody
-    ids = client.tolist() if hasattr(client, "tolist") else list(client)
+    ids = list(told)
     if missing := [row for row, identity in enumerate(ids) if is_missing(identity)]:
         problems.append(
             f"client must name who holds each example, got {ids[missing[0]]} in {len(missing)} "
@@ -390,7 +392,7 @@ def read_npz(path: Path, *, needed: Sequence[str]) -> dict[str, npt.NDArray[Any]
 
 _UNREADABLE = (
     OSError, EOFError, ValueError, BadZipFile, AttributeError, MemoryError, NotImplementedError,
-    RuntimeError, TypeError, zlib.error,
+    RuntimeError, TypeError, TokenError, zlib.error,
 )  # fmt: skip
 """What reading a damaged or forged archive raises."""
 
@@ -401,7 +403,10 @@ def _check_sizes(archive: Any) -> None:
     NumPy asks for the memory that a header announces before it reads a byte, and a few megabytes
     can be the compressed form of a terabyte.
     """
-    headers = {(1, 0): npformat.read_array_header_1_0, (2, 0): npformat.read_array_header_2_0}
+    headers: Mapping[tuple[int, ...], Any] = {
+        (1, 0): npformat.read_array_header_1_0,
+        (2, 0): npformat.read_array_header_2_0,
+    }
     entries = archive.zip.infolist()
     if sum(entry.file_size for entry in entries) > total_memory():
         raise ValueError("its arrays are larger than this machine's memory")
@@ -409,7 +414,7 @@ def _check_sizes(archive: Any) -> None:
         with archive.zip.open(entry) as file:
             if file.read(len(npformat.MAGIC_PREFIX)) != npformat.MAGIC_PREFIX:
                 continue  # no array, which is told elsewhere
-            read = headers.get((file.read(1)[0], file.read(1)[0]))
+            read = headers.get(tuple(file.read(2)))
             if read is None:
                 raise ValueError(f"{entry.filename} is of a version of NumPy that we do not read")
             shape, _, dtype = read(file)

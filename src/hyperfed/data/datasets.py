@@ -124,7 +124,7 @@ def _load_rows(name: str, data_dir: Path | None, columns: Columns) -> Examples:
     if source is None:
         raise UserError(
             f"{name} must come from a local folder, got data_dir={data_dir} without one; set "
-            f" data_dir (or HYPERFED_DATA) to a folder that holds {name}/"
+            f"data_dir (or HYPERFED_DATA) to a folder that holds {name}/"
         )
     files = _files(folder) if folder else source
     reader = known.read.__name__ if known else f"whole folders, upright, as written, {columns}"

@@ -211,7 +211,7 @@ def _fits(output: Tensor, *wanted: int) -> bool:
     *tokens, classes = wanted
     if tokens:
         return list(output.shape[1:-1]) == tokens and output.shape[-1] >= classes
-    given = output[0].numel() if output.ndim else 0
+    given = output[:1].numel() if output.ndim else 0
     return given >= classes if classes else given == 1
 
 

@@ -138,7 +138,7 @@ def too_few_to_test(groups: Integers, test: float) -> str:
         test: the fraction.
     """
     return (
-        "there must be examples to test with, but of those of a client, "
+        "there must be examples to test with, but of those of a client or class, "
         f"{int(np.bincount(groups).max())} at most, a fraction of {test} is none; give more, or "
         "raise test"
     )

@@ -8,6 +8,7 @@ Splits whose name starts with "test" are held out.
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,7 @@ OMNIGLOT_SIDE = 28
 FEMNIST_FRAME = 2
 """Black pixels around an image of FEMNIST: 28 x 28 become 32 x 32 (code of PeFLL's authors)."""
 
-STATISTICS: Mapping[str, Mapping[str, tuple[float, ...]]] = {
+STATISTICS: Mapping[str, Mapping[str, Any]] = {
     "cifar10": {"mean": (0.4914, 0.4822, 0.4465), "std": (0.2023, 0.1994, 0.2010)},
     "cifar100": {"mean": (0.5071, 0.4865, 0.4409), "std": (0.2673, 0.2564, 0.2762)},
     "femnist": {"mean": (0.0,), "std": (1.0,)},
@@ -105,7 +106,7 @@ def femnist(rows: Rows, name: str) -> Examples:
     """
     examples = images(rows, name, client="writer_id")
     framed = pad(examples.x, [FEMNIST_FRAME] * 4).contiguous(memory_format=torch.channels_last)
-    return _with(examples, x=framed, **STATISTICS["femnist"])
+    return replace(examples, x=framed, **STATISTICS["femnist"])
 
 
 def mnist(rows: Rows, name: str) -> Examples:
@@ -116,12 +117,12 @@ def mnist(rows: Rows, name: str) -> Examples:
     except NoSuchConfigurationError:  # the hub's copy does not tell
         return examples
     owner = np.unique(column_of(writers, "writer_id"), return_inverse=True)[1]
-    return _with(examples, client=torch.from_numpy(owner))
+    return replace(examples, client=torch.from_numpy(owner))
 
 
 def cifar10(rows: Rows, name: str) -> Examples:
     """Reads CIFAR-10 with the authors' channel statistics (:data:`STATISTICS`)."""
-    return _with(images(rows, name), **STATISTICS["cifar10"])
+    return replace(images(rows, name), **STATISTICS["cifar10"])
 
 
 def cifar100(rows: Rows, name: str) -> Examples:
@@ -136,7 +137,7 @@ def cifar100(rows: Rows, name: str) -> Examples:
     )
     x = _decode(splits, "img", name)
     examples = _of_images(name, x, fine, _held_out(splits), 100, coarse=coarse)
-    return _with(examples, **STATISTICS["cifar100"])
+    return replace(examples, **STATISTICS["cifar100"])
 
 
 def omniglot(rows: Rows, name: str) -> Examples:
@@ -293,10 +294,6 @@ def _of_images(
     """Builds examples with the statistics of their training images."""
     mean, std = channel_statistics(x[~held_out])
     return Examples(name, x, y, held_out, classes, mean=mean, std=std, **others)
-
-
-def _with(examples: Examples, **changes: Any) -> Examples:
-    return Examples(**{**vars(examples), **changes})
 
 
 def column_of(splits: Mapping[str, Any], column: str) -> Array:

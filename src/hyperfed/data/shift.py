@@ -31,26 +31,20 @@ def total_variation(p: Tensor, q: Tensor) -> Tensor:
     return torch.cdist(p, q, p=1) / 2
 
 
-def kl_divergence(p: Tensor, q: Tensor, smoothing: float = 0.0) -> Tensor:
+def kl_divergence(p: Tensor, q: Tensor) -> Tensor:
     """Computes KL(p || q) = sum p log(p / q), in nats, of each row of ``p`` from each of ``q``.
 
     Args:
         p: (n, classes) distributions.
         q: (m, classes) distributions.
-        smoothing: added to every class of both, rows then scaled to one. Without it the divergence
-            is infinite where ``q`` lacks a class of ``p``.
 
     Returns:
-        (n, m) divergences, 0 or more.
+        (n, m) divergences, 0 or more; infinite where ``q`` lacks a class of ``p``.
 
     Raises:
-        UserError: the rows are no distributions over the same classes, or smoothing is negative.
+        UserError: the rows are no distributions over the same classes.
     """
     _check(p, q)
-    if smoothing < 0:
-        raise UserError(f"smoothing must be 0 or more, got {smoothing}")
-    if smoothing:
-        p, q = ((d + smoothing) / (1 + smoothing * d.shape[1]) for d in (p, q))
     entropy = torch.xlogy(p, p).sum(dim=1, keepdim=True)  # (n, 1)
     cross = torch.xlogy(p[:, None], q).sum(dim=2)  # (n, m); xlogy(0, 0) = 0
     return entropy - cross

@@ -210,10 +210,8 @@ def read(
     if number > arrays.MOST_CLASSES:
         problems.append(f"labels must be of {arrays.MOST_CLASSES} classes at most, got {number}")
     clients = np.asarray(held["client"])
-    if clients.ndim:
-        arrays.numbered(clients, problems)  # which tells of names that are missing
-    lengths = {"x": x, "y": y, "client": torch.zeros(len(clients)) if clients.ndim else x[:0]}
-    arrays.same_length(problems, **lengths)
+    owner = arrays.numbered(clients, problems)  # which tells of names that are missing
+    arrays.same_length(problems, x=x, y=y, client=owner)
     names = [str(name) for name in clients.ravel()]
     different = dict.fromkeys(names)
     if bad := [n for n in different if not 0 < len(n) <= LONGEST or not n.isprintable()]:

@@ -344,7 +344,7 @@ def numbered(y: Array, *, numbers: bool = False) -> tuple[Array, tuple[str, ...]
     """
     if y.dtype == bool:
         return y.astype(np.int64), ("False", "True")
-    counted = y.dtype.kind in "iu" and len(y) > 0 and y.ndim == 1
+    counted = y.dtype.kind in "iu" and y.ndim == 1 and len(y) > 0
     fits = numbers or (counted and y.min() == 0 and y.max() < max(len(y), 2))
     if not arrays.is_text(y) and (not counted or fits):
         return y, ()

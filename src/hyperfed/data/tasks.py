@@ -242,7 +242,7 @@ def targets(config: TaskConfig, examples: Examples, seed: int) -> dict[str, nn.M
                 if own
                 else build_target(name, input_shape=shape, classes=outputs, **options)
             )
-    if own:
+    if len(examples):
         problems: list[str] = []
         some = in_precision_of(models, examples.x[to_try(examples.x)])
         batch = _transform(config, examples)(some)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hyperfed.errors import UserError
+from hyperfed.nets.shapes import check_size
 
 
 class LayerWeights(nn.Module):
@@ -36,7 +37,7 @@ class LayerWeights(nn.Module):
         hidden_layers: number of (Linear(H, H), ReLU) blocks, 0 or more.
 
     Raises:
-        UserError: a number is out of range.
+        UserError: a malformed size name, or a number out of range.
     """
 
     def __init__(
@@ -54,6 +55,8 @@ class LayerWeights(nn.Module):
                 f"at least 0, got {clients}, {dict(layers)}, {embedding_size}, {hidden} and "
                 f"{hidden_layers}; raise the number that is too small"
             )
+        for size in layers:
+            check_size(size)
         self.clients, self.layers = clients, dict(layers)
         self.embeddings = nn.Embedding(clients, embedding_size)
         widths = [embedding_size] + [hidden] * (hidden_layers + 1)

@@ -44,17 +44,22 @@ def check_shapes(shapes: Shapes) -> dict[str, dict[str, torch.Size]]:
     if not shapes:
         raise UserError("shapes must list at least one target size, got none; add {'base': ...}")
     for size, tensors in shapes.items():
-        if not size or "." in size or "/" in size or hasattr(nn.ModuleDict, size):
-            raise UserError(
-                "a target size's name must be non-empty, without '.' and '/', and no attribute of "
-                f"nn.ModuleDict (such as 'half'), got {size!r}; rename it"
-            )
+        check_size(size)
         if total(tensors) == 0:
             raise UserError(
                 f"a target must have parameters to generate, size {size!r} has none; "
                 "pass shapes_of(a module with parameters)"
             )
     return {size: dict(tensors) for size, tensors in shapes.items()}
+
+
+def check_size(size: str) -> None:
+    """Raises ``UserError`` for a name of a target size that no part of a network can have."""
+    if not size or "." in size or "/" in size or hasattr(nn.ModuleDict(), size):
+        raise UserError(
+            "a target size's name must be non-empty, without '.' and '/', and no attribute of "
+            f"nn.ModuleDict (such as 'half'), got {size!r}; rename it"
+        )
 
 
 def of_size(shapes: Shapes, size: str) -> Mapping[str, torch.Size]:
