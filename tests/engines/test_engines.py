@@ -19,12 +19,6 @@ def test_an_engine_is_built_by_its_name(name: str) -> None:
     engine.close()
 
 
-def test_a_newcomers_engine_knows_that_of_the_trained_task() -> None:
-    home = build(EngineConfig(), make_task(), Client, Config(), seed=0)
-    engine = build(EngineConfig(), make_task(novel=4), Client, Config(), seed=0, home=home)
-    assert engine.home is home
-
-
 def test_the_loop_engine_gets_its_settings_and_records_them() -> None:
     config = EngineConfig("loop", workers=2, cores_per_client=3)
     engine = build(config, make_task(), Client, Config(), seed=0)

@@ -24,6 +24,15 @@ def test_reverse_is_ten_times_the_change_backwards(reply: Tree, expected: torch.
     assert torch.equal(found["count"], reply["count"])
 
 
+@pytest.mark.parametrize("like", [SENT | {"there": torch.tensor([True, True])}, None])
+def test_a_mask_stays_beside_what_is_turned(like: Tree | None) -> None:
+    """As of FedProto, whose clients say which classes they have."""
+    reply = TRAINED | {"there": torch.tensor([True, False])}
+    found = Faults(hostile=(0,)).lie(reply, like, 0, CALL)
+    assert found["there"].tolist() == [True, False]
+    assert not torch.equal(found["w"], reply["w"])
+
+
 def test_of_a_reply_that_is_like_nothing_all_is_the_change() -> None:
     found = Faults(hostile=(0,)).lie(TRAINED, None, 0, CALL)
     torch.testing.assert_close(found["w"], -10 * TRAINED["w"])

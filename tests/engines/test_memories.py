@@ -1,6 +1,7 @@
 """What clients remember: drafts of a cohort until it is committed."""
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -51,6 +52,15 @@ def test_only_the_clients_that_are_named_are_kept() -> None:
         memories.note(Call(0, 0, client, "any"), written(client))
     memories.keep(0, [4])
     assert {client: tree["count"].item() for client, tree in memories.kept.items()} == {4: 4}
+
+
+def test_a_draft_keeps_no_reply_alive() -> None:
+    """Which may be as long as a model, for as long as the round lasts."""
+    memories, reply = Memories(), torch.zeros(1)
+    gone = weakref.ref(reply)
+    memories.note(Call(0, 0, 3, "any"), Answer({"w": reply}, {}, {}))
+    del reply
+    assert gone() is None
 
 
 def test_drafts_end_with_their_cohort() -> None:

@@ -119,8 +119,8 @@ def test_who_does_not_learn_says_nothing_by_the_measure_of_its_bound(
 
     def noting(call: Call, **options: Any) -> Answer:
         answer = perform(call, **options)
-        step, info = find_step(options["client"], call.step)
-        like = promised(step, info, call)
+        _, info = find_step(options["client"], call.step)
+        like = promised(info, call)
         if like is not None and answer.tree:
             centre = updates.centre_of(answer.tree, like, info)
             far = trees.tree_map(lambda a, b: (a - b).abs().max(), answer.tree, centre)

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 import hyperfed
-from hyperfed import engines, trees
+from hyperfed import trees
+from hyperfed.engines.local.loop import LoopEngine
 from hyperfed.runs import evaluation
 from hyperfed.runs.evaluation import evaluate
 from hyperfed.runs.run import Run
@@ -96,13 +97,12 @@ def test_each_newcomer_has_draws_of_its_own_and_the_runs_arithmetic(
         "fedavg", make_task(novel=1), rounds=1, precision="bf16", method=short("fedavg")
     )
     built: list[dict[str, Any]] = []
-    build = engines.build
 
-    def watched(*arguments: Any, **options: Any) -> Any:
+    def watched(*arguments: Any, **options: Any) -> LoopEngine:
         built.append(options)
-        return build(*arguments, **options)
+        return LoopEngine(*arguments, **options)
 
-    monkeypatch.setattr(engines, "build", watched)
+    monkeypatch.setattr("hyperfed.runs.trained.LoopEngine", watched)
     x, y = run.task.x.numpy(), run.task.y.numpy()
     for start in (0, 0, 6):
         run.personalize(x[start : start + 6], y[start : start + 6])

@@ -104,7 +104,6 @@ def build(
     *,
     seed: int,
     faults: Faults | None = None,
-    home: Engine | None = None,
     precision: Precision = "float32",
     device: str = "cpu",
     private: PrivateUpdates | None = None,
@@ -119,8 +118,6 @@ def build(
         settings: the method's settings, handed to each client.
         seed: the run's seed.
         faults: what to inject into training rounds.
-        home: the engine of the task that the method was trained on, where ``task`` is that of a
-            newcomer.
         precision: of the clients' arithmetic.
         device: where clients compute, and the server where it is in one process with them.
         private: how the answers of clients are made private.
@@ -133,7 +130,7 @@ def build(
         raise UserError(
             f"engine.graphs must have a GPU to record on, came device={device}; set device=cuda"
         )
-    options: dict[str, Any] = {"seed": seed, "faults": faults, "home": home, "private": private}
+    options: dict[str, Any] = {"seed": seed, "faults": faults, "private": private}
     options |= {"masking": masking, "precision": precision, "device": device}
     return ENGINES[config.name](config, task.on_features(), client, settings, **options)
 
@@ -164,7 +161,6 @@ def _flower(
     config: EngineConfig,
     task: Task,
     *arguments: Any,
-    home: Engine | None,  # of a newcomer, who is at no site
     device: str,  # of the server; a site has its own
     **options: Any,
 ) -> Engine:
@@ -178,13 +174,9 @@ def _flower(
     )
 
 
-def _ray(
-    config: EngineConfig, *arguments: Any, home: Engine | None, device: str, **options: Any
-) -> Engine:
+def _ray(config: EngineConfig, *arguments: Any, device: str, **options: Any) -> Engine:
     from hyperfed.engines.ray.engine import RayEngine
 
-    if home is not None:  # a newcomer: its data are in this process, as the server is
-        return _loop(config, *arguments, home=home, device="cpu", **options)
     if device not in ("cpu", "cuda"):
         raise UserError(
             f"device must be cpu or cuda where engine=ray, which gives each actor a GPU of its own "

@@ -243,10 +243,10 @@ def let_out(
         BadReplyError: the reply is not like what it is promised to be like.
         UserError: the reply is no update, or what the client may let out is spent.
     """
-    step, info = find_step(client, call.step)
+    _, info = find_step(client, call.step)
     if private.where == "central" or not answer.tree or not is_covered(info):
         return answer
-    centre = centre_of(answer.tree, promised(step, info, call), info)
+    centre = centre_of(answer.tree, promised(info, call), info)
     told = offset(answer.tree, centre, private.clip)
     keep = told.numel() <= KEPT
     # Asked again in its round, a step draws other batches: that is another question. So is the
@@ -260,13 +260,13 @@ def let_out(
     return replace(answer, tree=moved(centre, noisy), released=releases.kept)
 
 
-def promised(step: Callable[..., Tree] | None, info: StepInfo, call: Call) -> Tree | None:
+def promised(info: StepInfo, call: Call) -> Tree | None:
     """Returns the argument that a step's reply must be like, if any.
 
     Raises:
         TypeError: it was not sent.
     """
-    if step is None or info.place is None:
+    if info.place is None:
         return None
     if info.place >= len(call.payload):
         raise TypeError(

@@ -197,8 +197,7 @@ class Question:
 
     Attributes:
         cohort: whose clients.
-        step: the step's function; None of an exchange that no method asks for.
-        info: what its mark says.
+        info: what the step's mark says.
         calls: {position in the cohort: call} of the clients that are there.
         reached: those whose client no injected fault keeps from answering.
         posted: whether the replies can wait.
@@ -206,7 +205,6 @@ class Question:
     """
 
     cohort: "EngineCohort"
-    step: Callable[..., Tree] | None
     info: StepInfo
     calls: Mapping[int, Call]
     reached: Mapping[int, Call]
@@ -329,8 +327,8 @@ class EngineCohort:
         if masking is None or not self.state.training:
             replies = self.ask(step, *payload, batches=batches)
             return trees.weighted_mean(replies, self.weight, self.ids)
-        function, info = find_step(self._engine.client, name_of(step))
-        like = promised(function, info, Call(0, 0, 0, info.name, payload))
+        _, info = find_step(self._engine.client, name_of(step))
+        like = promised(info, Call(0, 0, 0, info.name, payload))
         if like is None:
             raise UserError(
                 f"what is averaged in masked training must be like an argument, but step "
@@ -465,7 +463,7 @@ class EngineCohort:
         likes = {
             position: None if like is None else trees.to(like, device)
             for position in replies
-            for like in [promised(question.step, question.info, question.calls[position])]
+            for like in [promised(question.info, question.calls[position])]
         }
         payloads: dict[int, Tree] = {}
         if all(like is None for like in likes.values()):
@@ -486,9 +484,9 @@ class EngineCohort:
         posted: bool = False,
         masked: bool = False,
     ) -> Question:
-        function, info = None, step
+        info = step
         if not isinstance(info, StepInfo):
-            function, info = find_step(self._engine.client, name_of(info))
+            _, info = find_step(self._engine.client, name_of(info))
         _check_detached(payload)
         if again := self.state.posted.intersection(self.there):
             raise ValueError(
@@ -504,7 +502,7 @@ class EngineCohort:
         }
         seed, faults, training = self._engine.seed, self._engine.faults, self.state.training
         reached = {p: c for p, c in calls.items() if not (training and faults.drops(seed, c))}
-        return Question(self, function, info, calls, reached, posted)
+        return Question(self, info, calls, reached, posted)
 
     def _check_postable(self, step: Callable[..., Tree]) -> None:
         _, info = find_step(self._engine.client, name_of(step))
@@ -552,7 +550,7 @@ class EngineCohort:
                 replies[position] = NoAnswerError("did not answer (injected by faults.drop)")
                 continue
             answer = answers[position]
-            like = promised(question.step, question.info, call)
+            like = promised(question.info, call)
             shape = None if call.masked and self.state.remote else like
             reply = answer if isinstance(answer, Exception) else checked(answer, shape, device)
             if training and isinstance(reply, Reply) and faults.spoils(seed, call):
@@ -561,14 +559,14 @@ class EngineCohort:
                 reply = Reply(faults.lie(reply.tree, like, seed, call), reply.structure)
             if isinstance(reply, Reply) and call.masked and not self.state.remote:
                 reply = self._part(question.info, reply, like, int(self.examples[position]))
-            elif isinstance(reply, Reply) and not call.masked and question.step is not None:
-                reply = self._bounded(question, reply, like)
+            elif isinstance(reply, Reply) and not call.masked:
+                reply = self._bounded(question.info, reply, like)
             replies[position] = reply
         return replies
 
-    def _bounded(self, question: Question, reply: Reply, like: Tree | None) -> Reply:
+    def _bounded(self, info: StepInfo, reply: Reply, like: Tree | None) -> Reply:
         """Returns a reply as a trusted server may use it: no longer than ``privacy.clip``."""
-        private, info = self._engine.private, question.info
+        private = self._engine.private
         if private is None or private.where == "local" or not reply.tree or not is_covered(info):
             return reply
         like = None if like is None else trees.to(like, self._engine.device)

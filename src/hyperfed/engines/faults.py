@@ -51,9 +51,9 @@ class Faults:
         """
         draw = generator(seed, "attack", *call.keys)
         start = trees.tree_map(torch.zeros_like, reply)
-        if like is not None and _length(trees.subtract(reply, like)) < _length(reply):
+        if like is not None and _length(_change(reply, like)) < _length(reply):
             start = like
-        change = trees.subtract(reply, start)
+        change = _change(reply, start)
         # As long as the change in the mean over draws.
         entries = sum(leaf.numel() for _, leaf in trees.leaves(reply) if leaf.is_floating_point())
         deviation = 10 * _length(change) / max(1, entries) ** 0.5
@@ -69,6 +69,15 @@ class Faults:
             return begun.add(noise, alpha=deviation)
 
         return trees.tree_map(lied, reply, start, change)
+
+
+def _change(reply: Tree, start: Tree) -> Tree:
+    """Returns reply - start; what is no float stays, as of a mask there is no difference."""
+
+    def change(true: Tensor, begun: Tensor) -> Tensor:
+        return true - begun if true.is_floating_point() else true
+
+    return trees.tree_map(change, reply, start)
 
 
 def _length(tree: Tree) -> float:

@@ -97,7 +97,7 @@ class Masking:
             weight: number of examples.
 
         Returns:
-            (d,) int64, over the floating-point leaves.
+            {PART: (d,) int64}, over the floating-point leaves.
 
         Raises:
             BadReplyError: the reply is not finite, or not like what was sent.

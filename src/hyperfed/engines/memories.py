@@ -44,7 +44,7 @@ class Memories:
             memory = moved(answer.memory, self._device)
             answer = Answer({}, memory, moved(answer.scratch, self._device))
         drafts = self._drafts.setdefault(call.cohort, {})
-        drafts[call.client] = replace(answer, remembers=remembers)
+        drafts[call.client] = replace(answer, tree={}, remembers=remembers)
 
     def remembers(self, call: Call) -> bool:
         """Returns whether any answer of a call's client in its cohort says that it remembers."""

@@ -201,15 +201,15 @@ class TrainedMethod:
         seed = derive(self.config.seed, "newcomer", task.fingerprint)
         # Its data are in this process, wherever those of the known clients are.
         with on_cores(self.config.engine.cores):
-            engine = engines.build(
-                replace(self.config.engine, name="loop"),
-                task,
+            engine = LoopEngine(
+                task.on_features(),
                 self.method.Client,
                 self.config.settings,
                 seed=seed,
+                cores_per_client=self.config.engine.cores_per_client,
                 home=self.engine,
                 precision=self.config.precision,
-                device=str(self.engine.device),
+                device=self.engine.device,
                 private=self._private_to_newcomers,
             )
         if task.unlabelled:

@@ -102,7 +102,7 @@ def test_a_check_says_what_a_server_could_learn(
     said = capsys.readouterr().out
     for part in (
         "what fedavg, fedproto reply",
-        "at least 11 different examples in batches of at least 8",
+        "at least 11 different examples in batches of at least 8, but for the last of a pass",
         "at most 7 times a day",
         "epsilon 1 at delta 0.001 in all runs together",
         "bounds what they tell of any one example; answers of training are counted by what they "

@@ -1,6 +1,7 @@
 """The reference engine: worker threads, their own copies of modules, their cores."""
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from hyperfed.nets.targets import LeNet
 from hyperfed.system.randomness import seeded
 from hyperfed.task import Outline, Task
 from hyperfed.trees import Tree
-from toys import CLASSES, DRAWING, Federation, TwoLayers, logits, make_task
+from toys import CLASSES, DRAWING, FEATURES, Federation, TwoLayers, logits, make_task
 
 
 def test_worker_threads_do_not_share_a_module() -> None:
@@ -102,26 +103,46 @@ class Losing(federation.Client):
         return {"loss": loss}
 
 
+def losses(task: Task, clients: list[int], number: int = 0, **options: Any) -> list[float]:
+    engine = LoopEngine(task, Losing, None, **{"seed": 0} | options)
+    cohort = engine.cohort(clients, number, training=True)
+    model = task.outline().initial()
+    values: list[float] = cohort.ask(Losing.training_loss, model)["loss"].tolist()
+    return values
+
+
 @pytest.mark.parametrize("net", DRAWING)
 def test_what_a_network_draws_is_a_function_of_client_and_round_and_leaves_the_global_generator(
     net: type[TwoLayers],
 ) -> None:
     task = make_task(net)
-    model = task.outline().initial()
-
-    def losses(clients: list[int], number: int = 0, **options: Any) -> list[float]:
-        engine = LoopEngine(task, Losing, None, **{"seed": 0} | options)
-        cohort = engine.cohort(clients, number, training=True)
-        values: list[float] = cohort.ask(Losing.training_loss, model)["loss"].tolist()
-        return values
-
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    first = losses([0, 1, 2])
-    assert losses([2, 0], workers=2, cores_per_client=1) == [first[2], first[0]]
-    assert losses([0], 1) != first[:1]
-    assert losses([0], seed=1) != first[:1]
+    first = losses(task, [0, 1, 2])
+    assert losses(task, [2, 0], workers=2, cores_per_client=1) == [first[2], first[0]]
+    assert losses(task, [0], 1) != first[:1]
+    assert losses(task, [0], seed=1) != first[:1]
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_makes_examples_ready_draws_as_networks_do() -> None:
+    task = replace(make_task(), transform=lambda x: x + torch.randn_like(x))
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    first = losses(task, [0, 1, 2])
+    assert losses(task, [2, 0], workers=2, cores_per_client=1) == [first[2], first[0]]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_makes_examples_ready_need_not_take_those_of_a_trial() -> None:
+    """Such as codes that are not negative."""
+    task = make_task()
+    task = replace(task, x=torch.arange(len(task.x)).double() % FEATURES, transform=one_hot)
+    assert len(losses(task, [0, 1])) == 2
+
+
+def one_hot(x: Tensor) -> Tensor:
+    return nn.functional.one_hot(x.long(), FEATURES).double()
 
 
 @pytest.mark.parametrize(

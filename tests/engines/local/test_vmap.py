@@ -165,7 +165,7 @@ def test_buffers_that_a_network_assigns_to_are_each_clients() -> None:
 # What the engine is built with.
 
 
-def test_the_table_builds_it_with_its_settings_and_for_newcomers() -> None:
+def test_the_table_builds_it_with_its_settings() -> None:
     task = make_task()
     settings = EngineConfig("vmap", workers=2, cores_per_client=3, chunk=5)
     engine = build(settings, task, Probe, ProbeConfig(), seed=3)
@@ -173,12 +173,9 @@ def test_the_table_builds_it_with_its_settings_and_for_newcomers() -> None:
     assert (engine.name, engine.chunk, engine.workers, engine.seed) == ("vmap", 5, 2, 3)
     resources = {"cores": engine.cores, "cores_per_client": 3, "chunk": 5}
     assert engine.resources(4) == resources
-    home = build(EngineConfig("vmap"), task, Probe, ProbeConfig(), seed=0)
+    usual = build(EngineConfig("vmap"), task, Probe, ProbeConfig(), seed=0)
     resources = {"cores": engine.cores, "cores_per_client": engine.cores, "chunk": None}
-    assert home.resources(4) == resources
-    newcomers = build(EngineConfig("vmap"), make_task(novel=4), Probe, None, seed=0, home=home)
-    assert isinstance(newcomers, VmappedEngine)
-    assert newcomers.home is home
+    assert usual.resources(4) == resources
     with pytest.raises(ValueError, match="greater than 0"):
         EngineConfig("vmap", chunk=0)
 

@@ -492,16 +492,13 @@ def test_an_empty_tree_is_kept_as_by_the_loop() -> None:
 # What the engine is built with.
 
 
-def test_the_table_builds_it_and_gives_a_newcomer_a_loop(connection: cluster.Connection) -> None:
+def test_the_table_builds_it(connection: cluster.Connection) -> None:
     task, faults = make_task(), Faults(drop=0.5)
     settings = EngineConfig("ray", workers=3, cores_per_client=2)
     engine = build(settings, task, Client, None, seed=3, faults=faults)
     assert isinstance(engine, RayEngine)
     assert (engine.task, engine.client, engine.seed, engine.faults) == (task, Client, 3, faults)
     assert engine.resources(1) == {"workers": 3, "cores": 6, "cores_per_client": 2}
-    newcomers = build(settings, make_task(novel=4), Client, None, seed=0, home=engine)
-    assert isinstance(newcomers, LoopEngine)
-    assert newcomers.home is engine
     engine.close()
     engine.close()
 
@@ -523,6 +520,24 @@ def test_there_are_as_many_actors_as_cores_but_no_more_than_clients(
     assert RayEngine(many, Client, None, seed=0).workers == cores
     assert RayEngine(many, Client, None, seed=0, cores_per_client=10**6).workers == 1
     assert RayEngine(few, Client, None, seed=0).workers == 1
+
+
+@pytest.mark.parametrize(
+    ("gpus", "share", "most"), [(2, 0.6, 2), (4, 0.4, 8), (3, 0.1, 30), (4, 2.0, 2)]
+)
+def test_a_share_is_of_one_gpu_and_the_same(
+    gpus: int, share: float, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray puts no actor on what is left of two; it waits."""
+    context = SimpleNamespace(get_node_id=str, get_job_id=str)
+    there = {"CPU": 64.0, "GPU": float(gpus)}
+    ray = SimpleNamespace(get_runtime_context=lambda: context, cluster_resources=lambda: there)
+    found = SimpleNamespace(ray=ray, started=True)
+    monkeypatch.setattr(hyperfed.engines.ray.engine, "connect", lambda address: found)
+    task, options = make_task(examples=(5,) * 40), {"gpus_per_worker": share, "device": "cuda"}
+    assert RayEngine(task, Client, None, seed=0, **options).workers == most
+    with pytest.raises(UserError, match=rf"{share:g} GPU for each of {most + 1} engine\.workers"):
+        RayEngine(task, Client, None, seed=0, workers=most + 1, **options)
 
 
 def test_more_gpus_than_there_are_are_refused(connection: cluster.Connection) -> None:

@@ -113,7 +113,7 @@ def _of_replies(policy: Policy) -> str:
     methods = ", ".join(policy.methods or ("any method",))
     examples = (
         f"each of at least {policy.smallest_reply} different examples in batches of at least "
-        f"{policy.smallest_batch}"
+        f"{policy.smallest_batch}, but for the last of a pass"
     )
     if policy.masks_in_training:
         return (

@@ -163,7 +163,8 @@ class Gate:
     @property
     def limits(self) -> Sequence[tuple[float, float]]:
         """What holds for all that a client lets out with noise: (epsilon, delta)."""
-        return () if self._policy is None else self._policy.limits
+        policy = self._policy
+        return () if policy is None else [(policy.epsilon, policy.delta)]
 
     def _covering(self, call: Call, masks: Tree, others: Tree, task: Task) -> Cover:
         """Returns what makes of the reply to a call what leaves, by what others share with it.
@@ -172,8 +173,8 @@ class Gate:
             RefusedError: the reply would be no update.
         """
         masking = self._masking
-        step, info = find_step(self.client, call.step)
-        like = promised(step, info, call)
+        _, info = find_step(self.client, call.step)
+        like = promised(info, call)
         if masking is None or like is None:
             raise RefusedError(f"the reply to {call.step} is not to be masked in this run")
         weight = len(task.train[call.client]) if self._private is None else 1

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
 KEYS, SHARES, REVEAL = (
-    StepInfo(name, None, False, False, False)
+    StepInfo(name, None, False, False, False, reads=0)
     for name in ("mask_keys", "mask_shares", "mask_reveal")
 )
 """The exchanges beside the step itself. No client's half of a method has them: sites answer."""
@@ -256,7 +256,7 @@ def structure_of(call: Call, client: type[Client]) -> Structure:
     """Returns what the reply to a masked call, or to one of the exchanges, must look like."""
     shape: dict[str, tuple[tuple[int, ...], torch.dtype]]
     if call.masked:
-        like = promised(*find_step(client, call.step), call)
+        like = promised(find_step(client, call.step)[1], call)
         assert like is not None
         numbers = sum(leaf.numel() for _, leaf in trees.leaves(like) if leaf.is_floating_point())
         shape = {PART: ((numbers,), torch.int64)}

@@ -52,7 +52,7 @@ class Policy:
             outside. Where ``local_steps``, ``local_epochs`` or ``batch_size`` has some, what is
             trained for a reply is trained on the batches that the settings say; without bounds of
             ``local_epochs``, those of ``local_steps`` are also of the steps in passes.
-        smallest_batch: examples of a batch that is trained on.
+        smallest_batch: examples of a batch that is trained on; the last of a pass may have fewer.
         smallest_reply: different training examples behind a reply that depends on any.
         largest_training: training examples that a step reads, those that come again too.
         smallest_evaluation: examples behind counts, of each split that a client has, and of the
@@ -98,11 +98,6 @@ class Policy:
     masks_in_training: bool = False
     smallest_sum: Annotated[int, Field(ge=SMALLEST)] = SMALLEST
     largest_log: PositiveInt = 10 << 20
-
-    @property
-    def limits(self) -> Sequence[tuple[float, float]]:
-        """What holds for all that a client lets out with noise."""
-        return [(self.epsilon, self.delta)]
 
     def check_size(self, size: int) -> None:
         """Raises ``RefusedError`` for a message of so many bytes, or more, that is too large."""

@@ -298,8 +298,7 @@ class Site:
                     answers[place] = Answered(error)
             answers |= self._run(request, to_run, engine, store, released)
         for client, name in request.names.items():
-            opened = [(request.session, cohort) for cohort in request.open]
-            store.prune(name, _needed(request, client, opened))
+            store.prune(name, _needed(request, client))
         self._note(request, answers)
         spent = {
             place: released.multipliers(request.names[call.client])
@@ -429,6 +428,7 @@ def _beginning(
     return Answer({}, store.memory(name, version), {}, remembers=version is not None)
 
 
-def _needed(request: Request, client: int, opened: Sequence[Version]) -> set[Version]:
+def _needed(request: Request, client: int) -> set[Version]:
+    opened = [(request.session, cohort) for cohort in request.open]
     begin = [request.begin[client]] if client in request.begin else []
     return {*opened, *request.keep.get(client, ()), *begin}

@@ -269,12 +269,12 @@ def _has_dropout(module: nn.Module) -> bool:
 def _draws(task: Task) -> bool:
     """Returns whether some target in training mode draws random numbers, which a trial tells.
 
-    A network may draw wherever it likes, such as by ``F.dropout``. One that the trial's examples
-    are wrong for is taken to draw, which costs speed at most.
+    A network may draw wherever it likes, such as by ``F.dropout``, and so may what makes its
+    examples ready. One that the trial's examples are wrong for is taken to draw, which costs speed
+    at most.
     """
     trial = made_up(task).to(task.x.device)
-    x = Split(trial, trial.train[0]).batch().x
-    places = torch, torch.get_device_module(x.device)
+    places = torch, torch.get_device_module(trial.x.device)
     sources = [place for place in places if hasattr(place, "get_rng_state")]
 
     def states() -> list[Tensor]:
@@ -283,6 +283,7 @@ def _draws(task: Task) -> bool:
     def moves(size: str) -> bool:
         before = states()
         try:
+            x = Split(trial, trial.train[0]).batch().x
             forward(trees.copied(task.models[size]), task.initial(size), x)
         except Exception:  # whose fault it is shows in training
             return True

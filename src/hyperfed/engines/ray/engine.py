@@ -253,9 +253,8 @@ class RayEngine:
         each = {"CPU": self._cpus, "GPU": self.gpus_per_worker}
         if wanted is None:
             usual = each | {"CPU": self.cores_per_client}
-            fits = (int(there[unit] / share) for unit, share in usual.items() if share)
-            wanted = max(1, min(*fits, self.task.clients))
-        if any(wanted * share > there[unit] for unit, share in each.items()):
+            wanted = max(1, min(*_places(there, usual), self.task.clients))
+        if any(wanted > places for places in _places(there, each)):
             has, needs = (
                 " and ".join(f"{value:g} {unit}" for unit, value in units.items())
                 for units in (there, each)
@@ -367,6 +366,15 @@ class RayEngine:
         if draft is not None:
             return draft
         return _Draft(self._kept.get(call.client, _Memory()), None)
+
+
+def _places(there: Mapping[str, float], each: Mapping[str, float]) -> list[int]:
+    """Returns for how many actors there is enough of each unit that they take some of."""
+    return [
+        int(there[unit] / share) if share >= 1 else int(there[unit]) * int(1 / share)  # of one GPU
+        for unit, share in each.items()
+        if share
+    ]
 
 
 def _packed(calls: Sequence[Call]) -> list[Call]:
