@@ -393,7 +393,7 @@ OF_EACH_CLASS: dict[str, dict[str, Any]] = {
     "fml": {},
     "knn_per": {},
     "mh_pfedhn": {"global_model": True},
-    "pfedkt": {"distance": "kl"},
+    "pfedkt": {"distance": "kl", "contrast": "triplet"},
 }
 """Methods that would learn nothing, or nonsense, of other outputs, and with which settings."""
 

@@ -91,6 +91,9 @@ Optimizer: TypeAlias = Sgd | AdamW
 Momentum: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 """A setting of SGD."""
 
+Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
+"""A setting of methods, from nothing to all."""
+
 
 def pass_lengths(examples: int, size: int) -> list[int]:
     """Returns how many of some examples each batch of one pass holds.

@@ -409,6 +409,7 @@ def test_of_a_regression_there_is_no_divergence() -> None:
     with pytest.raises(UserError, match='a task for pfedkt with distance "kl" must have classes'):
         Federation("pfedkt", task)
     Federation("pfedkt", task, distance="l2")
+    Federation("pfedkt", task, contrast="none")  # which measures none
 
 
 def test_the_hypernetworks_of_the_paper() -> None:

@@ -35,10 +35,10 @@ paper: its algorithm is as its citing work and the authors' code give it, and th
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from pydantic import ConfigDict, Field, NonNegativeInt
+from pydantic import ConfigDict, NonNegativeInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.func import grad
@@ -46,10 +46,8 @@ from torch.func import grad
 from hyperfed import federation
 from hyperfed.federation import Cohort, Outline, average, step
 from hyperfed.methods.parts.presets import DEFAULT
-from hyperfed.training import Batch, Objective, PersonalConfig, fit
+from hyperfed.training import Batch, Objective, PersonalConfig, Share, fit
 from hyperfed.trees import Model, Tree
-
-Share = Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))

@@ -44,18 +44,16 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.func import grad_and_value
 
-from hyperfed import federation
-from hyperfed.federation import Cohort, Outline, average, step
+from hyperfed.federation import Cohort, Outline, step
+from hyperfed.methods import fedavg
 from hyperfed.methods.parts.presets import DEFAULT, PFLLIB
 from hyperfed.nets.anatomy import head_names
-from hyperfed.training import Batch, LocalConfig, Steps, fit, pass_lengths
+from hyperfed.training import Batch, fit, pass_lengths
 from hyperfed.trees import Model, Tree, partition, tree_map
-
-Share = Annotated[float, Field(gt=0, le=1)]
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
-class Config(LocalConfig):
+class Config(fedavg.Config):
     """Settings of FedALA.
 
     Attributes:
@@ -71,7 +69,7 @@ class Config(LocalConfig):
 
     higher_layers: NonNegativeInt = 1
     weight_lr: NonNegativeFloat = 1.0
-    weight_share: Share = 0.8
+    weight_share: Annotated[float, Field(gt=0, le=1)] = 0.8
     first_epochs: PositiveInt = 100
     loss_window: PositiveInt = 10
     loss_threshold: NonNegativeFloat = 0.1
@@ -85,7 +83,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-class Client(federation.Client):
+class Client(fedavg.Client):
     """Aggregates the global model and its own before it trains."""
 
     @step(like="model")
@@ -97,12 +95,6 @@ class Client(federation.Client):
         ).model
         self.memory["own"], _ = partition(trained, self.higher)
         return trained
-
-    @step(draws_as=train_model)
-    def join(self, model: Model) -> Tree:
-        """Does the same and replies with nothing."""
-        self.scratch["personal"] = self.train_model(model)
-        return {}
 
     @step
     def aggregate(self, model: Model) -> Tree:
@@ -155,11 +147,6 @@ class Client(federation.Client):
         """Names of the parameters that are mixed."""
         return head_names(self.module, self.config.higher_layers)
 
-    def personal_model(self, received: Model) -> Model:
-        """Returns the mixture of a known client; what a novel one trained, or the global model."""
-        personal: Model = self.scratch.get("personal", received)
-        return personal
-
 
 def converged(losses: Sequence[Tensor], window: int, threshold: float) -> bool:
     """Returns whether the last losses vary by less than a threshold; one must have gone before."""
@@ -168,26 +155,16 @@ def converged(losses: Sequence[Tensor], window: int, threshold: float) -> bool:
     return bool(torch.stack([*losses[-window:]]).std(correction=0) < threshold)
 
 
-class Server(federation.Server):
+class Server(fedavg.Server):
     """Holds the global model, ``self.model[size]``."""
 
     def __init__(self, outline: Outline, config: Config) -> None:
         super().__init__(outline, config)
         for module in outline.models.values():
             head_names(module, config.higher_layers)  # there are as many
-        self.model: Tree = {size: outline.initial(size) for size in outline.models}
-
-    def round(self, clients: Cohort) -> None:
-        """Replaces the global model by the weighted mean of the trained ones."""
-        batches = self.config.batches
-        self.model = average(clients, Client.train_model, self.model, batches)
 
     def personalize(self, clients: Cohort) -> Model:
         """Sends the global model, of which each client makes its own."""
-        model: Model = self.model[clients.size]
         if not clients.novel:
-            clients.ask(Client.aggregate, model)
-        elif self.config.novel_steps:
-            batches = Steps(self.config.novel_steps, self.config.batch_size)
-            clients.ask(Client.join, model, batches=batches)
-        return model
+            clients.ask(Client.aggregate, self.model[clients.size])
+        return super().personalize(clients)

@@ -28,10 +28,10 @@ here the first round has no teacher and the supervised loss counts in full.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
-from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
@@ -45,10 +45,8 @@ from hyperfed.methods.parts.contrast import (
     mean_discrepancy,
 )
 from hyperfed.methods.parts.presets import DEFAULT, PFEDKT
-from hyperfed.training import Batch, LocalConfig, Objective, Steps, fit
+from hyperfed.training import Batch, LocalConfig, Objective, Share, Steps, fit
 from hyperfed.trees import Model, Tree, interpolate
-
-Share = Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))

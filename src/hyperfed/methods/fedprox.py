@@ -18,30 +18,28 @@ The paper also lets slow clients do less work, which the authors simulate; here 
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt
+from pydantic import ConfigDict, NonNegativeFloat
 from pydantic.dataclasses import dataclass
 
 from hyperfed.federation import step
 from hyperfed.methods import fedavg
 from hyperfed.methods.fedavg import Server
 from hyperfed.methods.parts.presets import DEFAULT
-from hyperfed.training import LocalConfig, fit, proximal
+from hyperfed.training import fit, proximal
 from hyperfed.trees import Model
 
 __all__ = ["PRESETS", "Client", "Config", "Server"]
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
-class Config(LocalConfig):
-    """Settings of FedProx.
+class Config(fedavg.Config):
+    """Settings of FedProx: FedAvg's, and how far training goes.
 
     Attributes:
         proximity: mu; 0 is FedAvg. The authors' advice is to search 0.001, 0.01, 0.1, 0.5 and 1.
-        novel_steps: fine-tuning steps of a novel client.
     """
 
     proximity: NonNegativeFloat = 0.1
-    novel_steps: NonNegativeInt = 0
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {

@@ -28,10 +28,10 @@ The paper does not fix alpha and beta; the defaults are those of the authors' co
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from pydantic import ConfigDict, Field, NonNegativeInt
+from pydantic import ConfigDict, NonNegativeInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
@@ -40,10 +40,8 @@ from hyperfed.federation import Cohort, Outline, step
 from hyperfed.functional import forward
 from hyperfed.methods.parts.contrast import check_logits, distances, mean_counted
 from hyperfed.methods.parts.presets import DEFAULT, PFEDKT
-from hyperfed.training import Batch, PersonalConfig, Steps
+from hyperfed.training import Batch, PersonalConfig, Share, Steps
 from hyperfed.trees import Model, Tree, leaves
-
-Share = Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))

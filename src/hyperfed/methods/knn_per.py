@@ -42,10 +42,8 @@ from hyperfed.functional import outputs_and_features
 from hyperfed.methods.parts.features import check_classes, check_outputs
 from hyperfed.methods.parts.presets import DEFAULT, PEFLL
 from hyperfed.nets.anatomy import check_head
-from hyperfed.training import LocalConfig, fit
+from hyperfed.training import LocalConfig, Share, fit
 from hyperfed.trees import Model, Tree
-
-Share = Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))

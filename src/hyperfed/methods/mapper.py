@@ -37,10 +37,8 @@ from hyperfed.errors import UserError
 from hyperfed.federation import EVALUATION_BATCH, Cohort, Outline, average, step
 from hyperfed.functional import apply, forward
 from hyperfed.methods.parts.presets import DEFAULT, PFEDKT
-from hyperfed.training import Batch, PersonalConfig, fit
+from hyperfed.training import Batch, PersonalConfig, Share, fit
 from hyperfed.trees import Model, Tree
-
-Share = Annotated[float, Field(ge=0, le=1)]
 
 GRID = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 """The interior of [0, 1]: both models of a client go on learning."""

@@ -40,10 +40,10 @@ here that would be about 50 times.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.optim import Adam
@@ -54,8 +54,8 @@ from hyperfed.functional import forward
 from hyperfed.methods.parts.contrast import check_logits, distances, mean_counted
 from hyperfed.methods.parts.hypernet_training import fit_rows, pull_back_groups
 from hyperfed.nets.chunks import ChunkHeads
-from hyperfed.nets.shapes import shapes_of
-from hyperfed.training import Batch, LocalConfig, Objective, fit, supervised
+from hyperfed.nets.shapes import shapes_of, total
+from hyperfed.training import Batch, LocalConfig, Objective, Share, fit, supervised
 from hyperfed.trees import Model, Tree, detach, partition, pull_back, subtract, weighted_mean
 
 
@@ -85,7 +85,7 @@ class Config(LocalConfig):
         novel_lr: learning rate of that fit; ``lr`` where not given.
     """
 
-    local_weight_decay: Annotated[float, Field(ge=0)] = 5e-4
+    local_weight_decay: NonNegativeFloat = 5e-4
     local_clip: PositiveFloat | None = 50.0
     lr: PositiveFloat = 2e-4
     clip: PositiveFloat | None = 50.0
@@ -95,7 +95,7 @@ class Config(LocalConfig):
     hidden: PositiveInt = 128
     hidden_layers: NonNegativeInt = 2
     global_model: bool = False
-    distillation: Annotated[float, Field(ge=0, le=1)] = 0.2
+    distillation: Share = 0.2
     temperature: PositiveFloat = 15.0
     novel_rounds: NonNegativeInt = 20
     novel_lr: PositiveFloat | None = None
@@ -196,11 +196,7 @@ class Client(federation.Client):
 
 def lightest(outline: Outline) -> str:
     """Returns the name of the target size with the fewest parameters to train."""
-
-    def parameters(size: str) -> int:
-        return sum(shape.numel() for shape in shapes_of(outline.models[size]).values())
-
-    return min(outline.models, key=parameters)
+    return min(outline.models, key=lambda size: total(shapes_of(outline.models[size])))
 
 
 class Server(federation.Server):

@@ -38,10 +38,10 @@ fiftieth of the rate left 0.9994.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
-from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.func import functional_call, vjp
@@ -49,7 +49,6 @@ from torch.func import functional_call, vjp
 from hyperfed import federation
 from hyperfed.federation import Cohort, Outline, average, step
 from hyperfed.functional import apply
-from hyperfed.methods.parts.complexity import count_parameters
 from hyperfed.methods.parts.contrast import (
     Contrast,
     Distance,
@@ -60,8 +59,8 @@ from hyperfed.methods.parts.contrast import (
 from hyperfed.methods.parts.presets import DEFAULT, PFEDKT
 from hyperfed.nets.chunks import Chunked
 from hyperfed.nets.layers import draw_weights
-from hyperfed.nets.shapes import shapes_of, spread_of
-from hyperfed.training import Batch, LocalConfig, Objective, adam, fit, supervised
+from hyperfed.nets.shapes import shapes_of, spread_of, total
+from hyperfed.training import Batch, LocalConfig, Objective, Share, adam, fit, supervised
 from hyperfed.trees import Model, Tree, subtract, tree_map
 
 
@@ -105,7 +104,7 @@ class Config(LocalConfig):
     absorb_steps: PositiveInt = 100
     contrast: Contrast | Literal["none"] = "triplet"
     distance: Distance = "kl"
-    contrast_weight: Annotated[float, Field(ge=0, le=1)] = 1e-3
+    contrast_weight: Share = 1e-3
     margin: NonNegativeFloat = 0.1
     temperature: PositiveFloat = 0.5
     hypernetwork: bool = True
@@ -147,7 +146,7 @@ class Client(federation.Client):
         return {
             size: Chunked(
                 {size: shapes_of(target)},
-                chunk=config.chunk or count_parameters(target),
+                chunk=config.chunk or total(shapes_of(target)),
                 embedding=config.embedding_size,
                 hidden=config.hidden,
                 hidden_layers=config.hidden_layers,
@@ -247,7 +246,7 @@ class Server(federation.Server):
 
     def __init__(self, outline: Outline, config: Config) -> None:
         super().__init__(outline, config)
-        if config.distance == "kl":
+        if config.distance == "kl" and config.contrast != "none":
             check_logits('pfedkt with distance "kl"', outline)
         self.model: Tree = {size: outline.initial(size) for size in outline.models}
 

@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
-from hyperfed import trees
 from hyperfed.nets.chunks import Chunked
-from hyperfed.nets.shapes import shapes_of
+from hyperfed.nets.shapes import shapes_of, total
 
 
 @dataclass(frozen=True)
@@ -69,11 +68,6 @@ class Comparison:
         return self.calls * self.small.flops
 
 
-def count_parameters(module: nn.Module) -> int:
-    """Returns the number of trainable numbers of a network."""
-    return sum(parameter.numel() for parameter in trees.parameters_of(module).values())
-
-
 def count_flops(module: nn.Module, *inputs: Tensor) -> int:
     """Counts the floating-point operations of ``module(*inputs)``; nothing is computed.
 
@@ -92,7 +86,7 @@ def count_flops(module: nn.Module, *inputs: Tensor) -> int:
 
 def cost_of(module: nn.Module, *inputs: Tensor) -> Cost:
     """Returns parameters and FLOPs of a network; see :func:`count_flops`."""
-    return Cost(count_parameters(module), count_flops(module, *inputs))
+    return Cost(total(shapes_of(module)), count_flops(module, *inputs))
 
 
 def compare_hypernetworks(
@@ -117,7 +111,7 @@ def compare_hypernetworks(
         UserError: a number is out of range.
     """
     shapes = {"base": shapes_of(target)}
-    size = count_parameters(target)
+    size = total(shapes["base"])
 
     def build(chunk: int) -> Chunked:
         with torch.device("meta"):  # the large one would take most of a gigabyte
@@ -130,7 +124,7 @@ def compare_hypernetworks(
     return Comparison(
         target=cost_of(target, *inputs),
         small=cost_of(small.network, one),
-        embeddings=count_parameters(small.ids),
+        embeddings=total(shapes_of(small.ids)),
         calls=math.ceil(size / chunk),
         large=cost_of(large.network, one),
     )
