@@ -54,10 +54,10 @@ def test_what_trust_costs(
     spent: dict[str, float] = {}
 
     def timed(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
             begin = time.process_time()
             try:
-                return function(*arguments)
+                return function(*arguments, **options)
             finally:
                 spent[part] = spent.get(part, 0.0) + time.process_time() - begin
 

@@ -13,7 +13,6 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import perf_counter
@@ -26,7 +25,7 @@ from hyperfed import trees
 from hyperfed.data.own import Task
 from hyperfed.data.roster import Introduction, RemoteTask, enrol
 from hyperfed.engines.flower.site import Shard, Site
-from hyperfed.engines.flower.sites import HELLO
+from hyperfed.engines.flower.sites import HELLO, Link
 from hyperfed.methods import METHODS
 from hyperfed.runs import config
 from hyperfed.runs.run import Run
@@ -72,7 +71,7 @@ def serve(connection: Connection, target: str, clients: int, settings: RunConfig
     connection.send(gibibytes("VmHWM") - before)
 
 
-class Link:
+class OneSite(Link):
     """The way to the one site.
 
     Args:
@@ -88,7 +87,11 @@ class Link:
         return {1: ""}
 
     def exchange(
-        self, kind: str, contents: Mapping[int, bytes], timeout: float
+        self,
+        kind: str,
+        contents: Mapping[int, bytes],
+        timeout: float,
+        most: Mapping[int, int],
     ) -> dict[int, bytes | Exception]:
         """Sends a message and waits for the answer."""
         if kind == HELLO:
@@ -108,7 +111,7 @@ def main(engine: str, target: str, clients: int, *keys: str) -> None:
         spawn.Process(target=serve, args=(there, target, clients, settings), daemon=True).start()
         introduction: Introduction = here.recv()
         roster = enrol([introduction], run=1, sizes=task.models)
-        task = replace(RemoteTask.of(roster, task.models, "random", Link(here, introduction)))
+        task = RemoteTask.of(roster, task.models, "random", OneSite(here, introduction))
     run = Run(settings, task)
     rounds = run.train()
     begin = perf_counter()

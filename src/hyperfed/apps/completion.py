@@ -20,7 +20,9 @@ NAMED = {"task": datasets.NAMES, "task.model": tuple(TARGETS), "engine": tuple(E
 
 def sources(incomplete: str) -> list[str]:
     """Returns what a run can be made from that begins so: methods, ``all``, experiment files."""
-    files = [str(path) for path in Path().glob(f"{incomplete}*.toml")] if incomplete else []
+    folder = incomplete[: incomplete.rfind("/") + 1]  # as it was written: /home/, ./ or nothing
+    found = sorted(Path(folder).glob("*.toml")) if incomplete else []
+    files = (f"{folder}{path.name}" for path in found)
     return [name for name in (*METHODS, "all", *files) if name.startswith(incomplete)]
 
 

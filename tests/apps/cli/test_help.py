@@ -4,6 +4,7 @@ import pytest
 import typer
 from click.shell_completion import ShellComplete
 
+from hyperfed.apps import completion
 from hyperfed.apps.cli import app
 
 
@@ -49,3 +50,14 @@ class TestHelp:
         group = typer.main.get_command(app)
         shell = ShellComplete(group, {}, "hyperfed", "_HYPERFED_COMPLETE")
         assert {item.value for item in shell.get_completions(words, begun)} == completed
+
+    @pytest.mark.parametrize("folder", ["", "./", "own/", "../here/own/", "/"])
+    def test_the_shell_completes_a_file_where_it_was_begun(self, tmp_path, monkeypatch, folder):
+        here = tmp_path / "here"
+        (here / "own").mkdir(parents=True)
+        for path in (here / "mine.toml", here / "own" / "mine.toml", here / "other.toml"):
+            path.touch()
+        monkeypatch.chdir(here)
+        begun = f"{here}/mi" if folder == "/" else f"{folder}mi"
+        assert completion.sources(begun) == [f"{begun}ne.toml"]
+        assert completion.sources(f"{folder}m**") == []
