@@ -19,7 +19,7 @@ from adapter_runs import ResNet
 from hyperfed.data.own import Task
 from hyperfed.runs import config
 from hyperfed.runs.run import Run
-from random_images import CLASSES
+from random_images import CLASSES, draw
 from side_by_side import milliseconds, ratio, take_turns
 
 
@@ -51,11 +51,7 @@ def test_features_once(
 ) -> None:
     monkeypatch.setenv("HYPERFED_CACHE", str(tmp_path))
     sizes = TINY if tiny else Sizes()
-    draw = torch.Generator().manual_seed(0)
-    total = sizes.clients * sizes.examples
-    x = torch.randint(256, (total, 3, 32, 32), dtype=torch.uint8, generator=draw)
-    y = torch.randint(CLASSES, (total,), generator=draw)
-    owner = torch.arange(total) % sizes.clients
+    x, y, owner = draw(sizes.clients, sizes.examples)
     steps = [f"method.local_steps={sizes.local_steps}", f"method.batch_size={sizes.batch}"]
     rounds = ["rounds=1000", "evaluate_every=1000", "cohort=1.0", f"engine={engine}"]
     settings = config.load("fedavg", [*rounds, *steps])
@@ -70,5 +66,5 @@ def test_features_once(
         (f"{engine}: a round on images", milliseconds(seconds["images"])),
         ("  on features", milliseconds(seconds["features"])),
         ("  images / features", ratio(seconds["images"], seconds["features"])),
-        (f"  features of {total} images, once", f"{1000 * once:.0f} ms"),
+        (f"  features of {len(x)} images, once", f"{1000 * once:.0f} ms"),
     ]

@@ -16,9 +16,7 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
-import torch
 from pydantic import TypeAdapter
 
 from hyperfed import trees
@@ -30,9 +28,9 @@ from hyperfed.methods import METHODS
 from hyperfed.runs import config
 from hyperfed.runs.run import Run
 from hyperfed.runs.settings import RunConfig
-from large import SHAPE, TARGETS
+from large import TARGETS
 from processes import descendants, name_of
-from random_images import CLASSES
+from random_images import draw
 
 METHOD, EXAMPLES, ROUNDS = "pfedhn", 6, 2
 MODES = ("cohort=1.0", f"rounds={ROUNDS}", f"evaluate_every={ROUNDS}", "method.start=target")
@@ -45,21 +43,10 @@ def gibibytes(what: str, pid: int | None = None) -> float:
     return next(int(line.split()[1]) for line in status if line.startswith(what)) / 2**20
 
 
-def data(clients: int) -> dict[str, Any]:
-    """Returns random images of clients."""
-    draw = torch.Generator().manual_seed(0)
-    total = EXAMPLES * clients
-    return {
-        "x": torch.randint(256, (total, *SHAPE), dtype=torch.uint8, generator=draw),
-        "y": torch.randint(CLASSES, (total,), generator=draw),
-        "client": torch.arange(clients).repeat_interleave(EXAMPLES).tolist(),
-    }
-
-
 def serve(connection: Connection, target: str, clients: int, settings: RunConfig) -> None:
     """Is a site whose backbone has other weights, until it is told to say its memory."""
-    arrays, before = data(clients), gibibytes("VmRSS")
-    task = Task.from_arrays(**arrays, model=TARGETS[target], seed=1)
+    (x, y, owner), before = draw(clients, EXAMPLES), gibibytes("VmRSS")
+    task = Task.from_arrays(x, y, client=owner.tolist(), model=TARGETS[target], seed=1)
     client = METHODS[METHOD].Client
     with tempfile.TemporaryDirectory() as state:
         site = Site(
@@ -102,8 +89,8 @@ class OneSite(Link):
 
 def main(engine: str, target: str, clients: int, *keys: str) -> None:
     settings = config.load(METHOD, [*MODES, *STEPS, f"engine={engine}", *keys])
-    arrays, before = data(clients), gibibytes("VmRSS")
-    task = Task.from_arrays(**arrays, model=TARGETS[target])
+    (x, y, owner), before = draw(clients, EXAMPLES), gibibytes("VmRSS")
+    task = Task.from_arrays(x, y, client=owner.tolist(), model=TARGETS[target])
     network = task.models["base"]
     here, there = multiprocessing.Pipe()
     if engine == "flower":

@@ -22,9 +22,7 @@ from hyperfed.data.own import Task
 from hyperfed.nets.targets import LeNet
 from hyperfed.runs import config
 from hyperfed.runs.run import Run
-from random_images import CLASSES
-
-SHAPE = (3, 32, 32)
+from random_images import CLASSES, SHAPE, draw
 
 EXAMPLES = 30
 """Of each client."""
@@ -104,11 +102,7 @@ def largest() -> float:
 
 
 def main(method: str, target: str, clients: int, *keys: str) -> None:
-    draw = torch.Generator().manual_seed(0)
-    total = EXAMPLES * clients
-    x = torch.randint(256, (total, *SHAPE), dtype=torch.uint8, generator=draw)
-    y = torch.randint(CLASSES, (total,), generator=draw)
-    owner = torch.arange(clients).repeat_interleave(EXAMPLES)
+    x, y, owner = draw(clients, EXAMPLES)
     short = [f"rounds={ROUNDS}", f"evaluate_every={ROUNDS}", "cohort=5", "method.start=target"]
     settings = config.load(method, [*short, "method.local_steps=5", "method.batch_size=8", *keys])
     before = largest()

@@ -12,13 +12,11 @@ import sys
 from pathlib import Path
 from time import perf_counter
 
-import torch
-
 from hyperfed.data.own import Task
 from hyperfed.nets.targets import LeNet
 from hyperfed.runs import config
 from hyperfed.runs.run import Run
-from random_images import CLASSES
+from random_images import CLASSES, draw
 
 SHAPE = (1, 28, 28)
 
@@ -36,11 +34,7 @@ def resident() -> float:
 
 
 def main(method: str, clients: int, *keys: str) -> None:
-    draw = torch.Generator().manual_seed(0)
-    total = EXAMPLES * clients
-    x = torch.randint(256, (total, *SHAPE), dtype=torch.uint8, generator=draw)
-    y = torch.randint(CLASSES, (total,), generator=draw)
-    owner = torch.arange(clients).repeat_interleave(EXAMPLES)
+    x, y, owner = draw(clients, EXAMPLES, SHAPE)
     short = [f"rounds={2 + LATER}", "cohort=5", "method.local_steps=5", "method.batch_size=4"]
     settings = config.load(method, [*short, *keys])
     before, begin = resident(), perf_counter()

@@ -17,11 +17,9 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 import hyperfed
 from grids import keep
+from hyperfed.apps.printing import print_tables, table
 from hyperfed.runs.drawing import COLOURS, MARKERS, new_figure, save
 
 SHORT: dict[str, Any] = {"rounds": 15, "evaluate_every": 15}
@@ -106,17 +104,15 @@ def draw(found: dict[Cell, list[float]], path: Path) -> None:
 
 def main(out: Path | None) -> None:
     """Makes what is missing, and prints and draws all."""
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in ("method", "noise", "epsilon", "test accuracy %"):
-        table.add_column(name)
+    shown = table("method", "noise", "epsilon", "test accuracy %")
     found: dict[Cell, list[float]] = {}
     for cell in cells():
         found[cell] = [measure(cell, seed, out) for seed in SEEDS]
         told = [100 * accuracy for accuracy in found[cell]]
         method, where, epsilon = cell
-        shown = "–" if epsilon is None else f"{epsilon:g}"
-        table.add_row(method, where, shown, f"{mean(told):.1f} ± {stdev(told):.1f}")
-    Console(highlight=False, soft_wrap=True).print(table)
+        spent = "–" if epsilon is None else f"{epsilon:g}"
+        shown.add_row(method, where, spent, f"{mean(told):.1f} ± {stdev(told):.1f}")
+    print_tables(shown)
     if out is not None:
         draw(found, out / "curves.svg")
 

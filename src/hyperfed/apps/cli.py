@@ -34,7 +34,7 @@ from hyperfed.data.newcomer import read_like
 from hyperfed.errors import LostEverybodyError, UserError, one_line
 from hyperfed.metrics import named
 from hyperfed.runs import clients, config, experiments, records
-from hyperfed.runs.export import export_model
+from hyperfed.runs.export import export_model, format_of
 from hyperfed.runs.run import Run
 from hyperfed.runs.serving import Served
 
@@ -249,10 +249,11 @@ def personalize(
     as_json: Json = False,
 ) -> None:
     """Make the model of a client that was never seen. Its own data are all that it takes."""
+    kind = format_of(out)  # before anything is trained, and a client has answered
     with closing(Run.open(run_dir)) as run:
         rows = read_like(run.task, data)
         model = run.personalize(rows.x, rows.y, size=size)
-        export_model(model, run.task, out)
+        export_model(model, run.task, out, kind)
         if rows.y is None:
             target = (run.task.columns and run.task.columns.target) or "y"
             say(f"{data} has no {target}, so its client was taken for one without labels")

@@ -106,6 +106,10 @@ class TestPersonalize:
 
         assert "mine.npz" in failure(ask_for_a_model(write))
 
+    def test_refuses_a_file_of_no_format_before_anything_is_made(self, cli, trained):
+        told = failure(cli("personalize", trained, "--data", "mine.npz", "--out", "model.bin"))
+        assert "the file end in one of .safetensors, .onnx, .pt2; came 'model.bin'" in told
+
     def test_refuses_a_file_that_cannot_be_written(self, cli, trained, tmp_path, client_data):
         data, out = tmp_path / "mine.npz", tmp_path / "missing" / "model.safetensors"
         np.savez(data, **client_data)

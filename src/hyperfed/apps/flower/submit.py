@@ -97,12 +97,11 @@ class SuperLink:
         return cls(engine.superlink, engine.encrypts, known_by)
 
     def connection(self) -> str:
-        """Returns the table of Flower's own configuration that names it."""
+        """Returns Flower's own configuration, which names it."""
         entries: dict[str, Any] = {"address": self.address, "insecure": not self.encrypts}
         if self.root_certificates is not None:
             entries["root-certificates"] = str(self.root_certificates)
-        lines = [f"{key} = {toml.literal(value)}" for key, value in entries.items()]
-        return "\n".join(["[superlink]", 'default = "run"', "", "[superlink.run]", *lines, ""])
+        return toml.dumps({"superlink": {"default": "run", "run": entries}})
 
 
 def folder_for(config: RunConfig, out: Path, experiment: str) -> Path:
