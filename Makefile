@@ -7,7 +7,7 @@
 #   make check-method  all that a method must pass, and lint: make check-method M=fedavg
 #   make docs          the documentation site, strictly, into site/
 #   make notebooks     run the notebooks again, outputs included
-#   make readme        write the tables of README.md and of docs/howto/few_labels.md
+#   make readme        write the tables of README.md and of docs/
 #   make report        write results/README.md and results/report.html from the records
 #   make bench         speed and memory, written to $(BENCH_JSON)
 #   make gpu           what only a GPU can show, in ten minutes (benchmarks/README.md)

@@ -101,16 +101,16 @@ class ResNet(nn.Module):
         return logits
 
 
-def pretrain(epochs: int, seed: int = 0) -> None:
+def pretrain() -> None:
     """Trains the backbone on CIFAR-100 and writes its weights; prints its test accuracy."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     data = datasets.load("cifar100")
     train, test = ((data.held_out == held).nonzero()[:, 0] for held in (False, True))
     net: nn.Module = ResNet(data.classes)
     net, size = net.to(memory_format=torch.channels_last), 128  # type: ignore[call-overload]
     optimizer = torch.optim.SGD(net.parameters(), 0.1, 0.9, weight_decay=5e-4, nesterov=True)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, epochs * (len(train) // size))
-    for epoch in range(epochs):
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, EPOCHS * (len(train) // size))
+    for epoch in range(EPOCHS):
         order = train[torch.randperm(len(train))]
         for rows in order[: len(order) // size * size].split(size):  # type: ignore[no-untyped-call]
             x = data.transform(data.x[rows])
@@ -192,7 +192,7 @@ if __name__ == "__main__":
     asked = parser.parse_args()
     torch.set_num_threads(1)
     if asked.what == "pretrain":
-        pretrain(EPOCHS)
+        pretrain()
     if asked.what == "example":
         example(asked.methods or [*METHODS, "pfedhn"])
     for wanted, division in product(asked.methods or METHODS, asked.partitions):

@@ -249,7 +249,7 @@ def personalize(
     as_json: Json = False,
 ) -> None:
     """Make the model of a client that was never seen. Its own data are all that it takes."""
-    kind = format_of(out)  # before anything is trained, and a client has answered
+    kind = format_of(out)  # before anything is trained for it
     with closing(Run.open(run_dir)) as run:
         rows = read_like(run.task, data)
         model = run.personalize(rows.x, rows.y, size=size)
