@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 
+import bench_robust
 import hyperfed
 
 ROOT = Path(__file__).parents[1]
@@ -125,6 +126,7 @@ def test_the_benchmarks_run_and_record_what_they_measured(tmp_path: Path) -> Non
             "bare loop / vmap",
         }
     assert found["test_method[ditto]"]["bytes"]["up"] > 0
-    assert 0 < found["test_what_trust_costs[digits-fedavg]"]["together"] < 1
+    costs = found["test_what_trust_costs[digits-fedavg]"]["share_of_a_round"]
+    assert costs.keys() == bench_robust.PARTS.keys()
     assert "evaluation / textbook" in found["test_evaluation"]["median_of_ratios"]
     assert all(len(s) == 2 for s in found["test_round[pfedhn]"]["seconds"].values())

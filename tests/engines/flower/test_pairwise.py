@@ -1,6 +1,7 @@
 """The exchanges of a masked sum: what each step tells, and what comes out of them."""
 
 import os
+import random
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Any
@@ -101,15 +102,21 @@ def test_the_masks_leave_the_sum_of_those_who_sent(
 
 
 def uniform(numbers: Tensor) -> float:
-    """The p-value of bytes that are uniform; no seed repeats them, so 1e-4 is too much to ask."""
+    """The p-value of bytes that are uniform."""
     found = numbers.numpy().tobytes()
     counts = torch.bincount(torch.frombuffer(bytearray(found), dtype=torch.uint8).int())
     assert len(counts) == 256
     return float(stats.chisquare(counts.numpy()).pvalue)
 
 
-def test_a_masked_part_looks_uniform_also_to_who_knows_all_masks_but_one() -> None:
-    """Client 0 of 3: its own mask is told in the end, those with 1 and 2 are not."""
+def test_a_masked_part_looks_uniform_also_to_who_knows_all_masks_but_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Client 0 of 3: its own mask is told in the end, those with 1 and 2 are not.
+
+    Secrets are those of a seed: of seven p-values by others one is below 1e-4 now and then.
+    """
+    monkeypatch.setattr(pairwise.secrets, "token_bytes", random.Random(0).randbytes)
     clients = Clients(3)
     clients.parts.zero_()
     clients.advertise()
@@ -125,9 +132,9 @@ def test_a_masked_part_looks_uniform_also_to_who_knows_all_masks_but_one() -> No
     ]
     assert torch.equal(sum(masks), clients.masked[0])
     for left_out in masks:
-        assert uniform(left_out) > 1e-9
-        assert uniform(clients.masked[0] - left_out) > 1e-9
-    assert uniform(clients.masked[0]) > 1e-9
+        assert uniform(left_out) > 1e-4
+        assert uniform(clients.masked[0] - left_out) > 1e-4
+    assert uniform(clients.masked[0]) > 1e-4
     assert len({mask.sum().item() for mask in masks}) == 3
 
 
