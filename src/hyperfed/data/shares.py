@@ -318,8 +318,9 @@ def _largest_fit(weights: Shares, sizes: npt.ArrayLike | None) -> Shares:
     available = np.ones(weights.shape[1]) if sizes is None else np.asarray(sizes, np.float64)
     wanted = weights.sum(axis=0)
     contended = (wanted > 0) & (available > 0)
-    # Where nobody's class has an example, any unit makes nothing of it.
-    unit = (available[contended] / wanted[contended]).min(initial=available.sum())
+    if not contended.any():  # nobody's classes have an example
+        return np.zeros_like(weights)
+    unit = (available[contended] / wanted[contended]).min()
     return np.asarray(weights * unit * contended / np.where(contended, available, 1.0))
 
 

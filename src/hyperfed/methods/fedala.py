@@ -84,7 +84,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 class Client(fedavg.Client):
-    """Aggregates the global model and its own before it trains."""
+    """FedAvg's, which aggregates the global model and its own before it trains."""
 
     @step(like="model")
     def train_model(self, model: Model) -> Model:
@@ -156,7 +156,7 @@ def converged(losses: Sequence[Tensor], window: int, threshold: float) -> bool:
 
 
 class Server(fedavg.Server):
-    """Holds the global model, ``self.model[size]``."""
+    """FedAvg's, which has known clients aggregate before they are evaluated."""
 
     def __init__(self, outline: Outline, config: Config) -> None:
         super().__init__(outline, config)

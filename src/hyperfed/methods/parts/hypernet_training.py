@@ -164,16 +164,17 @@ def pull_back_apart(
         together: by how much the clients' sum is divided.
     """
     parameters, clip, there = _parameters(optimizers), private_clip(), clients.weight.sign()
-    pulled: list[Sequence[Tensor | None]] = [
-        torch.autograd.grad(
-            [leaf[position] for leaf in model.values()],
-            [parameter for parameter, _ in parameters],
-            [delta[name][position] for name in model],
-            retain_graph=True,
-            allow_unused=True,
-        )
-        for position in there.nonzero().flatten().tolist()
-    ]
+    pulled: list[list[Tensor | None]] = []
+    for position in there.nonzero().flatten().tolist():
+        alone = torch.zeros_like(there)
+        alone[position] = 1
+        before = [parameter.grad for parameter, _ in parameters]
+        for parameter, _ in parameters:
+            parameter.grad = None
+        pull_back(model, delta, alone, retain=True)
+        pulled.append([parameter.grad for parameter, _ in parameters])
+        for (parameter, _), gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
     if not pulled:
         return
     by_parameter = [torch.stack(rows) for rows in zip(*pulled, strict=True) if rows[0] is not None]
