@@ -93,8 +93,9 @@ def test_of_equally_good_rounds_the_first_is_the_best() -> None:
 def test_each_newcomer_has_draws_of_its_own_and_the_runs_arithmetic(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    computing = {"precision": "bf16", "engine": {"name": "loop", "cores_per_client": 1}}
     run = hyperfed.train(
-        "fedavg", make_task(novel=1), rounds=1, precision="bf16", method=short("fedavg")
+        "fedavg", make_task(novel=1), rounds=1, method=short("fedavg"), **computing
     )
     built: list[dict[str, Any]] = []
 
@@ -109,6 +110,18 @@ def test_each_newcomer_has_draws_of_its_own_and_the_runs_arithmetic(
     seeds = [options["seed"] for options in built]
     assert seeds[0] == seeds[1] != seeds[2]
     assert {options["precision"] for options in built} == {"bf16"}
+    assert {options["cores_per_client"] for options in built} == {1}
+    assert all(options["home"] is run.engine for options in built)  # of whom methods ask
+
+
+def test_a_newcomer_gets_what_known_clients_say_is_nearest() -> None:
+    task = make_task(novel=1)
+    run = hyperfed.train(
+        "pfedhn", task, rounds=1, method=short("pfedhn", novel_models="nearest", distance_steps=1)
+    )
+    x = task.x[:6]
+    made = run.personalize(x.numpy(), task.y[:6].numpy())(x)
+    assert any(torch.equal(made, run.model(client)(x)) for client in task.known)
 
 
 def test_absent_classes_are_those_without_an_example_to_learn_from() -> None:
