@@ -63,9 +63,14 @@ def entries(kind: Kind, folder: Path, of: str | None = None) -> list[Entry]:
             cells are listed.
 
     Raises:
-        UserError: no such method, or no such experiment.
+        UserError: no such method, or no such experiment; or a name where nothing is listed of one.
     """
     match kind:
+        case _ if of is not None and kind not in (Kind.KEYS, Kind.EXPERIMENTS):
+            raise UserError(
+                f"keys are listed of a method and experiments of a table, but {kind} of nothing: "
+                f"leave out {of!r}"
+            )
         case Kind.METHODS:
             return [
                 {"method": name, "about": _first_line(module), "presets": list(module.PRESETS)}

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from apps.cli.checks import failure
 from hyperfed.apps import catalogue
 from hyperfed.data.tasks import PARTITIONS
@@ -39,6 +41,10 @@ class TestList:
         everyones = [e["key"] for e in json.loads(cli("list", "keys", "--json").out)]
         assert everyones == [key for key in found if not key.startswith("method.")]
         assert "did you mean 'pefll'" in failure(cli("list", "keys", "peffl"))
+
+    @pytest.mark.parametrize("kind", ["methods", "datasets", "partitions", "models"])
+    def test_of_nothing_else_one_is_named(self, cli, kind):
+        assert "leave out 'pefll'" in failure(cli("list", kind, "pefll"))
 
     def test_models_with_what_a_task_can_set_of_them(self, cli):
         found = {e["model"]: e for e in json.loads(cli("list", "models", "--json").out)}
