@@ -40,7 +40,7 @@ REMEDY = (
 def sensitivity(bound: float, lipschitz: float, samples: int) -> float:
     """Returns how far replacing one sample moves g(D) = psi(1/n sum_x phi(x)), in Euclidean norm.
 
-    2 L B / n (IT-PFL-HN, lemma 7.1 as appendix D proves it; the lemma's statement lacks the 2).
+    2 L B / n (IT-PFL-HN, lemma 7.1, as appendix D proves it).
 
     Args:
         bound: B, the largest norm of phi.

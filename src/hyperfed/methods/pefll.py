@@ -104,8 +104,9 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "evaluate_every": 30,
         "best": "zeroed_accuracy",
     },
-    # Section 5, tables 2-4, appendix C.2. Like the paper, the server's SGD follows pFedHN; the
-    # paper searched the local learning rate on a grid it does not give, so the code's is taken.
+    # Section 5, tables 2-4, appendix C.2. The paper takes pFedHN's values for its hypernetwork, so
+    # the server's rate and momentum are pFedHN's, where algorithm 2 adds the clients' mean change
+    # as it is. The local rate was searched on a grid that it does not give: it is the code's.
     "paper": {
         "rounds": 5000,
         "cohort": 0.05,

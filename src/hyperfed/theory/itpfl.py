@@ -1,7 +1,7 @@
 """IT-PFL (anonymous, 2021, sections 5 and 7, appendices A and D): theorem 5.1 and lemma 7.1.
 
 Lemma 7.1, the sensitivity of a deep-set encoder, is :func:`sensitivity`, which the noise of itpfl
-is made by: 2 L B / |D|, as appendix D proves it; the lemma as printed lacks the 2.
+is made by: 2 L B / |D|, as appendix D proves it.
 """
 
 import math
