@@ -202,7 +202,7 @@ class Client:
         task: Task,
         module: nn.Module,
         config: Any,
-        batches: Iterable[Batch],
+        batches: Iterable[Batch] | None,
         generator: torch.Generator,
         memory: Tree,
         scratch: Tree,

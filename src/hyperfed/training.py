@@ -264,13 +264,23 @@ class Batch:
 class OnePass(Iterator[Batch]):
     """Batches that are gathered as they are asked for, and gone afterwards.
 
-    Who begins a pass after all are gone would train on nothing, and is told.
+    Who begins a pass after all are gone, or in a step that was asked without, would train on
+    nothing, and is told.
+
+    Args:
+        batches: those that the server asked for; None where it asked for none.
     """
 
-    def __init__(self, batches: Iterable[Batch]) -> None:
-        self._batches, self._some, self._gone = iter(batches), False, False
+    def __init__(self, batches: Iterable[Batch] | None) -> None:
+        self._asked = batches is not None
+        self._batches, self._some, self._gone = iter(batches or ()), False, False
 
     def __iter__(self) -> "OnePass":
+        if not self._asked:
+            raise ValueError(
+                "self.batches must be what the server asks for, but it asked this step without; "
+                "ask it with batches=self.config.batches, or draw some, self.draw_batches(...)"
+            )
         if self._gone:
             raise ValueError(
                 "self.batches must be gone through once, but a step began again after all were "

@@ -132,13 +132,36 @@ class Going(federation.Client):
 
 
 @pytest.mark.parametrize("kind", [LoopEngine, VmappedEngine])
-def test_batches_that_are_gone_are_told(kind: type[LoopEngine]) -> None:
-    """A second training by them would be none."""
-    cohort = kind(make_task(), Going, None, seed=0).cohort([0, 1], 0, training=True)
+def test_batches_that_are_gone_or_were_not_asked_for_are_told(kind: type[LoopEngine]) -> None:
+    """A training by them would be none."""
+    engine = kind(make_task(), Going, None, seed=0)
+    cohort = engine.cohort([0, 1], 0, training=True)
     assert cohort.ask(Going.in_two_parts, batches=Steps(3, 4))["count"].tolist() == [[4, 2]] * 2
-    assert cohort.ask(Going.twice)["count"].tolist() == [[0, 0]] * 2  # none were asked for
+    assert cohort.ask(Going.twice, batches=Steps(0, 4))["count"].tolist() == [[0, 0]] * 2
+    with pytest.raises(AllLostError, match=r"asked this step without; ask it with batches="):
+        engine.cohort([0, 1], 0, training=True).ask(Going.twice)
     with pytest.raises(AllLostError, match=r"self\.batches must be gone through once"):
         cohort.ask(Going.twice, batches=Steps(3, 4))
+
+
+class Wrong(federation.Client):
+    """Replies with something that is not like what it was sent."""
+
+    @step(like="model")
+    def reply(self, model: Tree) -> Tree:
+        shape = [*model["head.bias"].shape, 1]
+        return {"head.bias": model["head.bias"].float().view(shape), "more": torch.zeros(2)}
+
+
+def test_how_a_reply_is_wrong_is_told_by_name() -> None:
+    task = make_task()
+    cohort = LoopEngine(task, Wrong, None, seed=0).cohort([0], 0, training=True)
+    told = (
+        r"wrong: body\.bias is missing, body\.weight is missing, "
+        r"head\.bias must be torch\.float64 \(3,\), came torch\.float32 \(3, 1\)$"
+    )
+    with pytest.raises(AllLostError, match=told):
+        cohort.ask(Wrong.reply, task.outline().initial())
 
 
 def test_only_an_evaluation_reads_test_data() -> None:

@@ -453,7 +453,9 @@ def test_a_variance_is_not_brought_below_zero_and_the_difference_of_one_is_refus
     private = {"private": replace(FREE, multiplier=50.0)}
     ours = Federation("fedavg", make_task(Normed), private, **short("fedavg"))
     cohort = ours.engine.cohort([0, 1], 0, training=True)
-    reply = cohort.ask(ours.method.Client.train_model, ours.server.model["base"])
+    reply = cohort.ask(
+        ours.method.Client.train_model, ours.server.model["base"], batches=ours.config.batches
+    )
     assert reply["norm.running_var"].min() == 0 < reply["norm.running_var"].max()
     with pytest.raises(AllLostError, match="batch-norm's variances"):
         Federation("pefll", make_task(Normed), private, **short("pefll")).round([0, 1])

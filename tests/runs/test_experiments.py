@@ -116,7 +116,10 @@ def test_a_cell_that_is_not_there_or_not_named_is_refused(table: Path) -> None:
         config.load(f"{plain}:one-fedavg")
     with pytest.raises(UserError, match="must be a table with rows and columns"):
         experiments.read(plain)
-    told = r"must be one of paper/table1 \(in .*\), came {}; name one of them, .*--experiments{}$"
+    told = (
+        r"must be one of paper/table1 \(in .*\), came {}; name one of them, "
+        r"or another folder with --experiments, as .*experiments for the papers'{}$"
+    )
     for came, hint in (("paper/table2", r"; did you mean 'paper/table1'\?"), ("other", "")):
         with pytest.raises(UserError, match=told.format(came, hint)):
             experiments.find(came, table.parents[1])

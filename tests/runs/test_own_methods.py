@@ -9,6 +9,7 @@ import torch
 
 import hyperfed
 from hyperfed import federation, trees
+from hyperfed.errors import UserError
 from hyperfed.federation import Cohort, Outline, step
 from hyperfed.methods import METHODS
 from hyperfed.runs import config
@@ -73,3 +74,20 @@ def test_what_a_server_moves_itself_and_what_first_comes_in_a_round_are_resumed(
     assert run.folder is not None
     resumed = hyperfed.resume(run.folder.path, make_task(novel=1))
     assert recorded(resumed) == recorded(whole)
+
+
+@pytest.mark.parametrize("name", ["round", "personalize"])
+def test_what_a_server_lacks_is_told_before_training(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(Server, name)
+    with pytest.raises(UserError, match=f"the Server of mine must have a {name}; write it"):
+        hyperfed.train("mine", make_task(), **KEYS)
+
+
+def test_a_process_that_does_not_know_the_method_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that a script's `if __name__` keeps from adding it."""
+    settings = config.from_keys("mine", KEYS)
+    monkeypatch.delitem(METHODS, "mine")
+    with pytest.raises(UserError, match="method mine must be known in every process"):
+        Run.start(settings, None, make_task())

@@ -289,6 +289,8 @@ def perform(
         options: what else its Client is built of.
     """
     step, info = find_step(client, call.step)
+    if call.batches is None:
+        options["batches"] = None
     built = client(
         id=call.client,
         round=call.round,

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,7 +90,20 @@ def refusal(reply: Reply | Exception, expected: Structure | None, *, finite: boo
 
 
 def difference(came: Structure, expected: Structure) -> str:
-    """Names the first few leaves in which a reply differs from what it should be."""
+    """Says of the first few leaves in which a reply differs from what it should be how they do."""
+    found, wanted = ({path: of for path, *of in each} for each in (came, expected))
     differing = sorted({path for path, *_ in set(came) ^ set(expected)})
-    told = ", ".join(one_line(path, 100) for path in differing[:3])
-    return f"the reply's names, shapes or dtypes are wrong: {told}"
+    told = [
+        f"{one_line(path, 100)} {_how(found.get(path), wanted.get(path))}" for path in differing[:3]
+    ]
+    return f"the reply's names, shapes or dtypes are wrong: {', '.join(told)}"
+
+
+def _how(came: list[Any] | None, expected: list[Any] | None) -> str:
+    """Says how the shape and dtype of a leaf differ; None is of one that is not there."""
+    if came is None:
+        return "is missing"
+    if expected is None:
+        return "must not be there"
+    (shape, dtype), (wanted, kind) = came, expected
+    return f"must be {kind} {wanted}, came {dtype} {shape}"

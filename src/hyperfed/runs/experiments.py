@@ -456,14 +456,16 @@ def find(id: str, folder: Path) -> Experiment:
 
 def unknown(what: str, known: Sequence[str], folder: Path, came: str | None) -> UserError:
     """Returns what to raise where a folder has not the experiment, or the paper, that was named."""
+    others = [place for place in PAPERS if place.is_dir() and place != folder.resolve()]
+    papers = f", as {others[0]} for the papers'" if others else ""
     if not known:
         return UserError(
             f"there must be experiments in {folder.resolve()}, as PAPER/TABLE.toml, but there are "
-            "none; name another folder with --experiments"
+            f"none; name another folder with --experiments{papers}"
         )
     return UserError(
         f"{what} must be one of {', '.join(known)} (in {folder.resolve()}), came {came}; "
-        f"name one of them, or another folder with --experiments{nearest(came, known)}"
+        f"name one of them, or another folder with --experiments{papers}{nearest(came, known)}"
     )
 
 

@@ -76,6 +76,12 @@ class TrainedMethod:
         task = tasks.build(config.task, config.seed) if task is None else task
         measured = names_beside(config, task)
         self.task = task if task.metrics == measured else replace(task, metrics=measured)
+        if config.method not in METHODS:
+            raise UserError(
+                f"method {config.method} must be known in every process, but is not in this one; a "
+                "script adds it to hyperfed.methods.METHODS outside of `if __name__ == "
+                '"__main__":`, and starts within'
+            )
         self.method: ModuleType = METHODS[config.method]
         self.private = private.plan(config, self.task, self.method)
         self.server = self._new_server()
@@ -315,8 +321,12 @@ class TrainedMethod:
             self.engine.memory = now
 
     def _new_server(self) -> Server:
+        of = self.method.Server
+        for name in ("round", "personalize"):
+            if getattr(of, name) is getattr(Server, name):
+                raise UserError(f"the Server of {self.config.method} must have a {name}; write it")
         with seeded(self.config.seed, "server"):
-            server: Server = self.method.Server(self.task.outline(), self.config.settings)
+            server: Server = of(self.task.outline(), self.config.settings)
         return server
 
     def _export(self, serve: Serve, cohort: EngineCohort, size: str) -> nn.Module:

@@ -352,8 +352,9 @@ def test_in_a_masked_run_no_reply_leaves_by_itself(step: str, tmp_path: Path) ->
     ours = Sites("fedavg", TASK, tmp_path)
     server = FlowerEngine(ours.task, ours.module.Client, ours.config, seed=0)
     cohort = server.cohort(EVERYONE, 0, training=True)
+    asked = getattr(ours.module.Client, step)
     with pytest.raises(AllLostError, match=f"the reply to {step} must be masked in this run"):
-        cohort.ask(getattr(ours.module.Client, step), TASK.initial("base"))
+        cohort.ask(asked, TASK.initial("base"), batches=ours.config.batches)
 
 
 def test_in_another_run_nothing_is_masked(tmp_path: Path) -> None:

@@ -35,7 +35,8 @@ class HyperNetConfig(GeneratorConfig):
         embedding_weight_decay: weight decay of the embeddings; ``weight_decay`` where not given.
             They searched it by itself too.
         cohort_reduction: whether the server steps by the mean of what its clients' deltas are
-            pulled back to, or by their sum, as a loss does that is a sum over clients.
+            pulled back to, or by their sum, as a loss does that is a sum over clients. By the mean
+            a rate that suits one client a round is small for many; by the sum it is not.
         embedding_size: length l of an embedding; 1 + n // 4 for n clients where not given.
     """
 
