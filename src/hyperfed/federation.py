@@ -188,7 +188,8 @@ class Client:
         scratch: a tree that survives the messages of one round; new tensors are written to it, too.
         module: this worker's own copy of the target; weights that are not frozen mean nothing.
         batches: the batches that the server asked for, to be gone through once: a step that begins
-            again after the last keeps them in a list, or has :meth:`draw_batches`.
+            again after the last, or was asked without, is told; it keeps them in a list, or has
+            :meth:`draw_batches`.
         generator: for any other draw of this step, a function of (seed, client, round, step).
         labelled: whether its training and validation examples have labels for it.
         releases: what the client has let out with noise, and its way to let out more.

@@ -10,12 +10,12 @@ from hyperfed import federation, trees
 from hyperfed.engines.calls import Call, execute, find_step
 from hyperfed.engines.local.loop import LoopEngine
 from hyperfed.engines.local.vmap import VmappedEngine
-from hyperfed.engines.replies import BadReplyError
+from hyperfed.engines.replies import BadReplyError, difference
 from hyperfed.federation import AllLostError, Each, step
 from hyperfed.functional import forward
 from hyperfed.system.randomness import generator
 from hyperfed.training import Batches, Epochs, Steps
-from hyperfed.trees import Tree
+from hyperfed.trees import Tree, structure
 from probe import Client, Config, engine_of
 from toys import Dropping, TwoLayers, make_task
 
@@ -151,6 +151,12 @@ class Wrong(federation.Client):
     def reply(self, model: Tree) -> Tree:
         shape = [*model["head.bias"].shape, 1]
         return {"head.bias": model["head.bias"].float().view(shape), "more": torch.zeros(2)}
+
+
+def test_what_a_reply_should_not_have_is_told() -> None:
+    model = {"a": torch.zeros(2)}
+    came, expected = structure({**model, "b": torch.zeros(1)}), structure(model)
+    assert difference(came, expected).endswith("wrong: b must not be there")
 
 
 def test_how_a_reply_is_wrong_is_told_by_name() -> None:

@@ -123,6 +123,9 @@ def test_a_cell_that_is_not_there_or_not_named_is_refused(table: Path) -> None:
     for came, hint in (("paper/table2", r"; did you mean 'paper/table1'\?"), ("other", "")):
         with pytest.raises(UserError, match=told.format(came, hint)):
             experiments.find(came, table.parents[1])
+    papers = experiments.home().resolve()
+    with pytest.raises(UserError, match=r"or another folder with --experiments(; did|$)"):
+        experiments.find("pefll/tables", papers)
 
 
 def test_all_that_is_wrong_with_a_table_is_told_at_once(table: Path) -> None:
