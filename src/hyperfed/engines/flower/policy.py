@@ -303,7 +303,7 @@ class _Guarded(Client):
     _outputs: list[Tensor] | None = None
     _examples_read = 0
 
-    def __init__(self, *, batches: Iterable[Batch], **options: Any) -> None:
+    def __init__(self, *, batches: Iterable[Batch] | None, **options: Any) -> None:
         super().__init__(batches=_some(batches), **options)
 
     def _read(self, examples: int) -> None:
@@ -356,13 +356,13 @@ class _Guarded(Client):
         return output
 
 
-def _some(batches: Iterable[Batch]) -> Iterator[Batch]:
+def _some(batches: Iterable[Batch] | None) -> Iterator[Batch]:
     """Yields batches, of which there must be some: what is trained on none was trained before.
 
     A step could so reply with what another, which replied with nothing, has trained on few.
     """
     batch = None
-    for batch in batches:
+    for batch in batches or ():
         yield batch
     if batch is None:
         raise RefusedError("a step that trains must be asked for batches here, came none")
