@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hyperfed.data.newcomer import newcomer, read_like
-from hyperfed.data.own import from_arrays
+from hyperfed.data.own import Task, from_arrays
 from hyperfed.errors import UserError
 from own_data import CLIENT, X, Y, linear
 
@@ -72,6 +72,46 @@ def test_labels_of_a_newcomers_file_that_are_numbers_with_names_come_by_these(tm
     datasets.Dataset.from_dict(columns, datasets.Features(kinds)).to_parquet(path)
     with pytest.raises(UserError, match=r"does not hold usable labels:\n- labels must lie in 0..2"):
         read_like(task, path)
+
+
+def test_a_dataset_says_the_names_of_its_labels():
+    """Also of one that no row has, and whatever order the names are in."""
+    names = ["walk", "run", "sit", "lie"]
+    kinds = {
+        "a": datasets.Value("float64"),
+        "b": datasets.Value("float64"),
+        "label": datasets.ClassLabel(names=names),
+        "client": datasets.Value("int64"),
+    }
+    y = np.arange(40) % 3
+    columns = {"a": y + 0.5, "b": y - 0.5, "label": y, "client": np.arange(40) // 20}
+    rows = datasets.Dataset.from_dict(columns, datasets.Features(kinds))
+    task = Task.from_frame(rows, model=torch.nn.Linear(2, 4))
+    assert (task.labels, task.classes) == (tuple(names), 4)
+    assert task.y.tolist() == y.tolist()
+    ordered = Task.from_frame(rows, model=torch.nn.Linear(2, 4), labels=sorted(names))
+    assert ordered.labels == ("lie", "run", "sit", "walk")
+    assert ordered.y.tolist() == [(3, 1, 2)[label] for label in y]
+    assert newcomer(ordered, rows.select(range(3))).y.tolist() == [3, 1, 2]
+    assert newcomer(task, rows.select(range(3))).y.tolist() == [0, 1, 2]
+    columns["label"] = np.where(y == 2, -1, y)  # as the library writes that there is none
+    with pytest.raises(UserError, match=r"does not hold usable labels:\n- labels must lie in 0..3"):
+        Task.from_frame(datasets.Dataset.from_dict(columns, datasets.Features(kinds)))
+
+
+def test_nobody_numbers_the_words_of_a_newcomer_where_the_tasks_labels_have_no_names():
+    task = from_arrays(X, Y, client=CLIENT, model=linear())
+    for words in (["a", "b"], np.array(["a", "b"], dtype=object)):
+        with pytest.raises(UserError, match="have no names, got words; number them as they are"):
+            newcomer(task, X[:2], words)
+
+
+@pytest.mark.parametrize("labels", [(), ("run", "sit", "walk")])
+def test_labels_of_several_lengths_are_told_of(labels):
+    y = np.array(labels)[Y] if labels else Y
+    task = from_arrays(X, y, client=CLIENT, model=linear())
+    with pytest.raises(UserError, match="y must be one array, with rows of one shape"):
+        newcomer(task, X[:2], [[1], [1, 2]])
 
 
 def test_a_newcomers_labels_have_the_shape_of_the_tasks():

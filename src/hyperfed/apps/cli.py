@@ -241,7 +241,8 @@ def personalize(
         Path,
         Option(
             help="An .npz file: x (m, ...), of a table its features in their order, and, where "
-            "labelled, y (m,); or a parquet or CSV file with the columns of the run's."
+            "labelled, y (m,); or a parquet or CSV file with the columns of the run's, of which rows "
+            "whose split is val or test are left out."
         ),
     ],
     out: Annotated[Path, Option(help="The .safetensors, .onnx or .pt2 file to write.")],
@@ -257,6 +258,8 @@ def personalize(
         if rows.y is None:
             target = (run.task.columns and run.task.columns.target) or "y"
             say(f"{data} has no {target}, so its client was taken for one without labels")
+        if rows.left_out:
+            say(f"{rows.left_out} rows of {data} are for validation or testing, and were left out")
     print_made("model", out, as_json, examples=len(rows.x), labelled=rows.y is not None)
 
 

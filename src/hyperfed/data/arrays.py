@@ -172,12 +172,15 @@ def label_numbers(
         problems: what must hold and does not is appended here.
         integers: whether integers may be names; where not, they are numbers.
     """
-    if isinstance(y, Tensor) or np.ma.is_masked(y):
+    if not labels or isinstance(y, Tensor) or np.ma.is_masked(y):
         return y
-    values = np.asarray(y)
+    try:
+        values = np.asarray(y)
+    except ValueError:  # of rows of several lengths, which are told of where they are no labels
+        return y
     words_alone = not all(label.lstrip("-").isdecimal() for label in labels)
     counted = integers and values.dtype.kind in "iu"
-    if not labels or values.ndim != 1 or not (values.dtype == bool or counted or is_text(values)):
+    if values.ndim != 1 or not (values.dtype == bool or counted or is_text(values)):
         return y
     number = {_composed(label): place for place, label in enumerate(labels)}
     words = [_composed(str(value)) for value in values]

@@ -1,5 +1,6 @@
 """The data of a client that was never seen: a task of its own, like the one trained on."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from hyperfed.data import arrays, features, own_files, tables
 from hyperfed.data.examples import hash_of
 from hyperfed.data.networks import to_try, try_out
 from hyperfed.data.own import Task
+from hyperfed.data.partitions import TRAIN
+from hyperfed.data.roster import RemoteTask
 from hyperfed.errors import UserError
 
 
@@ -33,11 +36,13 @@ def newcomer(task: Task, x: Any, y: Any = None, *, size: str | None = None) -> T
         UserError: lists all in which the data do not fit the task.
     """
     problems: list[str] = []
+    columns = task.columns or tables.Columns()
+    names = own_files.names_of_target(getattr(x, "features", None), columns)
     x = tables.frame_of(x)
     if tables.is_frame(x):
         if y is not None:
             raise UserError("y must be left out where x is a table, which has it; name no y")
-        rows = rows_like(task, x, "the table")
+        rows = _by_names(task, rows_like(task, x, "the table"), names, "the table")
         x, y = rows.x, rows.y
     inputs = arrays.features(x, problems)
     if inputs.is_floating_point() and task.x.is_floating_point():
@@ -83,6 +88,12 @@ def _targets_like(task: Task, y: Any, inputs: Tensor, problems: list[str]) -> Te
             problems.append("x must hold at least one example, got none; pass some")
         return nothing
     y = arrays.label_numbers(y, task.labels, problems)
+    if task.classes and _are_words(y):
+        problems.append(
+            "y must be numbers of labels, since those that the task was trained on have no names, "
+            "got words; number them as they are numbered there"
+        )
+        return torch.zeros(len(inputs) if inputs.ndim else 0, dtype=task.y.dtype)
     if not task.classes:  # of a few numbers all may be whole, and are no labels for that
         y = arrays.to_tensor(y, "y")
         y = y if y.is_complex() else y.to(task.y.dtype)
@@ -95,6 +106,11 @@ def _targets_like(task: Task, y: Any, inputs: Tensor, problems: list[str]) -> Te
         )
     arrays.same_length(problems, x=inputs, y=targets)
     return targets.to(task.y.dtype)
+
+
+def _are_words(y: Any) -> bool:
+    """Whether targets are words, of which nobody can tell the numbers that a task has for them."""
+    return not isinstance(y, Tensor) and arrays.is_text(np.asarray(y, dtype=object))
 
 
 def read_like(task: Task, path: Path) -> tables.Rows:
@@ -112,16 +128,20 @@ def read_like(task: Task, path: Path) -> tables.Rows:
     """
     rows = rows_like(task, tables.read(path, task.columns), str(path))
     names = own_files.label_names(path, task.columns or tables.Columns())
+    return _by_names(task, rows, names, str(path))
+
+
+def _by_names(task: Task, rows: tables.Rows, names: Sequence[str], what: str) -> tables.Rows:
+    """Returns rows whose labels that are numbers with names come by these where the task's do."""
     if rows.y is None or not names or not task.labels:
         return rows
-    problems: list[str] = []
-    numbers, _ = arrays.targets(rows.y, len(names), problems)
-    arrays.raise_all(problems, f"{path} does not hold usable labels")
-    return replace(rows, y=np.array(names, dtype=object)[numbers.numpy()])
+    return replace(rows, y=own_files.by_names(rows.y, names, what))
 
 
 def rows_like(task: Task, table: Any, what: str) -> tables.Rows:
     """Takes a newcomer's table apart as that of a task was; it may lack the target.
+
+    Rows that a column says are for validation or testing are left out, and not learned from.
 
     Args:
         task: what the method was trained on.
@@ -130,19 +150,44 @@ def rows_like(task: Task, table: Any, what: str) -> tables.Rows:
         what: how an error names the table.
 
     Raises:
-        UserError: lists all columns that are missing or hold what cannot be learned from; or the
-            rows are those of several clients.
+        UserError: lists all columns that are missing or hold what cannot be learned from; or they
+            are not those that sites have, the rows are those of several clients, or none is to
+            train on.
     """
     length = task.x.shape[1] if task.x.ndim == 2 else None
     columns = task.columns or tables.Columns()
     arrays_alone = not tables.is_frame(table) and "x" in table
     if arrays_alone and not {*(columns.features or ())} & {*table}:
         columns = tables.Columns()  # of arrays, x and y, as in Python
-    columns = replace(columns, features=columns.features or ("x",))  # never by what is there
+    known = task.roster.features if isinstance(task, RemoteTask) and task.roster else ""
+    if arrays_alone or not known:
+        columns = replace(columns, features=columns.features or ("x",))  # never by what is there
     rows = tables.rows_of(table, columns, what, length=length, label=False)
+    if known and not arrays_alone and hash_of(*rows.features) != known:
+        raise UserError(
+            f"the features of {what} must be the columns that the sites have, in their order, got "
+            f"{', '.join(rows.features)}; leave out what is none, or rename or reorder them"
+        )
     if rows.client is not None and len(several := dict.fromkeys(rows.client.tolist())) > 1:
         raise UserError(
             f"{what} must hold the rows of one client, who gets one model, got those of "
             f"{len(several)} ({', '.join(map(str, list(several)[:3]))}, ...); pass one client's"
         )
-    return rows
+    return rows if rows.split is None else _to_train_on(rows, rows.split, what)
+
+
+def _to_train_on(rows: tables.Rows, split: tables.Array, what: str) -> tables.Rows:
+    """Leaves out the rows that are for validation or testing."""
+    problems: list[str] = []
+    ours = arrays.parts(split, len(rows.x), problems) == TRAIN
+    if not problems and not ours.any():
+        problems.append("split must be train in a row or more, got none; pass some to train on")
+    arrays.raise_all(problems, f"{what} does not hold a newcomer's examples")
+    return replace(
+        rows,
+        x=rows.x[ours],
+        y=None if rows.y is None else rows.y[ours],
+        client=None if rows.client is None else rows.client[ours],
+        split=split[ours],
+        left_out=int((~ours).sum()),
+    )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hyperfed import metrics
 from hyperfed import task as tasks
-from hyperfed.data import arrays, features, networks, partitions, tables
+from hyperfed.data import arrays, features, networks, own_files, partitions, tables
 from hyperfed.data.examples import Normalize, channel_statistics, fingerprint_of_frozen, hash_of
 from hyperfed.data.features import Beginning, Prefix
 from hyperfed.data.networks import Network
@@ -179,7 +179,8 @@ def from_frame(
 
     Args:
         frame: a pandas ``DataFrame`` with one row per example, or what has a ``to_pandas``, such as
-            a table of polars or pyarrow.
+            a table of polars or pyarrow, or a ``Dataset`` of Hugging Face, whose labels may be
+            numbers with names.
         client: the column that says who holds a row; ``client`` where None.
         target: the column to be learned; ``label``, ``y`` or ``target`` where None.
         features: the column or columns it is learned from; ``x`` where None, or else all others.
@@ -192,6 +193,7 @@ def from_frame(
     given = [features] if isinstance(features, str | int) else features
     named = None if given is None else tuple(map(str, given))
     columns = tables.Columns(_called(client), _called(target), named, _called(split))
+    names = own_files.names_of_target(getattr(frame, "features", None), columns)
     frame = tables.frame_of(frame)
     if not tables.is_frame(frame):
         raise UserError(
@@ -206,7 +208,10 @@ def from_frame(
         )
     y, usual = rows.y, {"split": rows.split, "name": "table"}
     labels = options.get("labels")
-    if y is not None and (labels is None or not len(labels)) and options.get("classes") is None:
+    if y is not None and names:
+        y = own_files.by_names(y, names, "the table")
+        options["labels"] = names if labels is None or not len(labels) else labels
+    elif y is not None and (labels is None or not len(labels)) and options.get("classes") is None:
         y, options["labels"] = tables.numbered(y)
     task = from_arrays(rows.x, y, client=rows.client, **usual | options)
     return replace(task, columns=replace(columns, features=rows.features))

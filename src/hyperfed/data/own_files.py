@@ -54,12 +54,33 @@ def label_names(path: Path, columns: Columns) -> Sequence[str]:
             f"{path} must say what datasets (Hugging Face) takes for the kinds of its columns, but "
             f"does not ({one_line(str(error))}); write it anew"
         ) from error
-    return _names_of_target(features, columns)
+    return names_of_target(features, columns)
 
 
-def _names_of_target(features: Mapping[str, Any], columns: Columns) -> Sequence[str]:
+def names_of_target(features: Any, columns: Columns) -> Sequence[str]:
+    """Returns the names of labels that are numbers with names.
+
+    Args:
+        features: {column: its kind} of ``datasets`` (Hugging Face); () of anything else.
+        columns: which is what.
+    """
+    if not isinstance(features, Mapping):
+        return ()
     usual = next((name for name in tables.TARGETS if name in features), "")
     return readers.class_names(features.get(columns.target or usual))
+
+
+def by_names(y: tables.Array, names: Sequence[str], what: str) -> tables.Array:
+    """Returns (N,) labels that are numbers with names by these.
+
+    Raises:
+        UserError: one of them has none; ``what`` says of what.
+    """
+    problems: list[str] = []
+    numbers, _ = arrays.targets(y, len(names), problems)
+    arrays.raise_all(problems, f"{what} does not hold usable labels")
+    named: tables.Array = np.array(names, dtype=object)[numbers.numpy()]
+    return named
 
 
 def from_csv_files(files: Mapping[str, Sequence[Path]], name: str, columns: Columns) -> Examples:
@@ -187,7 +208,7 @@ def read_rows(
     table = pandas.concat([held.to_pandas() for held in splits.values()], ignore_index=True)
     if next(iter(splits.values())).info.builder_name == "csv":
         tables.type_words(table, columns)
-    return _of_splits(table, splits, name, columns, _names_of_target(features, columns))
+    return _of_splits(table, splits, name, columns, names_of_target(features, columns))
 
 
 def _images(

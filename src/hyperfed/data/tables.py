@@ -81,6 +81,7 @@ class Rows:
         classes: number of labels, where an archive says it.
         features: the names of the columns that ``x`` is of, in their order.
         text: ``x`` holds the bytes of texts.
+        left_out: rows of the table that are none of these.
     """
 
     x: Array
@@ -90,6 +91,7 @@ class Rows:
     features: tuple[str, ...]
     classes: int | None = None
     text: bool = False
+    left_out: int = 0
 
 
 def is_frame(data: Any) -> bool:
