@@ -241,8 +241,8 @@ def personalize(
         Path,
         Option(
             help="An .npz file: x (m, ...), of a table its features in their order, and, where "
-            "labelled, y (m,); or a parquet or CSV file with the columns of the run's, of which rows "
-            "whose split is val or test are left out."
+            "labelled, y (m,); or a parquet or CSV file with the columns of the run's, whose rows "
+            "with val or test in the column split are left out."
         ),
     ],
     out: Annotated[Path, Option(help="The .safetensors, .onnx or .pt2 file to write.")],

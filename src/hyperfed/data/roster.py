@@ -288,15 +288,7 @@ def enrol(
         problems.append("all sites must say mean and deviation of their images, or none")
     if len({site.classes == 0 for site in introductions}) > 1:
         problems.append("targets of all sites must be labels, or of all sites numbers")
-    if len({site.labels for site in introductions if site.labels}) > 1:
-        problems.append(
-            "words must be numbered alike at all sites, but sites name labels, or order them, in "
-            "different ways; name them for all with task.labels"
-        )
-    if labels and (odd := [site for site in introductions if site.classes != len(labels)]):
-        problems.append(
-            f"labels must be the {len(labels)} of task.labels, got {odd[0].classes}{_at(odd[0])}"
-        )
+    words = _common_labels(introductions, labels, problems)
     features = _common_features(introductions, problems)
     choices = tuple(sizes)
     wrong = [m for m in everyone if len(choices) > 1 and m.size not in choices]
@@ -325,8 +317,36 @@ def enrol(
     )
     prints = sorted(site.fingerprint for site in introductions)
     own = {member.name: key for member in members if (key := (keys or {}).get(member.name))}
-    words = next((site.labels for site in introductions if site.labels), ())
     return Roster(run, frame, tuple(members), hash_of(*prints), own, words, features)
+
+
+def _common_labels(
+    introductions: Sequence[Introduction], labels: Sequence[str], problems: list[str]
+) -> tuple[str, ...]:
+    """Returns the names of the labels at the sites; () where none tells them.
+
+    Args:
+        introductions: of every site.
+        labels: their names, where the run has them.
+        problems: what must hold and does not is appended here.
+    """
+    told = dict.fromkeys(site.labels for site in introductions if site.labels)
+    if len(told) > 1:
+        problems.append(
+            "words must be numbered alike at all sites, but sites name labels, or order them, in "
+            "different ways; name them for all with task.labels"
+        )
+    if labels and (odd := [site for site in introductions if site.classes != len(labels)]):
+        problems.append(
+            f"labels must be the {len(labels)} of task.labels, got {odd[0].classes}{_at(odd[0])}"
+        )
+    words = next(iter(told), ())
+    if not labels and words and (odd := [s for s in introductions if s.classes > len(words)]):
+        problems.append(
+            f"labels must be among the {len(words)} that other sites name, got {odd[0].classes}"
+            f"{_at(odd[0])}; name all of them with task.labels"
+        )
+    return words
 
 
 def _common_features(introductions: Sequence[Introduction], problems: list[str]) -> str:

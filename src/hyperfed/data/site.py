@@ -144,6 +144,7 @@ class SiteData:
             test=test,
             models=self.models(frame),
             unlabelled=self.unlabelled,
+            labels=self.labels,
             **frame.task_options(),
         )
 

@@ -43,6 +43,7 @@ __all__ = [
     "PARTITIONS",
     "TaskConfig",
     "build",
+    "check_remote",
     "divide",
     "from_arrays",
     "load",
@@ -260,8 +261,21 @@ def targets_of(config: TaskConfig, frame: Frame, seed: int) -> dict[str, nn.Modu
     """Builds the targets of clients at sites, as :func:`targets` does, without any example.
 
     Raises:
-        UserError: no such target, one in a file, or one that does not suit the data or takes no
-            width.
+        UserError: no such target, one as of :func:`check_remote`, or one that does not suit the
+            data or takes no width.
+    """
+    check_remote(config)
+    nothing = torch.zeros(0, dtype=torch.int64)
+    x = torch.zeros(0, *frame.shape, dtype=dtype_of(frame))
+    examples = Examples(config.name, x, nothing, nothing.bool(), frame.classes or 1)
+    return targets(config, examples, seed)
+
+
+def check_remote(config: TaskConfig) -> None:
+    """Refuses targets that clients at sites cannot have.
+
+    Raises:
+        UserError: one in a file, or one with a frozen part.
     """
     if config.model is not None and model_files.is_file(config.model):
         # A server does not decide which code of a site's disk runs there.
@@ -274,17 +288,14 @@ def targets_of(config: TaskConfig, frame: Frame, seed: int) -> dict[str, nn.Modu
             "task.prefix must be left out where clients are at sites, got "
             f"{config.prefix}; let the sites hold features instead of examples"
         )
-    nothing = torch.zeros(0, dtype=torch.int64)
-    x = torch.zeros(0, *frame.shape, dtype=dtype_of(frame))
-    examples = Examples(config.name, x, nothing, nothing.bool(), frame.classes or 1)
-    return targets(config, examples, seed)
 
 
 def remote(config: TaskConfig, roster: Roster, seed: int, link: Any = None) -> RemoteTask:
     """Makes the task of clients at sites, whose data the server does not have.
 
     Args:
-        config: the settings; those of the data say nothing here.
+        config: the settings; those of the data say nothing here, but what the columns of a
+            newcomer's table are.
         roster: who the clients are.
         seed: of the initial weights.
         link: the way to the sites; None where nobody is to be asked.
@@ -297,7 +308,8 @@ def remote(config: TaskConfig, roster: Roster, seed: int, link: Any = None) -> R
         task,
         source=Source(config, seed),
         names=tuple(member.name for member in roster.members),
-        labels=config.labels or (),
+        labels=config.labels or roster.labels,
+        columns=config.columns,
     )
 
 

@@ -4,7 +4,6 @@ A new engine is one file and one line in the table below.
 """
 
 from collections.abc import Callable, Mapping
-from ipaddress import ip_address
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, ConfigDict, NonNegativeFloat, PositiveFloat, PositiveInt
@@ -22,6 +21,7 @@ from hyperfed.engines.updates import PrivateUpdates
 from hyperfed.errors import UserError
 from hyperfed.federation import Client
 from hyperfed.system.devices import find_device
+from hyperfed.system.hosts import host_of, is_here
 from hyperfed.task import Task
 from hyperfed.training import Precision
 
@@ -33,6 +33,11 @@ def _known(name: str) -> str:
         *others, last = (f"'{engine}'" for engine in ENGINES)
         raise ValueError(f"must be {', '.join(others)} or {last}")
     return name
+
+
+def _address(superlink: str) -> str:
+    host_of(superlink)
+    return superlink
 
 
 def _a_share_or_whole(gpus: float) -> float:
@@ -74,7 +79,7 @@ class EngineConfig:
     cores_per_client: PositiveInt | None = None
     chunk: PositiveInt | None = None
     graphs: bool = False
-    superlink: str | None = None
+    superlink: Annotated[str, AfterValidator(_address)] | None = None
     root_certificates: str | None = None
     sites: PositiveInt = 1
     timeout: PositiveFloat = 600.0
@@ -84,16 +89,9 @@ class EngineConfig:
     @property
     def encrypts(self) -> bool:
         """Whether what is said to the SuperLink is encrypted: always, where it leaves this host."""
-        return self.root_certificates is not None or not _is_here(self.superlink or "")
-
-
-def _is_here(address: str) -> bool:
-    """Returns whether host:port is of this host, by the loopback."""
-    host = address.rpartition(":")[0].strip("[]").casefold()
-    try:
-        return host == "localhost" or ip_address(host).is_loopback
-    except ValueError:  # another name
-        return False
+        if self.superlink is None or self.root_certificates is not None:
+            return True
+        return not is_here(host_of(self.superlink))
 
 
 def build(

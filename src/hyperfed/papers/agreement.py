@@ -77,9 +77,10 @@ def _check_settings(config: Mapping[str, Any], summary: Mapping[str, Any]) -> No
     numbers_of_it: dict[str, tuple[Any, int]] = {
         "cohort": (config.get("cohort"), 0),
         "evaluate_every": (config.get("evaluate_every"), 1),
-        "task.clients": (of_task.get("clients"), 1),
         "task.novel": (of_task.get("novel"), 0),
     }
+    if (clients := of_task.get("clients")) != "none" or not _at_sites(config):
+        numbers_of_it["task.clients"] = (clients, 1)
     for key, (value, least) in numbers_of_it.items():
         if not _is_number(value) or value < least:
             raise _wrong(f"the setting {key}", f"a number from {least}", value)
@@ -157,6 +158,12 @@ def _same(one: Any, other: Any) -> bool:
     if _is_number(one) and _is_number(other):
         return math.isclose(one, other)
     return bool(one == other)
+
+
+def _at_sites(config: Mapping[str, Any]) -> bool:
+    """Whether clients were at sites, which say who is there."""
+    engine = config.get("engine")
+    return isinstance(engine, dict) and engine.get("name") == "flower"
 
 
 def _is_number(value: Any) -> bool:

@@ -1,9 +1,10 @@
 """Running a run to its end and telling of it: a bar on a terminal, ``log.txt``, a tracker.
 
 Where a run trains on another host, it says each round in a line (:func:`spoken`), and who waits for
-it shows the same bar from these (:func:`following`).
+it shows the same bar from these (:func:`following`). Why it failed is such a line, too.
 """
 
+import json
 import re
 import sys
 import traceback
@@ -34,6 +35,9 @@ from hyperfed.system.files import refused
 
 if TYPE_CHECKING:
     from hyperfed.runs.run import Progress, Run
+
+MOST_LINES = 20
+"""Of why a run on another host failed."""
 
 
 def watch(run: "Run", show: bool = True, told: Callable[["Progress"], None] | None = None) -> None:
@@ -87,6 +91,11 @@ def _train(run: "Run", log: "_Log", show: bool, told: Callable[["Progress"], Non
                 record(progress.evaluation)
             if told is not None:
                 told(progress)
+
+
+def note(folder: RunFolder | None, text: str) -> None:
+    """Appends a line to the ``log.txt`` of a run that does not train yet, if that can be."""
+    _Log(folder).write_if_possible(text)
 
 
 class _Log:
@@ -197,6 +206,24 @@ def _heard(line: str) -> _Said | None:
         return None
     number, rounds, lost, found = match.groups(default="")
     return _Said(int(number), int(rounds), int(lost), one_line(found, 100))
+
+
+_FAILED = "failed: "
+
+
+def spoken_failure(error: Exception) -> str:
+    """Returns the line that says why a run ended to those who wait for it on another host."""
+    named = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+    return _FAILED + json.dumps(f"{named}{error}")
+
+
+def heard_failure(line: str) -> str:
+    """Returns what a line of a log says of why a run ended; "" of any other line."""
+    try:
+        why = json.loads(line.removeprefix(_FAILED)) if line.startswith(_FAILED) else ""
+    except ValueError:
+        return ""
+    return "\n".join(map(one_line, why.splitlines()[:MOST_LINES])) if isinstance(why, str) else ""
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from hyperfed.engines.replies import NoAnswerError
 from hyperfed.errors import UserError
 from hyperfed.runs import config, private
 from hyperfed.runs import progress as telling
-from hyperfed.runs.progress import spoken
+from hyperfed.runs.progress import heard_failure, spoken, spoken_failure
 from hyperfed.runs.records import Lost
 from hyperfed.runs.run import Progress, Run
 from hyperfed.system import toml
@@ -546,13 +546,26 @@ def test_the_exit_code_is_that_of_the_run_and_not_of_flwr(
         ended = asked.count("ls") > 1
         return {"runs": [{"status": f"finished:{status}" if ended else "running"}]}
 
+    lines = ["INFO : Start", spoken_failure(UserError("no site:\n- \x1b[31mann")), "ERROR : exit"]
+
+    def program(*arguments: str) -> list[str]:
+        asked.append(" ".join(arguments))
+        return ["printf", "%s\\n", *(lines if status == "failed" else lines[:1])]
+
     monkeypatch.setattr(submit, "_flwr", flwr)
+    monkeypatch.setattr(submit, "_program", program)
     monkeypatch.setattr(submit, "POLL", 1)
     monkeypatch.setattr(submit.time, "sleep", lambda seconds: asked.append("wait"))
     link = ("engine=flower", "engine.superlink=127.0.0.1:1")
     assert command("run", "pefll", *link, "--out", str(tmp_path)) == code
     said = capsys.readouterr()
-    assert asked == ["run", "wait", "ls", "wait", "ls"]
+    begun, ended = asked[:5], [what for what in asked[5:] if what != "wait"]  # for a process's end
+    assert begun == ["run", "wait", "ls", "wait", "ls"]
+    assert ended == ["log 12 run --stream"] * bool(code)
+    assert ("is finished:failed: no site:\n- \\x1b[31mann; go on" in said.err) == (
+        status == "failed"
+    )
+    assert ("is finished:stopped; the SuperLink's log" in said.err) == (status == "stopped")
     (folder,) = (tmp_path / "pefll").iterdir()
     assert str(folder) in said.out
     assert ("hyperfed resume" in said.err) == bool(code)
@@ -668,6 +681,61 @@ def test_who_waits_for_a_run_sees_each_round_that_its_log_tells(
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     with telling.following("pefll", 3, show=True) as tell:
         assert tell is None
+
+
+def test_why_a_run_failed_is_said_in_a_line_of_its_log() -> None:
+    assert heard_failure(spoken_failure(UserError("the sites\n- differ")) + "\n") == (
+        "the sites\n- differ"
+    )
+    assert (
+        heard_failure(spoken_failure(ZeroDivisionError("by zero"))) == "ZeroDivisionError: by zero"
+    )
+    for line in (
+        "",
+        "failed: ",
+        "failed: 3",
+        "failed: {",
+        'failed: ["a"]',
+        '"failed"',
+        "round 1 of 2",
+    ):
+        assert heard_failure(line) == ""
+    many = heard_failure(spoken_failure(UserError("\n".join(["x" * 10**5] * 10**3))))
+    assert len(many) < 20 * 501
+
+
+def test_a_run_whose_sites_make_no_federation_says_so_in_its_log_and_where_its_records_go(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = ["engine=flower", "engine.superlink=127.0.0.1:1", "engine.timeout=0.01"]
+    loaded = config.load("pefll", keys)
+    folder = submit.folder_for(loaded, tmp_path, "")
+    settings = {"settings": toml.dumps(config.to_dict(loaded)), "folder": str(folder)}
+    monkeypatch.setattr(app, "_link", lambda grid, config: DirectLink({}))
+    with pytest.raises(UserError, match=r"engine\.sites=1 sites must introduce themselves"):
+        app.serve(None, SimpleNamespace(run_config=settings))  # type: ignore[arg-type]
+    (why,) = filter(None, map(heard_failure, capsys.readouterr().out.splitlines()))
+    assert why.startswith("engine.sites=1 sites must introduce themselves")
+    assert f"error before training: {why}" in (folder / "log.txt").read_text()
+
+
+@pytest.mark.parametrize("key", ["task.model=nets.py:Net", "task.prefix=features"])
+def test_a_target_that_sites_cannot_have_is_refused_before_anybody_is_asked(
+    key: str, tmp_path: Path, capsys: Any
+) -> None:
+    link = ("engine=flower", "engine.superlink=127.0.0.1:1", key)
+    assert command("run", "pefll", *link, "--out", str(tmp_path)) == 2
+    assert "where clients are at sites" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["fl.example.org", "127.0.0.1", "fl.example.org:", ":9093", "::1:9093", "[::1]", "a:99999"],
+)
+def test_a_superlink_is_a_host_and_a_port(address: str) -> None:
+    with pytest.raises(UserError, match=r"engine\.superlink.*must be HOST:PORT, such as"):
+        config.load("pefll", ["engine=flower", f"engine.superlink={address}"])
 
 
 def test_a_bar_takes_no_markup_from_a_log(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -414,6 +414,7 @@ def command(*arguments: str) -> int:
         (["--key", "none"], "--key must be a file"),
         (["--key", "ca.crt"], "elliptic curve's private key"),
         (["--insecure", "--key", "node"], "--insecure must be without"),
+        (["--superlink", "192.0.2.7:1", "--insecure"], "is on another host, got 192.0.2.7: all"),
         (["--workers", "0"], "'--workers': 0 is not in the range x>=1"),
         (["--cores-per-client", "0"], "'--cores-per-client': 0 is not in the range x>=1"),
         (["--superlink", "", "--device", "gpu"], "device must be one that PyTorch"),
@@ -440,7 +441,8 @@ def test_a_number_is_no_content() -> None:
 
 
 def test_an_address_of_ipv6_is_one() -> None:
-    assert SuperLink.of("[::1]:8443", None, None, insecure=True).address == "[::1]:8443"
+    for address in ("[::1]:8443", "localhost:8443", "LOCALHOST:1"):
+        assert SuperLink.of(address, None, None, insecure=True).address == address
     with pytest.raises(UserError, match="HOST:PORT"):
         SuperLink.of("[::1]:99999", None, None, insecure=True)
 

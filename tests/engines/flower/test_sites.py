@@ -117,8 +117,22 @@ def test_a_node_without_a_key_is_not_one_with(link: Nodes) -> None:
 
 def test_a_site_of_which_all_is_refused_does_not_count(link: Nodes) -> None:
     link.keys, link.says = {1: "A", 2: "B"}, {1: said("ann"), 2: said("ann")}
-    with pytest.raises(ValueError, match=r"engine.sites=2 .* but 1 did"):
+    with pytest.raises(ValueError, match=r"engine.sites=2 .* but 1 did .not counting client ann"):
         Sites(link, 1.0).gather(2)
+
+
+def test_who_does_not_count_is_told_with_those_who_came(link: Nodes) -> None:
+    link.keys = dict(zip(range(5), "ABCDE", strict=True))
+    link.says = {0: said("ann"), 1: said("ann"), 2: NoAnswerError("its policy\nis wrong")}
+    sites = Sites(link, 1.0)
+    with pytest.raises(ValueError, match="but 1 did") as error:
+        sites.gather(2)
+    told = str(error.value)
+    assert "not counting client ann: another key, B, says" in told
+    assert "node 2, which is not asked: it did not introduce itself (its policy\\nis wrong)" in told
+    assert "and 1 more); start the others" in told
+    assert len(sites.left_out()) == 4
+    assert Sites(link, 1.0).left_out() == []
 
 
 def test_who_is_silent_is_asked_less_and_less_often(link: Nodes, caplog: Any) -> None:

@@ -18,8 +18,8 @@ A node's config says what is there: :class:`NodeConfig`.
 import shlex
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -324,14 +324,32 @@ def _answered(message: Message, context: Context) -> Message:
 def serve(grid: Grid, context: Context) -> None:
     """Trains: the run's loop, with its clients at sites."""
     # With all that a server needs, and a site does not.
-    from hyperfed.runs.progress import spoken, watch
+    from hyperfed.runs.folder import RunFolder
+    from hyperfed.runs.progress import note, spoken, watch
 
-    config = run_settings(context.run_config)
-    run = begin(config, _link(grid, config), str(context.run_config.get("folder", "")))
-    assert run.folder is not None, "a run of the app has a folder"
-    print(f"the records are in {run.folder.path.resolve()}", flush=True)
-    # Its standard output is the log of the run, which who waits for it reads.
-    watch(run, show=False, told=lambda progress: print(spoken(progress), flush=True))
+    folder = str(context.run_config.get("folder", ""))
+    with _failing_aloud():
+        config = run_settings(context.run_config)
+        try:
+            run = begin(config, _link(grid, config), folder)
+        except UserError as error:
+            note(RunFolder(Path(folder)) if folder else None, f"error before training: {error}")
+            raise
+        assert run.folder is not None, "a run of the app has a folder"
+        print(f"the records are in {run.folder.path.resolve()}", flush=True)
+        watch(run, show=False, told=lambda progress: print(spoken(progress), flush=True))
+
+
+@contextmanager
+def _failing_aloud() -> Iterator[None]:
+    """Says why a run failed where who waits for it reads: in its log, the standard output."""
+    from hyperfed.runs.progress import spoken_failure
+
+    try:
+        yield
+    except Exception as error:
+        print(spoken_failure(error), flush=True)
+        raise
 
 
 def _link(grid: Grid, config: RunConfig) -> GridLink:
@@ -344,15 +362,16 @@ def serve_newcomers(grid: Grid, context: Context) -> None:
     """Serves clients that came when a run was over, and says of each in a line how it went."""
     from hyperfed.runs.newcomers import spoken
 
-    config = run_settings(context.run_config)
-    found = welcome(config, _link(grid, config), str(context.run_config["folder"]))
-    for newcomer in found:
-        print(spoken(newcomer), flush=True)
-    if lost := [newcomer.client for newcomer in found if newcomer.model == "not kept"]:
-        raise UserError(
-            f"all newcomers must be served, but {len(lost)} of {len(found)} were not, {lost[0]} "
-            "among them; the lines above say why"
-        )
+    with _failing_aloud():
+        config = run_settings(context.run_config)
+        found = welcome(config, _link(grid, config), str(context.run_config["folder"]))
+        for newcomer in found:
+            print(spoken(newcomer), flush=True)
+        if lost := [newcomer.client for newcomer in found if newcomer.model == "not kept"]:
+            raise UserError(
+                f"all newcomers must be served, but {len(lost)} of {len(found)} were not, "
+                f"{lost[0]} among them; the lines above say why"
+            )
 
 
 def begin(config: RunConfig, link: GridLink, folder: str) -> "Run":
@@ -370,6 +389,7 @@ def begin(config: RunConfig, link: GridLink, folder: str) -> "Run":
     from hyperfed.runs import trackers
     from hyperfed.runs.folder import RunFolder
     from hyperfed.runs.identity import check_submitted
+    from hyperfed.runs.progress import note
     from hyperfed.runs.run import Run
 
     place = RunFolder(Path(folder))
@@ -402,6 +422,8 @@ def begin(config: RunConfig, link: GridLink, folder: str) -> "Run":
         run = Run.start(config, Path("runs"), task)
     assert run.folder is not None
     roster.save(run.folder.sites)
+    for who in sites.left_out():
+        note(run.folder, f"warning: begins without {who}")
     return run
 
 

@@ -213,7 +213,7 @@ def serve(
         failed = str(error)
     if as_json:
         print_json([asdict(newcomer) for newcomer in found.values()])
-    else:
+    elif found:
         shown = table("client", "of its test examples", "model")
         for it in found.values():
             metric = named(it.metric)

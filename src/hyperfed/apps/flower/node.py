@@ -50,6 +50,7 @@ from hyperfed.engines.flower.sites import pause
 from hyperfed.engines.flower.store import clean, make_private
 from hyperfed.engines.flower.wire import WireError
 from hyperfed.errors import LONGEST, UserError, one_line
+from hyperfed.system.hosts import is_here
 from hyperfed.system.signals import handled
 
 FRAMES = 1 << 20
@@ -78,7 +79,7 @@ class SuperLink:
         root_certificates: what it is known by, PEM; the system's where None.
         key: what the node is known by; a new one, which only a SuperLink without authentication
             takes, where None.
-        insecure: nothing is encrypted, and nobody known.
+        insecure: nothing is encrypted, and nobody known; it is on this host.
     """
 
     address: str
@@ -94,7 +95,7 @@ class SuperLink:
 
         Raises:
             UserError: one of them is missing or no such file, the address is none, or encryption is
-                both wanted and not.
+                both wanted and not, or not wanted on the way to another host.
         """
         parsed = parse_address(address)
         if parsed is None or not parsed[0]:
@@ -103,6 +104,12 @@ class SuperLink:
             )
         host, port, is_v6 = parsed
         place = f"[{host}]:{port}" if is_v6 else f"{host}:{port}"
+        if insecure and not is_here(host):
+            raise UserError(
+                f"--insecure must be left out where the SuperLink is on another host, got {host}: "
+                "all that is said would be read and changed on the way; have it encrypt, and give "
+                "--root-certificates and --key"
+            )
         if insecure and (root_certificates or key):
             raise UserError(
                 "--insecure must be without --root-certificates and --key, which need encryption; "

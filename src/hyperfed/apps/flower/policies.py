@@ -11,15 +11,15 @@
     local_steps = [10, 1000]
 """
 
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from hyperfed.data.roster import first_of
 from hyperfed.data.site import SiteData
 from hyperfed.engines.flower.policy import Policy
-from hyperfed.errors import UserError, nearest
+from hyperfed.errors import UserError, fields_wrong, nearest
 from hyperfed.federation import Client
 from hyperfed.methods import METHODS
 from hyperfed.metrics import METRICS, ON_REQUEST
@@ -52,11 +52,11 @@ def read(path: Path | None) -> Policy:
         # Lists of TOML become tuples as those of JSON do, and nothing else is converted.
         policy: Policy = _POLICY.validate_json(_POLICY_JSON.dump_json(table), strict=True)
     except ValidationError as error:
-        raise UserError(f"{path} must be a policy, but {first_of(error)}") from error
+        raise UserError(f"{path} must be a policy, but {'; '.join(fields_wrong(error))}") from error
     except (OSError, ValueError) as error:
         raise UserError(f"--policy must be a TOML file, but {path} is not ({error})") from error
-    if wrong := _wrong_names(policy) or _wrong_numbers(policy):
-        raise UserError(f"{path} must {wrong}")
+    if wrong := [*_wrong_names(policy), *_wrong_numbers(policy)]:
+        raise UserError(f"{path} must {', and must '.join(wrong)}")
     if policy.methods is None:
         return replace(policy, methods=strict.methods)
     return policy
@@ -65,24 +65,23 @@ def read(path: Path | None) -> Policy:
 _POLICY_JSON = TypeAdapter(dict[str, object])
 
 
-def _wrong_names(policy: Policy) -> str:
-    """Returns what a policy must name, and what it does; "" where nothing is called otherwise."""
+def _wrong_names(policy: Policy) -> Iterator[str]:
+    """Yields what a policy must name, and what it does."""
     if unknown := set(policy.methods or ()) - METHODS.keys():
-        return f"name methods of hyperfed, but names {min(unknown)}"
+        yield f"name methods of hyperfed, but names {min(unknown)}"
     # A name that no step has refuses nothing, in place of what it was meant for.
     steps = {name for method in METHODS.values() for name in _steps(method.Client)}
     if unknown := set(policy.refused_steps) - steps:
         name = min(unknown)
-        return f"refuse steps of methods, but refuses {name}{nearest(name, steps)}"
+        yield f"refuse steps of methods, but refuses {name}{nearest(name, steps)}"
     known = {field.name for method in METHODS.values() for field in fields(method.Config)}
     if unknown := policy.settings.keys() - known:
-        return f"bound settings of methods, but bounds {min(unknown)}"
+        yield f"bound settings of methods, but bounds {min(unknown)}"
     if unknown := set(policy.metrics) - set(ON_REQUEST):
-        return (
+        yield (
             f"name metrics that are counted for on request, {', '.join(ON_REQUEST)}, but names "
             f"{min(unknown)}"
         )
-    return ""
 
 
 def _steps(client: type[Client]) -> set[str]:
@@ -90,14 +89,13 @@ def _steps(client: type[Client]) -> set[str]:
     return {name for name in dir(client) if hasattr(getattr(client, name), "step")}
 
 
-def _wrong_numbers(policy: Policy) -> str:
-    """Returns what numbers of a policy must do together, and which do not; "" for none."""
+def _wrong_numbers(policy: Policy) -> Iterator[str]:
+    """Yields what numbers of a policy must do together, and which do not."""
     for name, (least, most) in policy.settings.items():
         if least > most:
-            return f"bound {name} by least and most, but has {least:g} before {most:g}"
+            yield f"bound {name} by least and most, but has {least:g} before {most:g}"
     if policy.val + policy.test >= 1:
-        return f"leave examples to train on, but has val + test = {policy.val:g} + {policy.test:g}"
-    return ""
+        yield f"leave examples to train on, but has val + test = {policy.val:g} + {policy.test:g}"
 
 
 TELLS = {

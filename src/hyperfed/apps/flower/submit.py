@@ -20,9 +20,11 @@ from threading import Event, Thread
 from typing import Any
 
 import hyperfed
+from hyperfed.data import tasks
 from hyperfed.errors import LONGEST, UserError
 from hyperfed.runs import config as configuration
 from hyperfed.runs.folder import RunFolder
+from hyperfed.runs.progress import heard_failure
 from hyperfed.runs.settings import RunConfig
 from hyperfed.system import toml
 from hyperfed.system.extras import how_to_install
@@ -33,6 +35,12 @@ POLL = 20
 PATIENCE = 10
 """Questions in a row without an answer before the SuperLink counts as gone."""
 
+LONGEST_READING = 60
+"""Seconds for the log of a run that has ended."""
+
+COMPLETED = "finished:completed"
+"""The status of a run that is done."""
+
 LONGEST_LINE = 4 * LONGEST
 """Letters of a line of a run's log: a client's name, and a reason, as JSON."""
 
@@ -40,6 +48,7 @@ APP = """\
 [project]
 name = "hyperfed"
 version = "{version}"
+description = "Personalized federated learning with hypernetworks"
 
 [tool.flwr.app]
 publisher = "hyperfed"
@@ -108,9 +117,11 @@ def folder_for(config: RunConfig, out: Path, experiment: str) -> Path:
     """Makes the folder of a new run and writes its settings into it.
 
     Raises:
-        UserError: the folder cannot be made, or the settings name no SuperLink.
+        UserError: the folder cannot be made, or the settings name no SuperLink, or a target that
+            clients at sites cannot have.
     """
     SuperLink.of(config)
+    tasks.check_remote(config.task)
     folder = RunFolder.create(out, experiment or config.method, config.seed, datetime.now())
     configuration.dump(config, folder.config)
     return folder.path
@@ -219,11 +230,31 @@ def _submit(
         except KeyboardInterrupt:
             _flwr(home, "stop", run, "run")
             raise
-    if status != "finished:completed":
+        failed = status.startswith("finished") and status != COMPLETED
+        why = _why_failed(home, run) if failed else ""
+    if status != COMPLETED:
         raise RunFailedError(
-            f"run {run} at {link.address} must end as finished:completed, but is {status}; "
-            "the SuperLink's log says why"
+            f"run {run} at {link.address} must end as {COMPLETED}, but is {status}"
+            + (f": {why}" if why else "; the SuperLink's log says why")
         )
+
+
+def _why_failed(home: Path, run: str) -> str:
+    """Returns what a run that has ended said of why it failed; "" where its log has nothing."""
+    try:
+        log = subprocess.run(
+            _program("log", run, "run", "--stream"),
+            env=_environment(home),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=LONGEST_READING,
+            check=False,
+        ).stdout
+    except subprocess.TimeoutExpired:
+        return ""
+    return next(filter(None, map(heard_failure, reversed(log.splitlines()))), "")
 
 
 @contextmanager

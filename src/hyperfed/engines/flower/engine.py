@@ -185,11 +185,12 @@ class FlowerEngine:
         return sum(usable), len(usable)
 
     def resources(self, clients: int) -> dict[str, Any]:
-        """Returns the number of sites and the bytes of all messages, with their framing.
+        """Returns the number of sites with clients, and the bytes of all messages with framing.
 
         Also of those that were sent before the run was gone on with.
         """
-        sites = 0 if self._sites is None else len(self._sites.known())
+        there = {} if self._sites is None else self._sites.known()
+        sites = sum(bool(said.members) for said in there.values())
         down, up = self.traffic["down"], self.traffic["up"]
         return {"sites": sites, "message_bytes_down": down, "message_bytes_up": up}
 

@@ -19,6 +19,9 @@ HELLO, STEP = "query.hello", "train.step"
 POLL = 0.5
 """Seconds between two looks for sites."""
 
+MOST_TOLD = 3
+"""Of those that do not count, named in an error."""
+
 LONGEST_PAUSE, LARGEST_SHARE = 600.0, 1 / 20
 """Seconds until a node that does not say who it is is asked again, at most, since it may have been
 mended. But where that keeps the others waiting, it may cost them so much of their time alone."""
@@ -168,8 +171,8 @@ class Sites:
                 whose = " with clients that the run does not have" if besides else ""
                 raise UserError(
                     f"engine.sites={count} sites{whose} must introduce themselves within "
-                    f"{self._timeout:g} s, but {len(found)} did; start the others, see their logs "
-                    "and this one, or raise engine.timeout"
+                    f"{self._timeout:g} s, but {len(found)} did{self._without()}; start the "
+                    "others, see their logs and this one, or raise engine.timeout"
                 )
             time.sleep(POLL)
 
@@ -187,6 +190,16 @@ class Sites:
                 break
             time.sleep(POLL)
         return found
+
+    def left_out(self) -> list[str]:
+        """Returns who is there and does not count, and why."""
+        nodes = (f"node {node}, which is {it.why}" for node, it in self._silent.items())
+        return [*(f"client {name}: {why}" for name, why in self.refused.items()), *nodes]
+
+    def _without(self) -> str:
+        some = self.left_out()
+        more = f", and {len(some) - MOST_TOLD} more" if len(some) > MOST_TOLD else ""
+        return f" (not counting {', '.join(some[:MOST_TOLD])}{more})" if some else ""
 
     def why_not(self, name: str) -> str:
         """Returns why a client that was not found is not asked."""
