@@ -35,6 +35,8 @@ from hyperfed.system import toml
 
 pytest.importorskip("flwr")
 
+from flwr.common.config import validate_fields_in_config
+
 from engines.flower.sites import DirectLink
 from engines.flower.test_sites import PUBLIC
 from hyperfed.apps.flower import app
@@ -63,6 +65,7 @@ def test_the_app_that_a_run_submits_has_the_same_components() -> None:
     ours = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
     assert submitted["components"] == ours["components"]
     assert set(submitted["config"]) <= set(ours["config"])
+    assert validate_fields_in_config(bundle) == (True, [], [])  # what flwr run warns of
 
 
 def test_keys_and_settings_mean_what_they_mean_on_the_command_line() -> None:
@@ -717,6 +720,12 @@ def test_a_run_whose_sites_make_no_federation_says_so_in_its_log_and_where_its_r
     (why,) = filter(None, map(heard_failure, capsys.readouterr().out.splitlines()))
     assert why.startswith("engine.sites=1 sites must introduce themselves")
     assert f"error before training: {why}" in (folder / "log.txt").read_text()
+    # Where it has no folder yet, nothing is written into the current one.
+    monkeypatch.chdir(folder)
+    before = (folder / "log.txt").read_text()
+    with pytest.raises(UserError, match=r"engine\.sites=1 sites must introduce themselves"):
+        app.serve(None, SimpleNamespace(run_config=settings | {"folder": ""}))  # type: ignore[arg-type]
+    assert (folder / "log.txt").read_text() == before
 
 
 @pytest.mark.parametrize("key", ["task.model=nets.py:Net", "task.prefix=features"])

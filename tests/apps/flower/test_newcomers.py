@@ -341,6 +341,18 @@ def test_the_command_shows_each_client_and_fails_with_the_run(
     assert (sent.engine.sites, sent.engine.timeout, sent.seed) == (1, 9.0, 3)
 
 
+def test_where_nobody_came_the_command_shows_no_table(
+    place: Place, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise submit.RunFailedError("but 0 did")
+
+    monkeypatch.setattr(submit, "serve", fail)
+    assert command("serve", str(place.folder)) == 1
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("", "but 0 did\n")
+
+
 @pytest.mark.parametrize("key", ["method.local_steps=3", "seed=4", "engine=loop"])
 def test_the_command_changes_nothing_but_who_is_asked(key: str, place: Place, capsys: Any) -> None:
     assert command("serve", str(place.folder), key) == 2

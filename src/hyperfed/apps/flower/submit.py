@@ -48,7 +48,8 @@ APP = """\
 [project]
 name = "hyperfed"
 version = "{version}"
-description = "Personalized federated learning with hypernetworks"
+description = "Personalised federated learning with hypernetworks"
+license = "Apache-2.0"
 
 [tool.flwr.app]
 publisher = "hyperfed"
