@@ -23,7 +23,15 @@ from engines.flower.sites import DirectLink
 from hyperfed.apps.flower import app
 
 KEYS = (
-    *("rounds=1", "cohort=4", "evaluate_every=1", "seed=3", "track=none", "task=clinics"),
+    *(
+        "rounds=1",
+        "cohort=4",
+        "evaluate_every=1",
+        "seed=3",
+        "track=none",
+        "task=clinics",
+        "task.target=grade",
+    ),
     *("method.local_steps=1", "engine=flower", "engine.sites=2", "engine.timeout=0.1"),
     "engine.superlink=127.0.0.1:1",
 )
@@ -39,7 +47,7 @@ def table(*clients: str, seed: int = 0) -> Any:
         {
             "pulse": number + rng.normal(0, 0.1, len(number)),
             "age": rng.normal(size=len(number)),
-            "label": np.array(LABELS)[number],
+            "grade": np.array(LABELS)[number],
             "client": np.repeat(clients, 60),
         }
     )
@@ -48,14 +56,14 @@ def table(*clients: str, seed: int = 0) -> Any:
 class Clinics:
     """Two sites with a CSV file each, and a run that is done."""
 
-    def __init__(self, path: Path, **node: Any) -> None:
+    def __init__(self, path: Path) -> None:
         self.path, self.folder = path, path / "run"
         self.config = config.load("pfedhn", KEYS)
         self.link = DirectLink({})
         for number, clients in ((1, ("ann", "bob")), (2, ("cem", "dan"))):
             data = path / f"{number}.csv"
             table(*clients, seed=number).to_csv(data, index=False)
-            self.node(number, data=str(data), labels=",".join(LABELS), **node)
+            self.node(number, data=str(data), labels=",".join(LABELS), target="grade")
 
     def node(self, number: int, **what: Any) -> None:
         given = {"settings": toml.dumps(config.to_dict(self.config))}
@@ -123,10 +131,10 @@ def test_a_newcomer_brings_a_table_with_the_columns_of_the_sites(
     assert rows.features == ("pulse", "age")
     assert rows.x.tolist() == mine[["pulse", "age"]].to_numpy()[:50].tolist()
     assert rows.y is not None
-    assert rows.y.tolist() == mine["label"].tolist()[:50]
+    assert rows.y.tolist() == mine["grade"].tolist()[:50]
     # Arrays are the features in their order.
     assert rows_like(task, {"x": rows.x}, "mine").x.tolist() == rows.x.tolist()
-    for other in (mine.rename(columns={"age": "years"}), mine[["age", "pulse", "label"]]):
+    for other in (mine.rename(columns={"age": "years"}), mine[["age", "pulse", "grade"]]):
         with pytest.raises(UserError, match="columns that the sites have, in their order, got"):
             rows_like(task, other, "mine")
     with pytest.raises(UserError, match="split must be train in a row or more, got none"):
@@ -153,7 +161,7 @@ def test_labels_beyond_those_that_a_site_names_are_told(tmp_path: Path) -> None:
 def test_who_is_left_out_is_in_the_log_and_is_no_site_of_the_summary(tmp_path: Path) -> None:
     clinics = Clinics(tmp_path)
     table("ann", "bob").to_csv(tmp_path / "3.csv", index=False)
-    clinics.node(3, data=str(tmp_path / "3.csv"), labels=",".join(LABELS))
+    clinics.node(3, data=str(tmp_path / "3.csv"), labels=",".join(LABELS), target="grade")
     clinics.link.keys = {1: "key of 1", 2: "key of 2", 3: "key of 3"}
     clinics.train()
     (record,) = read_runs([clinics.folder])
