@@ -32,6 +32,7 @@ from hyperfed.system.randomness import generator
 from hyperfed.trees.aggregation import Aggregation
 
 METHODS = ("fedavg", "fedper", "pfedhn", "pefll")
+SETTINGS = {"pfedhn": {"cohort_reduction": "mean"}}
 RULES: Sequence[str] = get_args(Aggregation)
 ATTACKS = ("reverse", "noise", "labels")
 SHARES = (0.1, 0.2)
@@ -69,7 +70,7 @@ def measure(
         "evaluate_every": rounds,
         "cohort": CLIENTS // 2,
         "seed": seed,
-        "method": {"local_steps": 10},
+        "method": {"local_steps": 10} | SETTINGS.get(method, {}),
         "task": {"clients": CLIENTS, "novel": 0.0},
         "robust": {"aggregation": rule},
     }

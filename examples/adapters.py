@@ -37,7 +37,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "local": {"local_lr": 0.3},
     "fedavg": {"local_lr": 0.3},
     "fedper": {"local_lr": 0.1},
-    "pfedhn": {"local_lr": 0.3, "lr": 0.03, "start": "target"},
+    "pfedhn": {"local_lr": 0.3, "lr": 0.03, "cohort_reduction": "mean", "start": "target"},
     "pefll": {"local_lr": 0.03, "lr": 0.002, "start": "target"},
 }
 """Local rates chosen for each on validation data of another division (tools/adapter_runs.py)."""

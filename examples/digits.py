@@ -40,7 +40,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "local": {"local_lr": 0.3},
     "fedavg": {"local_lr": 0.02},
     "fedper": {"local_lr": 0.1},
-    "pfedhn": {"local_lr": 0.1, "lr": 0.1, "novel_lr": 0.3},
+    "pfedhn": {"local_lr": 0.1, "lr": 0.1, "cohort_reduction": "mean", "novel_lr": 0.3},
     "pefll": {"local_lr": 0.1, "lr": 0.005},
     "headstart": {"local_lr": 0.005, "lr": 9.0},
 }

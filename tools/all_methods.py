@@ -156,7 +156,7 @@ SECOND = ("lr", "adapt_lr", "finetune_lr", "head_lr", "align_lr", "weight_lr", "
 def settings_of(method: str, federation: Federation) -> dict[str, Any]:
     """Returns the method's settings that follow from the federation."""
     rounds, steps, visits = federation.rounds, federation.local_steps, federation.visits
-    wanted = {
+    wanted: dict[str, Any] = {
         "local_steps": steps,
         "batch_size": 20,
         "local_momentum": 0.0,
@@ -168,6 +168,8 @@ def settings_of(method: str, federation: Federation) -> dict[str, Any]:
         "expected_rounds": rounds,
     }
     has = {field.name for field in fields(METHODS[method].Config)}
+    if method in ("pfedhn", "pfedhn_pc"):  # as when their rates were searched
+        wanted["cohort_reduction"] = "mean"
     if method in ("fedavg", "fedprox", "pfedla", "heurpfedla"):  # newcomers get the common model
         del wanted["novel_steps"]
     return {key: value for key, value in wanted.items() if key in has}

@@ -26,7 +26,11 @@ SHORT: dict[str, Any] = {"rounds": 15, "evaluate_every": 15}
 STEPS: dict[str, Any] = {"local_steps": 5, "batch_size": 16}
 METHODS: dict[str, dict[str, Any]] = {
     "fedavg": SHORT | {"method": STEPS},
-    "pfedhn": {"rounds": 30, "evaluate_every": 30, "method": STEPS | {"local_steps": 10}},
+    "pfedhn": {
+        "rounds": 30,
+        "evaluate_every": 30,
+        "method": STEPS | {"local_steps": 10, "cohort_reduction": "mean"},
+    },
     "pefll": SHORT | {"method": STEPS | {"standardize": False}},  # by numbers without noise
 }
 EPSILONS = (2.0, 8.0, 32.0, 128.0)

@@ -67,6 +67,9 @@ def test_runs_are_told_apart_by_how_their_clients_are_served():
 
 
 CIFAR: dict[str, Any] = {"name": "cifar10"}
+BY_SUM, BY_MEAN = (
+    {"method": {"name": "pfedhn", "cohort_reduction": reduction}} for reduction in ("sum", "mean")
+)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +85,11 @@ CIFAR: dict[str, Any] = {"name": "cifar10"}
         ({"task": CIFAR | {"val": None}}, {"task": CIFAR | {"val": "none"}}, 1),
         ({"method": {"name": "fml", "keep_momentum": True}}, {"method": {"name": "fml"}}, 1),
         ({"method": {"name": "fml", "keep_momentum": False}}, {"method": {"name": "fml"}}, 0),
+        (BY_SUM | {"cohort": 5}, BY_MEAN | {"cohort": 5}, 0),
+        (BY_SUM | {"cohort": 1.0}, BY_MEAN | {"cohort": 1.0}, 0),
+        (BY_SUM | {"cohort": 1}, BY_MEAN | {"cohort": 1}, 1),
+        ({"method": {"name": "pfedhn"}}, BY_MEAN, 1),  # before one could say
+        ({"method": {"name": "pfedhn"}}, BY_SUM, 0),
         ({"privacy": {"epsilon": None, "clip": 2.0}}, {"privacy": {"epsilon": None}}, 1),
         ({"privacy": {"epsilon": 1.0, "clip": 2.0}}, {"privacy": {"epsilon": 1.0, "clip": 3.0}}, 0),
         (

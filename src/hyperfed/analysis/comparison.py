@@ -33,6 +33,9 @@ CHANGE_NO_NUMBER = (
 KEPT_MOMENTUM = ("local", "fml", "pfedhn_pc")
 """Methods whose records of before ``keep_momentum`` have kept it."""
 
+STEPPED_BY_MEAN = ("pfedhn", "pfedhn_pc", "itpfl")
+"""Methods whose records of before ``cohort_reduction`` are of the mean."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -367,7 +370,9 @@ def canonical(nested: Mapping[str, Any]) -> dict[str, Any]:
 
     Nothing is the word for it, as in a record. A partition that is left to the data set is told by
     its name, as records of before it could be left out have it, and so is what methods did with
-    momentum before one could say. Where nothing is private or masked, no more is told of that.
+    momentum, and servers of hypernetworks with several clients, before one could say; of one client
+    a round there is neither sum nor mean. Where nothing is private or masked, no more is told of
+    that.
     """
     settings = {
         key: "none" if value is None else value
@@ -378,6 +383,10 @@ def canonical(nested: Mapping[str, Any]) -> dict[str, Any]:
         settings["task.partition"] = OF_LABELLED
     if settings.get("method.name") in KEPT_MOMENTUM:
         settings.setdefault("method.keep_momentum", True)
+    if settings.get("method.name") in STEPPED_BY_MEAN:
+        settings.setdefault("method.cohort_reduction", "mean")
+        if settings.get("cohort") == 1 and isinstance(settings["cohort"], int):
+            del settings["method.cohort_reduction"]
     if settings.get("privacy.epsilon", "none") == "none" and not settings.get("privacy.masking"):
         for key in ("clip", "delta", "where"):
             settings.pop(f"privacy.{key}", None)

@@ -115,7 +115,6 @@ class Config(PrivacyConfig, HyperNetConfig, LocalConfig):
     embedding_lr: PositiveFloat | None = 1.0
     embedding_weight_decay: NonNegativeFloat | None = 0.0
     embedding_start: PositiveFloat = 0.05
-    cohort_reduction: Reduction = "sum"
     phase_one_rounds: PositiveInt = 400
     encoder: Literal["regression", "end_to_end"] = "regression"
     encoder_lr: PositiveFloat = 1e-3

@@ -79,7 +79,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     # The authors' code leaves part of each class unused when it splits the data.
     "official": {"rounds": 5000, "cohort": 1, "evaluate_every": 30, "task.shares": "official"},
     # PeFLL, appendix C.2: what pFedHN recommends, and a random embedding for a new client.
-    "pefll": {**PEFLL, "method.novel_start": "random"},
+    "pefll": {**PEFLL, "method.novel_start": "random", "method.cohort_reduction": "mean"},
 }
 
 
@@ -203,7 +203,7 @@ class Server(federation.Server):
         )
 
     def round(self, clients: Cohort) -> None:
-        """Algorithm 1; for a cohort of several, the mean over them (the paper's has one)."""
+        """Algorithm 1; for a cohort of several, the sum over them (the paper's has one)."""
         if clients.round == 0:
             self.warn()
         groups, batches = clients.sizes, self.config.batches

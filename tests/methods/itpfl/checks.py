@@ -11,7 +11,6 @@ from toys import CLASSES, FEATURES, ONE_STEP, Federation, client_loss, close, ma
 
 UNITS, LENGTH = 6, 3
 PFEDHN: dict[str, Any] = {
-    "cohort_reduction": "mean",
     "embedding_lr": None,
     "embedding_weight_decay": None,
 }

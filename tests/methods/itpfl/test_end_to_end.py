@@ -63,7 +63,7 @@ def check_end_to_end(clients: list[int], **settings: Any) -> None:
 @pytest.mark.parametrize("clients", [[2], [0, 1, 2]])
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"private": True}, {"cohort_reduction": "sum"}, {"encoder_optimizer": "adam"}],
+    [{}, {"private": True}, {"cohort_reduction": "mean"}, {"encoder_optimizer": "adam"}],
 )
 def test_end_to_end_is_the_one_piece_gradient(clients: list[int], settings: dict[str, Any]) -> None:
     check_end_to_end(clients, **settings)

@@ -33,9 +33,9 @@ def test_so_it_is_with_every_kind_of_hypernetwork(settings: dict[str, Any]) -> N
 
 
 DESCENTS: list[dict[str, Any]] = [
-    {"cohort_reduction": "sum"},
+    {"cohort_reduction": "mean"},
     {"clip": 1e-3},  # a hundredth of the gradient's norm, or less
-    {"cohort_reduction": "sum", "clip": 1e-3, "weight_decay": 0.2},
+    {"cohort_reduction": "mean", "clip": 1e-3, "weight_decay": 0.2},
     {"weight_decay": 0.2, "embedding_weight_decay": 0.3, "embedding_lr": 0.4},
     {"weight_decay": 0.2, "embedding_weight_decay": 0.0},
 ]

@@ -1,5 +1,8 @@
 """pFedHN with several target sizes, of which a hypernetwork has a head each."""
 
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
 
@@ -40,12 +43,19 @@ def test_weight_decay_moves_the_heads_of_unsampled_sizes_too() -> None:
     check_unsampled_sizes_move()
 
 
-def test_of_several_sizes_the_update_is_the_mean_over_all_clients() -> None:
+@pytest.mark.parametrize(("settings", "together"), [({}, 1), ({"cohort_reduction": "mean"}, 3)])
+def test_of_several_sizes_the_update_is_the_sum_or_mean_over_all_clients(
+    settings: dict[str, Any], together: int
+) -> None:
     """One objective (section 5.2), however many clients a size has."""
     with seeded(0, "sizes"):
         models = {"S": TwoLayers().double(), "L": nn.Linear(FEATURES, CLASSES).double()}
     federation = Federation(
-        "pfedhn", make_task(models=models, sizes=("S", "L", "S", "L")), **ONE_STEP, **SERVER
+        "pfedhn",
+        make_task(models=models, sizes=("S", "L", "S", "L")),
+        **ONE_STEP,
+        **SERVER,
+        **settings,
     )
     task, server, losses = federation.task, federation.server, []
     for client in (0, 1, 2):
@@ -54,7 +64,7 @@ def test_of_several_sizes_the_update_is_the_mean_over_all_clients() -> None:
         output = logits(models[size], trees.take(made, 0), task.x[rows])
         losses.append(nn.functional.cross_entropy(output, task.y[rows]))
     named = dict(server.hyper_net.named_parameters()) | {"v": server.embeddings.weight}
-    gradients = torch.autograd.grad(sum(losses) / 3, list(named.values()))
+    gradients = torch.autograd.grad(sum(losses) / together, list(named.values()))
     expected = {
         name: (value - federation.config.lr * federation.config.local_lr * gradient).detach()
         for (name, value), gradient in zip(named.items(), gradients, strict=True)

@@ -78,8 +78,25 @@ def test_embeddings_have_their_own_learning_rate_where_one_is_given() -> None:
     check_one_round("pfedhn", [0, 1, 3], embedding_lr=3.0)
 
 
-def test_the_step_may_be_by_the_sum_over_a_cohort() -> None:
-    check_one_round("pfedhn", [0, 1, 3], cohort_reduction="sum")
+def test_the_step_may_be_by_the_mean_over_a_cohort() -> None:
+    check_one_round("pfedhn", [0, 1, 3], cohort_reduction="mean")
+
+
+@pytest.mark.parametrize("method", ["pfedhn", "pfedhn_pc"])
+def test_a_round_of_several_goes_as_far_as_they_do_one_a_round(method: str) -> None:
+    """As algorithm 1 has them, but for what a step changes of the next: of its square."""
+    clients, small = [0, 1, 3], {**SERVER, "lr": 1e-3}
+    ones, together = (Federation(method, make_task(), **ONE_STEP, **small) for _ in range(2))
+    before = parameters(ones.server)
+    for client in clients:
+        ones.round([client])
+    together.round(clients)
+    after = parameters(together.server)
+    went, apart = (
+        sum(float((after[name] - of[name]).square().sum()) for name in after) ** 0.5
+        for of in (before, parameters(ones.server))
+    )
+    assert 0 < apart < 0.02 * went
 
 
 @pytest.mark.parametrize(

@@ -34,9 +34,10 @@ class HyperNetConfig(GeneratorConfig):
             searched it by itself.
         embedding_weight_decay: weight decay of the embeddings; ``weight_decay`` where not given.
             They searched it by itself too.
-        cohort_reduction: whether the server steps by the mean of what its clients' deltas are
-            pulled back to, or by their sum, as a loss does that is a sum over clients. By the mean
-            a rate that suits one client a round is small for many; by the sum it is not.
+        cohort_reduction: whether the server steps by the sum of what its clients' deltas are
+            pulled back to, which is about as far as those clients take it one a round (algorithm 1
+            of pFedHN), and as the loss of IT-PFL-HN has it; or by their mean, by which a rate that
+            suits one client a round is small for many.
         embedding_size: length l of an embedding; 1 + n // 4 for n clients where not given.
     """
 
@@ -46,7 +47,7 @@ class HyperNetConfig(GeneratorConfig):
     clip: PositiveFloat | None = 50.0
     embedding_lr: PositiveFloat | None = None
     embedding_weight_decay: NonNegativeFloat | None = None
-    cohort_reduction: Reduction = "mean"
+    cohort_reduction: Reduction = "sum"
     embedding_size: PositiveInt | None = None
 
     def length(self, clients: int) -> int:
