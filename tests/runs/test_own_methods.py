@@ -2,10 +2,11 @@
 
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from pydantic.dataclasses import dataclass
 
 import hyperfed
 from hyperfed import federation, trees
@@ -74,6 +75,30 @@ def test_what_a_server_moves_itself_and_what_first_comes_in_a_round_are_resumed(
     assert run.folder is not None
     resumed = hyperfed.resume(run.folder.path, make_task(novel=1))
     assert recorded(resumed) == recorded(whole)
+
+
+class Undecorated(LocalConfig):
+    kind: ClassVar[str] = "no setting"
+    rate: float = 0.1
+
+
+@dataclass(frozen=True)
+class Named(LocalConfig):
+    name: str = "mine"
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Undecorated, "must be a dataclass of pydantic itself, or rate is no setting; write @data"),
+        (object, "must be a dataclass of pydantic; write @dataclass"),
+        (Named, r"must have another name than name, which is the method's own"),
+    ],
+)
+def test_settings_that_no_run_could_have_are_told(kind: type, message: str) -> None:
+    METHODS["mine"].Config = kind  # type: ignore[attr-defined]
+    with pytest.raises(UserError, match=message):
+        config.from_keys("mine", KEYS)
 
 
 @pytest.mark.parametrize("name", ["round", "personalize"])

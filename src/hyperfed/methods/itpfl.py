@@ -405,7 +405,7 @@ class Server(federation.Server):
         explained = 1 - float(self.missed[there].sum() / varies)
         if explained < EXPLAINED:
             log.warning(
-                f"the encoder explains {100 * explained:.0f} % of the variance of the clients' "
+                f"the encoder explains {round(100 * explained)} % of the variance of the clients' "
                 "embeddings, so novel clients get nearly one model; train phase 1 longer, or with "
                 "another method.encoder_lr"
             )

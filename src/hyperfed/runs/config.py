@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
@@ -337,6 +337,30 @@ def _parse(overrides: Iterable[str], problems: list[str]) -> Iterator[tuple[str,
 # Validation.
 
 
+def _check_declared(method: str, kind: type) -> None:
+    """Refuses a method's ``Config`` whose settings no run could have.
+
+    Raises:
+        UserError: one that lacks its decorator, or a setting that is called as another key.
+    """
+    there = [it.name for it in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
+    hints: dict[str, Any] = get_type_hints(kind)
+    lost = [
+        own for own, hint in hints.items() if own not in there and get_origin(hint) is not ClassVar
+    ]
+    if lost or not dataclasses.is_dataclass(kind):
+        told = f" itself, or {', '.join(lost)} is no setting" if lost else ""
+        raise UserError(
+            f"Config of method {method} must be a dataclass of pydantic{told}; write "
+            '@dataclass(frozen=True, config=ConfigDict(extra="forbid")) above it'
+        )
+    if "name" in there:
+        raise UserError(
+            f"a setting of method {method} must have another name than name, which is the "
+            "method's own (method.name); rename it"
+        )
+
+
 def _build(written: Mapping[str, Any], problems: list[str]) -> RunConfig:
     """Validates section by section, so that one error does not hide the others."""
     name = written.get("method.name")
@@ -345,6 +369,8 @@ def _build(written: Mapping[str, Any], problems: list[str]) -> RunConfig:
         came = f"came {toml.literal(name)}{nearest(name, METHODS)}" if name else "it is missing"
         problems.append(f"method: must be one of {', '.join(METHODS)}; {came}")
 
+    if module is not None:
+        _check_declared(str(name), module.Config)
     keys = _preset(module, name, written, problems)
     keys |= {key: _plain(value) for key, value in written.items()}
     known = _known(module.Config if module else None)
