@@ -37,7 +37,7 @@ TAKES_NO_TIME = (
     *("rounds", "cohort", "evaluate_every", "best", "examine"),
     *("task.alpha", "task.class", "task.novel_", "task.partition", "task.pfllib", "task.share"),
     *("task.unlabelled", "method.adapt_lr", "method.contrast_weight", "method.encoder_lr"),
-    "method.evaluated",
+    *("method.cohort_reduction", "method.evaluated"),
     *("method.local_lr", "method.local_momentum", "method.local_weight_decay", "method.lr"),
     *("method.margin", "method.novel_", *(f"method.{phase}" for phase in PHASES)),
 )
