@@ -88,8 +88,11 @@ BY_SUM, BY_MEAN = (
         (BY_SUM | {"cohort": 5}, BY_MEAN | {"cohort": 5}, 0),
         (BY_SUM | {"cohort": 1.0}, BY_MEAN | {"cohort": 1.0}, 0),
         (BY_SUM | {"cohort": 1}, BY_MEAN | {"cohort": 1}, 1),
-        ({"method": {"name": "pfedhn"}}, BY_MEAN, 1),  # before one could say
-        ({"method": {"name": "pfedhn"}}, BY_SUM, 0),
+        *[
+            ({"method": {"name": method}}, {"method": of["method"] | {"name": method}}, same)
+            for method in ("pfedhn", "pfedhn_pc", "itpfl")
+            for of, same in ((BY_MEAN, 1), (BY_SUM, 0))  # before one could say it was the mean
+        ],
         ({"privacy": {"epsilon": None, "clip": 2.0}}, {"privacy": {"epsilon": None}}, 1),
         ({"privacy": {"epsilon": 1.0, "clip": 2.0}}, {"privacy": {"epsilon": 1.0, "clip": 3.0}}, 0),
         (

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hyperfed.data.newcomer import newcomer, read_like
+from hyperfed.data.newcomer import newcomer, read_like, rows_like
 from hyperfed.data.own import Task, from_arrays
 from hyperfed.errors import UserError
 from own_data import CLIENT, X, Y, linear
@@ -106,12 +106,24 @@ def test_nobody_numbers_the_words_of_a_newcomer_where_the_tasks_labels_have_no_n
             newcomer(task, X[:2], words)
 
 
+@pytest.mark.parametrize("short", ["y", "client"])
+def test_columns_of_a_newcomer_have_one_length(short):
+    task = from_arrays(X, Y, client=CLIENT, model=linear())
+    arrays = {"x": X[:9], "y": Y[:9], "client": ["eve"] * 9, "split": ["train"] * 8 + ["test"]}
+    assert rows_like(task, arrays, "mine").left_out == 1
+    arrays[short] = arrays[short][:8]
+    with pytest.raises(UserError, match="must have a value for each row, but one is shorter"):
+        rows_like(task, arrays, "mine")
+
+
 @pytest.mark.parametrize("labels", [(), ("run", "sit", "walk")])
 def test_labels_of_several_lengths_are_told_of(labels):
     y = np.array(labels)[Y] if labels else Y
     task = from_arrays(X, y, client=CLIENT, model=linear())
     with pytest.raises(UserError, match="y must be one array, with rows of one shape"):
         newcomer(task, X[:2], [[1], [1, 2]])
+    with pytest.raises(UserError, match="y must be one array"):
+        newcomer(task, X[:2], [np.zeros((2, 2)), np.zeros((2, 3))])
 
 
 def test_a_newcomers_labels_have_the_shape_of_the_tasks():

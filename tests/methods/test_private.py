@@ -149,14 +149,15 @@ PLAIN_SERVER = {"lr": RATE, "momentum": 0.0, "weight_decay": 0.0, "clip": None}
 PRIVATE_SERVER = PrivateUpdates("central", CLIP, 1.0, math.inf, 1e-3)
 
 
+@pytest.mark.parametrize(("reduction", "together"), [("mean", 3), ("sum", 1)])
 @pytest.mark.parametrize("lost", [False, True])
 def test_of_a_hypernetwork_all_that_a_client_moves_is_bounded_as_one_and_has_noise(
-    lost: bool,
+    lost: bool, reduction: str, together: int
 ) -> None:
+    server = PLAIN_SERVER | {"cohort_reduction": reduction}
+
     def moved(by: float) -> tuple[list[Tensor], Tensor]:
-        ours = Federation(
-            "pfedhn", make_task(), {"private": PRIVATE_SERVER}, **ONE_STEP, **PLAIN_SERVER
-        )
+        ours = Federation("pfedhn", make_task(), {"private": PRIVATE_SERVER}, **ONE_STEP, **server)
         parameters = [ours.server.embeddings.weight, *ours.server.hyper_net.parameters()]
         before = [parameter.detach().clone() for parameter in parameters]
         cohort = ours.engine.cohort([0, 1, 2, 3] if lost else [0, 1, 3], 0, training=True)
@@ -165,7 +166,7 @@ def test_of_a_hypernetwork_all_that_a_client_moves_is_bounded_as_one_and_has_noi
             ours.server.round(cohort)
         return [(b - p).detach() / RATE for b, p in zip(before, parameters, strict=True)]
 
-    ours = Federation("pfedhn", make_task(), **ONE_STEP, **PLAIN_SERVER)
+    ours = Federation("pfedhn", make_task(), **ONE_STEP, **server)
     embeddings, hyper_net = ours.server.embeddings.weight, ours.server.hyper_net
     expected = [torch.zeros_like(p) for p in (embeddings, *hyper_net.parameters())]
     lengths = []
@@ -180,14 +181,14 @@ def test_of_a_hypernetwork_all_that_a_client_moves_is_bounded_as_one_and_has_noi
         pulled = torch.autograd.grad(inner, [embeddings, *hyper_net.parameters()])
         length = torch.cat([g.flatten() for g in pulled]).norm()
         lengths.append(float(length))
-        share = min(1.0, CLIP / float(length)) / 3
+        share = min(1.0, CLIP / float(length)) / together
         expected = [sum_ + share * g for sum_, g in zip(expected, pulled, strict=True)]
     assert max(lengths) > CLIP  # or nothing was bounded
     for step, gradient in zip(moved(0.0), expected, strict=True):
         torch.testing.assert_close(step, gradient, rtol=1e-8, atol=1e-10)
     there = torch.tensor([1.0, 1.0, 0.0, 1.0]).double()  # of client 2 nothing moves
     for place, (step, gradient) in enumerate(zip(moved(1.0), expected, strict=True)):
-        added = there[:, None] if place == 0 else 1.0
+        added = (there[:, None] if place == 0 else 1.0) * 3 / together  # of a mean over three
         torch.testing.assert_close(step, gradient + added, rtol=1e-8, atol=1e-10)
 
 

@@ -117,12 +117,15 @@ def clipped(rows: torch.Tensor) -> torch.Tensor:
     return middle(rows) + (away * (length.median() / length).clamp(max=1).nan_to_num(1)).mean(dim=0)
 
 
+@pytest.mark.parametrize(("reduction", "times"), [("mean", 1), ("sum", 3)])
 @pytest.mark.parametrize(("rule", "by_hand"), [("median", middle), ("norm_clip", clipped)])
 def test_of_a_hypernetwork_it_is_the_rule_of_what_each_delta_is_pulled_back_to(
-    rule: Any, by_hand: Callable[[torch.Tensor], torch.Tensor]
+    rule: Any, by_hand: Callable[[torch.Tensor], torch.Tensor], reduction: str, times: int
 ) -> None:
+    """For the sum it is as many times what stands for the mean."""
     rate = 0.5
     server = {"lr": rate, "momentum": 0.0, "weight_decay": 0.0, "clip": None}
+    server |= {"cohort_reduction": reduction}
     ours = Federation("pfedhn", make_task(), **ONE_STEP, **server)
     hyper_net, embeddings = ours.server.hyper_net, ours.server.embeddings.weight
     parameters = dict(hyper_net.named_parameters())
@@ -135,9 +138,9 @@ def test_of_a_hypernetwork_it_is_the_rule_of_what_each_delta_is_pulled_back_to(
         inner = sum((made[n][0] * 0.1 * d).sum() for n, d in zip(model, delta, strict=True))
         *shared, mine = torch.autograd.grad(inner, [*parameters.values(), embeddings])
         pulled.append(torch.cat([gradient.flatten() for gradient in shared]))
-        own.append(mine / 3)
+        own.append(mine / 3 * times)
     weights = torch.cat([value.detach().flatten() for value in parameters.values()])
-    expected = weights - rate * by_hand(torch.stack(pulled))
+    expected = weights - rate * times * by_hand(torch.stack(pulled))
     rows = embeddings.detach() - rate * sum(own)
     with trees.aggregating(Rule(rule)):
         ours.round([0, 1, 3])

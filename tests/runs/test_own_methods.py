@@ -78,8 +78,7 @@ def test_what_a_server_moves_itself_and_what_first_comes_in_a_round_are_resumed(
 
 
 class Undecorated(LocalConfig):
-    kind: ClassVar[str] = "no setting"
-    rate: float = 0.1
+    local_lr: float = 0.5
 
 
 @dataclass(frozen=True)
@@ -87,11 +86,21 @@ class Named(LocalConfig):
     name: str = "mine"
 
 
+@dataclass(frozen=True)
+class WithConstant(LocalConfig):
+    kind: ClassVar = "no setting"
+
+
+def test_a_config_may_have_what_is_no_setting() -> None:
+    METHODS["mine"].Config = WithConstant  # type: ignore[attr-defined]
+    assert config.from_keys("mine", KEYS).settings.local_lr == 0.1
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (Undecorated, "must be a dataclass of pydantic itself, or rate is no setting; write @data"),
-        (object, "must be a dataclass of pydantic; write @dataclass"),
+        (Undecorated, "must be a dataclass of pydantic itself, or what it says is no setting"),
+        (object, r"must be a dataclass of pydantic itself, .*; write @dataclass"),
         (Named, r"must have another name than name, which is the method's own"),
     ],
 )

@@ -36,12 +36,11 @@ def newcomer(task: Task, x: Any, y: Any = None, *, size: str | None = None) -> T
         UserError: lists all in which the data do not fit the task.
     """
     problems: list[str] = []
-    columns = task.columns or tables.Columns()
-    names = own_files.names_of_target(getattr(x, "features", None), columns)
-    x = tables.frame_of(x)
+    kinds, x = getattr(x, "features", None), tables.frame_of(x)
     if tables.is_frame(x):
         if y is not None:
             raise UserError("y must be left out where x is a table, which has it; name no y")
+        names = own_files.names_of_target(kinds, task.columns or tables.Columns())
         rows = _by_names(task, rows_like(task, x, "the table"), names, "the table")
         x, y = rows.x, rows.y
     inputs = arrays.features(x, problems)
@@ -110,7 +109,10 @@ def _targets_like(task: Task, y: Any, inputs: Tensor, problems: list[str]) -> Te
 
 def _are_words(y: Any) -> bool:
     """Whether targets are words, of which nobody can tell the numbers that a task has for them."""
-    return not isinstance(y, Tensor) and arrays.is_text(np.asarray(y, dtype=object))
+    try:
+        return not isinstance(y, Tensor) and arrays.is_text(np.asarray(y, dtype=object))
+    except ValueError:  # of arrays of several shapes, which are told of where they are no labels
+        return False
 
 
 def read_like(task: Task, path: Path) -> tables.Rows:
@@ -180,6 +182,8 @@ def _to_train_on(rows: tables.Rows, split: tables.Array, what: str) -> tables.Ro
     """Leaves out the rows that are for validation or testing."""
     problems: list[str] = []
     ours = arrays.parts(split, len(rows.x), problems) == TRAIN
+    if any(len(held) != len(rows.x) for held in (rows.y, rows.client) if held is not None):
+        problems.append("each column must have a value for each row, but one is shorter; fill it")
     if not problems and not ours.any():
         problems.append("split must be train in a row or more, got none; pass some to train on")
     arrays.raise_all(problems, f"{what} does not hold a newcomer's examples")

@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Field, FiniteFloat, NonNegativeInt, TypeAdapter
 from pydantic.dataclasses import dataclass as validated
 from torch import nn
 
-from hyperfed.data.arrays import MOST_CLASSES
+from hyperfed.data.arrays import MOST_CLASSES, check_names
 from hyperfed.data.examples import Normalize, hash_of
 from hyperfed.data.own import Task, mean_squared_error, minus_squared_error
 from hyperfed.errors import UserError, one_line
@@ -110,6 +110,7 @@ def check_introduction(said: Introduction, problems: list[str]) -> None:
         problems.append("a client's name must be there once, but one is twice")
     if idle := [m for m in said.members if not m.examples and not m.novel]:
         problems.append(f"a client must have an example to train on, but {idle[0].name} has none")
+    _check_labels(said, problems)
     if said.dtype not in _DTYPES:
         problems.append(f"examples must be of dtype {', '.join(_DTYPES)}")
     if prod(said.shape) > MOST_VALUES:
@@ -122,6 +123,15 @@ def check_introduction(said: Introduction, problems: list[str]) -> None:
             problems.append("mean and deviation must be of x / 255, from 0 to 1")
         if said.pixels > sum(member.examples for member in said.members):
             problems.append("mean and deviation must be of the images to train on, and of no more")
+
+
+def _check_labels(said: Introduction, problems: list[str]) -> None:
+    """Tells what names of labels cannot be, which become those of the run."""
+    check_names("labels", said.labels, problems)
+    if odd := [word for word in said.labels if not word.isprintable()]:
+        problems.append(f"a label's name must be printable, got {one_line(odd[0], 100)}")
+    if said.labels and len(said.labels) != said.classes:
+        problems.append(f"labels must be named all {said.classes}, got {len(said.labels)} names")
 
 
 @validated(frozen=True, config=_PLAIN)

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import NoneType
-from typing import Any, ClassVar, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
@@ -343,18 +343,12 @@ def _check_declared(method: str, kind: type) -> None:
     Raises:
         UserError: one that lacks its decorator, or a setting that is called as another key.
     """
-    there = [it.name for it in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
-    hints: dict[str, Any] = get_type_hints(kind)
-    lost = [
-        own for own, hint in hints.items() if own not in there and get_origin(hint) is not ClassVar
-    ]
-    if lost or not dataclasses.is_dataclass(kind):
-        told = f" itself, or {', '.join(lost)} is no setting" if lost else ""
+    if "__dataclass_fields__" not in vars(kind):  # which a base may have, of its own settings
         raise UserError(
-            f"Config of method {method} must be a dataclass of pydantic{told}; write "
-            '@dataclass(frozen=True, config=ConfigDict(extra="forbid")) above it'
+            f"Config of method {method} must be a dataclass of pydantic itself, or what it says is "
+            'no setting; write @dataclass(frozen=True, config=ConfigDict(extra="forbid")) above it'
         )
-    if "name" in there:
+    if "name" in {field.name for field in dataclasses.fields(kind)}:
         raise UserError(
             f"a setting of method {method} must have another name than name, which is the "
             "method's own (method.name); rename it"

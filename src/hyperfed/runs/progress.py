@@ -36,7 +36,7 @@ from hyperfed.system.files import refused
 if TYPE_CHECKING:
     from hyperfed.runs.run import Progress, Run
 
-MOST_LINES = 20
+MOST_LINES, MOST_LETTERS = 20, 1500
 """Of why a run on another host failed."""
 
 
@@ -214,14 +214,14 @@ _FAILED = "failed: "
 def spoken_failure(error: Exception) -> str:
     """Returns the line that says why a run ended to those who wait for it on another host."""
     named = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-    return _FAILED + json.dumps(f"{named}{error}")
+    return _FAILED + json.dumps(f"{named}{error}"[:MOST_LETTERS])
 
 
 def heard_failure(line: str) -> str:
     """Returns what a line of a log says of why a run ended; "" of any other line."""
     try:
         why = json.loads(line.removeprefix(_FAILED)) if line.startswith(_FAILED) else ""
-    except ValueError:
+    except (ValueError, RecursionError):  # of brackets in brackets
         return ""
     return "\n".join(map(one_line, why.splitlines()[:MOST_LINES])) if isinstance(why, str) else ""
 

@@ -701,10 +701,14 @@ def test_why_a_run_failed_is_said_in_a_line_of_its_log() -> None:
         'failed: ["a"]',
         '"failed"',
         "round 1 of 2",
+        "failed: " + "[" * 10**5,
     ):
         assert heard_failure(line) == ""
     many = heard_failure(spoken_failure(UserError("\n".join(["x" * 10**5] * 10**3))))
     assert len(many) < 20 * 501
+    longest = spoken_failure(UserError("\x00" * 10**5))
+    assert len(longest) < submit.LONGEST_LINE
+    assert heard_failure(longest)
 
 
 def test_a_run_whose_sites_make_no_federation_says_so_in_its_log_and_where_its_records_go(

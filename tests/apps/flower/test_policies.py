@@ -52,6 +52,7 @@ def test_what_a_file_does_not_name_is_strict(tmp_path: Path) -> None:
         ('refused_steps = ["memory"]', "refuses memory"),  # of a client, but no step
         ("val = 0.5\ntest = 0.5", r"leave examples to train on, .* = 0\.5 \+ 0\.5"),
         ('methods = ["a"]\nval = 0.5\ntest = 0.5', "names a, and must leave examples to train on"),
+        ('methods = ["b", "a"]', "names a, b$"),
         ("smallest_batch = 0\nsmallest_bach = 9", "smallest_batch: .*; smallest_bach: "),
         ("methods = ", "must be a TOML file"),
         (f"smallest_batch = {'9' * 5000}", "must be a TOML file"),

@@ -57,7 +57,7 @@ def test_proposition_1_the_linear_case_is_pca_of_the_local_solutions() -> None:
     with seeded(3, "linear"):
         server.hyper_net = Linear(k, dimension).double()
     everything = [*server.embeddings.parameters(), *server.hyper_net.parameters()]
-    server.optimizer = torch.optim.SGD(everything, lr=0.5, momentum=0.9)
+    server.optimizer = torch.optim.SGD(everything, lr=0.5 / clients, momentum=0.9)
     for number in range(600):
         federation.round(range(clients), number)
 

@@ -68,7 +68,7 @@ _POLICY_JSON = TypeAdapter(dict[str, object])
 def _wrong_names(policy: Policy) -> Iterator[str]:
     """Yields what a policy must name, and what it does."""
     if unknown := set(policy.methods or ()) - METHODS.keys():
-        yield f"name methods of hyperfed, but names {min(unknown)}"
+        yield f"name methods of hyperfed, but names {', '.join(sorted(unknown))}"
     # A name that no step has refuses nothing, in place of what it was meant for.
     steps = {name for method in METHODS.values() for name in _steps(method.Client)}
     if unknown := set(policy.refused_steps) - steps:
@@ -76,11 +76,11 @@ def _wrong_names(policy: Policy) -> Iterator[str]:
         yield f"refuse steps of methods, but refuses {name}{nearest(name, steps)}"
     known = {field.name for method in METHODS.values() for field in fields(method.Config)}
     if unknown := policy.settings.keys() - known:
-        yield f"bound settings of methods, but bounds {min(unknown)}"
+        yield f"bound settings of methods, but bounds {', '.join(sorted(unknown))}"
     if unknown := set(policy.metrics) - set(ON_REQUEST):
         yield (
             f"name metrics that are counted for on request, {', '.join(ON_REQUEST)}, but names "
-            f"{min(unknown)}"
+            f"{', '.join(sorted(unknown))}"
         )
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -41,8 +42,8 @@ LONGEST_READING = 60
 COMPLETED = "finished:completed"
 """The status of a run that is done."""
 
-LONGEST_LINE = 4 * LONGEST
-"""Letters of a line of a run's log: a client's name, and a reason, as JSON."""
+LONGEST_LINE = 20 * LONGEST
+"""Letters of a line of a run's log: a client's name, and a reason, or why it failed, as JSON."""
 
 APP = """\
 [project]
@@ -242,20 +243,15 @@ def _submit(
 
 def _why_failed(home: Path, run: str) -> str:
     """Returns what a run that has ended said of why it failed; "" where its log has nothing."""
-    try:
-        log = subprocess.run(
-            _program("log", run, "run", "--stream"),
-            env=_environment(home),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=LONGEST_READING,
-            check=False,
-        ).stdout
-    except subprocess.TimeoutExpired:
-        return ""
-    return next(filter(None, map(heard_failure, reversed(log.splitlines()))), "")
+    told: deque[str] = deque(maxlen=1)
+
+    def hear(line: str) -> None:
+        if why := heard_failure(line):
+            told.append(why)
+
+    with _log_of(home, run, hear) as over:
+        over.wait(LONGEST_READING)
+    return told[0] if told else ""
 
 
 @contextmanager

@@ -171,8 +171,8 @@ class Sites:
                 whose = " with clients that the run does not have" if besides else ""
                 raise UserError(
                     f"engine.sites={count} sites{whose} must introduce themselves within "
-                    f"{self._timeout:g} s, but {len(found)} did{self._without()}; start the "
-                    "others, see their logs and this one, or raise engine.timeout"
+                    f"{self._timeout:g} s, but {len(found)} did; start the others, see their logs "
+                    f"and this one, or raise engine.timeout{self._without()}"
                 )
             time.sleep(POLL)
 
@@ -198,8 +198,8 @@ class Sites:
 
     def _without(self) -> str:
         some = self.left_out()
-        more = f", and {len(some) - MOST_TOLD} more" if len(some) > MOST_TOLD else ""
-        return f" (not counting {', '.join(some[:MOST_TOLD])}{more})" if some else ""
+        more = [f"{len(some) - MOST_TOLD} more"] if len(some) > MOST_TOLD else []
+        return "".join(f"\n- not counted: {who}" for who in [*some[:MOST_TOLD], *more])
 
     def why_not(self, name: str) -> str:
         """Returns why a client that was not found is not asked."""
