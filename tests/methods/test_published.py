@@ -69,7 +69,7 @@ PUBLISHED: list[tuple[str, str, str, dict[str, Any]]] = [
     ("pfedhn", "paper official", PFEDHN_CODE + "main", {"method.lr": 1e-2}),
     ("pfedhn_pc", "paper official", "pFedHN-PC's code, trainer.py, main", {"method.lr": 5e-2}),
     ("pfedhn", "pefll", PEFLL + "appendix C.2, as its own objective is a mean over clients", {
-        "cohort": 5, "method.cohort_reduction": "mean",
+        "method.cohort_reduction": "mean",
     }),
     ("local", "pfedhn", PFEDHN + "section 5: 2,000 steps on each client", {
         "rounds": 40, "cohort": 1.0, "method.local_steps": 50,

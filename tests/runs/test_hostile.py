@@ -312,7 +312,7 @@ def test_a_void_round_is_remembered_over_a_resume(
 ) -> None:
     lies(lie_in_round_two(GREATEST))
     keys = SETTINGS | UNBOUNDED | {"evaluate_every": 5, "checkpoint_every": 1}
-    keys |= {"method": FRAIL}
+    keys |= {"method": FRAIL | {"cohort_reduction": "mean"}}
     run = Run.start(config.from_keys("pfedhn", keys), tmp_path, make_task(Normed))
     for progress in run.train():
         if progress.round == 4:

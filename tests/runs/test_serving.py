@@ -156,7 +156,7 @@ def accuracy_with(run: Run, of: dict[int, int]) -> float:
 
 
 def test_a_summary_says_how_good_other_clients_models_are() -> None:
-    method = short("pfedhn", local_steps=5, lr=0.5, embedding_size=3)
+    method = short("pfedhn", local_steps=5, lr=0.5 / 3, embedding_size=3)
     keys = {"rounds": 20, "cohort": 3, "evaluate_every": 20, "seed": 3, "method": method}
     run = hyperfed.train("pfedhn", make_task(novel=1), **keys)
     accuracy = partial(accuracy_with, run)
