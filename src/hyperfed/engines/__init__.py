@@ -21,7 +21,7 @@ from hyperfed.engines.updates import PrivateUpdates
 from hyperfed.errors import UserError
 from hyperfed.federation import Client
 from hyperfed.system.devices import find_device
-from hyperfed.system.hosts import host_of, is_here
+from hyperfed.system.hosts import host_of, is_loopback
 from hyperfed.task import Task
 from hyperfed.training import Precision
 
@@ -91,7 +91,7 @@ class EngineConfig:
         """Whether what is said to the SuperLink is encrypted: always, where it leaves this host."""
         if self.superlink is None or self.root_certificates is not None:
             return True
-        return not is_here(host_of(self.superlink))
+        return not is_loopback(host_of(self.superlink))
 
 
 def build(

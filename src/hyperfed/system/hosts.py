@@ -3,7 +3,7 @@
 from ipaddress import ip_address
 
 
-def is_here(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     """Returns whether a name or an address is that of this host, by the loopback."""
     try:
         return host.casefold() == "localhost" or ip_address(host).is_loopback

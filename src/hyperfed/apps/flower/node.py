@@ -50,7 +50,7 @@ from hyperfed.engines.flower.sites import pause
 from hyperfed.engines.flower.store import clean, make_private
 from hyperfed.engines.flower.wire import WireError
 from hyperfed.errors import LONGEST, UserError, one_line
-from hyperfed.system.hosts import is_here
+from hyperfed.system.hosts import is_loopback
 from hyperfed.system.signals import handled
 
 FRAMES = 1 << 20
@@ -104,7 +104,7 @@ class SuperLink:
             )
         host, port, is_v6 = parsed
         place = f"[{host}]:{port}" if is_v6 else f"{host}:{port}"
-        if insecure and not is_here(host):
+        if insecure and not is_loopback(host):
             raise UserError(
                 f"--insecure must be left out where the SuperLink is on another host, got {host}: "
                 "all that is said would be read and changed on the way; have it encrypt, and give "
