@@ -294,6 +294,16 @@ def test_clients_that_were_always_lost_are_named_but_not_all_of_many():
     assert "c8, c9 and 2 more; log.txt" in told
 
 
+@pytest.mark.parametrize(("delta", "clients", "told"), [(0.2, 5, True), (0.19, 5, False)])
+def test_a_delta_that_one_client_drawn_at_random_keeps_is_remarked_upon(delta, clients, told):
+    spent = {"epsilon_spent": 8.0, "delta": delta, "noise": "drawn at the sites"}
+    of_samples = {"privacy": spent}
+    of_clients = {"privacy": spent | {"epsilon_of_clients": [8.0] * clients}}
+    assert ("1 in 5 clients" in remarks(of_clients)[0]) is told
+    (without,) = remarks(of_samples)
+    assert without.endswith("noise drawn at the sites")
+
+
 def test_where_nothing_was_measured_nothing_is_remarked():
     assert remark({"test_accuracy": 0.9, "others_accuracy": None}) is None
     assert remark({"others_accuracy": None}) is None

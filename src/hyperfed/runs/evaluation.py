@@ -364,11 +364,10 @@ def is_better(now: Tree, before: Tree, hostile: float | None = None) -> bool:
 
 
 def _mean(found: Tree, whose: Tensor, hostile: float | None) -> Number:
-    held = (whose & (found["count"] > 0)).nonzero().flatten().tolist()
-    count = [int(found["count"][place]) for place in held]
-    correct = [float(found["correct"][place]) for place in held]
+    held = whose & (found["count"] > 0)
+    count, correct = (found[name][held].tolist() for name in ("count", "correct"))
     if hostile is None:  # of sums: shares that are weighted again would part ties by their rounding
-        return finite(sum(correct) / sum(count)) if held else None
+        return finite(sum(correct) / sum(count)) if count else None
     scores = [c / n for c, n in zip(correct, count, strict=True)]
     cut = Rule(hostile=hostile).borne(len(scores))
     return fmean(sorted(scores)[cut : len(scores) - cut]) if scores else None

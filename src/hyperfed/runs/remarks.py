@@ -33,10 +33,17 @@ def _spent(summary: Mapping[str, Any]) -> str | None:
     """Returns a sentence on what answers cost, where they are private."""
     if (found := summary.get("privacy")) is None:
         return None
-    return (
+    told = (
         f"private: epsilon {found['epsilon_spent']:.4g} at delta {found['delta']:g} was spent by "
         f"the client that spent most; noise {found['noise']}"
     )
+    clients = len(found.get("epsilon_of_clients") or ())  # where all that one holds is private
+    if clients and found["delta"] >= 1 / clients:
+        told += (
+            f"; a delta of 1 in {clients} clients or more promises none of them a thing, since to "
+            "publish all data of one drawn at random keeps it; set privacy.delta far below"
+        )
+    return told
 
 
 def remark(summary: Mapping[str, Any]) -> str | None:

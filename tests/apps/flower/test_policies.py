@@ -45,6 +45,7 @@ def test_what_a_file_does_not_name_is_strict(tmp_path: Path) -> None:
         ("smallest_bach = 9", "smallest_bach"),
         ('epsilon = "much"', "epsilon"),
         ('methods = ["fedavgg"]', "names fedavgg"),
+        ("methods = []", "name a method that the site runs, but methods is empty"),
         ("[settings]\nlocal_lr = [1]", "settings.local_lr"),
         ("[settings]\nlocal_stepz = [1, 2]", "bounds local_stepz"),
         ("[settings]\nlocal_steps = [1000, 10]", "bound local_steps .* has 1000 before 10"),

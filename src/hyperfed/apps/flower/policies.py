@@ -67,6 +67,8 @@ _POLICY_JSON = TypeAdapter(dict[str, object])
 
 def _wrong_names(policy: Policy) -> Iterator[str]:
     """Yields what a policy must name, and what it does."""
+    if policy.methods == ():
+        yield "name a method that the site runs, but methods is empty; leave it out for the default"
     if unknown := set(policy.methods or ()) - METHODS.keys():
         yield f"name methods of hyperfed, but names {', '.join(sorted(unknown))}"
     # A name that no step has refuses nothing, in place of what it was meant for.
