@@ -5,12 +5,17 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pytest
 from PIL import Image
 from torch import nn
 
 from hyperfed.data.tasks import TaskConfig
 
 N = 24
+
+UNCLOSED = pytest.mark.filterwarnings(  # of files that the library reads
+    "ignore:unclosed file:ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
+)
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(100, 4))
@@ -55,4 +60,18 @@ def pictures(folder: Path, below: tuple[str, ...] = ("",)) -> str:
                 for number in range(4):
                     pixels = rng.integers(0, 256, (4, 4), dtype=np.uint8)
                     Image.fromarray(pixels).save(place / f"{number}.png")
+    return str(folder)
+
+
+def with_metadata(folder: Path, **clients: list[str]) -> str:
+    """Images of a folder each, and a metadata.csv that says whose they are."""
+    rng = np.random.default_rng(0)
+    for place, ids in clients.items():
+        (folder / place).mkdir(parents=True)
+        lines = ["file_name,client,label"]
+        for number, client in enumerate(ids):
+            pixels = rng.integers(0, 256, (4, 4), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / place / f"{number}.png")
+            lines.append(f"{number}.png,{client},{number % 2}")
+        (folder / place / "metadata.csv").write_text("\n".join(lines))
     return str(folder)

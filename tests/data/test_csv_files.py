@@ -14,11 +14,7 @@ from hyperfed.data import datasets, hub, site
 from hyperfed.data.settings import TaskConfig
 from hyperfed.data.tables import Columns
 from hyperfed.errors import UserError
-from own_data import N, saved, table
-
-UNCLOSED = pytest.mark.filterwarnings(  # of files that the library reads
-    "ignore:unclosed file:ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
-)
+from own_data import UNCLOSED, N, saved, table
 
 
 def written(folder: Path, ids: list[str], labels: list[str]) -> str:

@@ -13,7 +13,7 @@ from hyperfed.data import datasets, site
 from hyperfed.data.tables import Columns
 from hyperfed.data.tasks import build
 from hyperfed.errors import UserError
-from own_data import N, config, pictures, saved, table
+from own_data import UNCLOSED, N, config, pictures, saved, table, with_metadata
 
 
 @pytest.mark.usefixtures("cached")
@@ -127,25 +127,6 @@ def test_a_folder_of_save_to_disk_is_told_apart(tmp_path: Path, splits: bool) ->
     (library.DatasetDict({"train": rows}) if splits else rows).save_to_disk(folder)
     with pytest.raises(UserError, match=r"save_to_disk wrote it; write parquet files in its place"):
         datasets.load(str(folder))
-
-
-UNCLOSED = pytest.mark.filterwarnings(  # of files that the library reads
-    "ignore:unclosed file:ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
-)
-
-
-def with_metadata(folder: Path, **clients: list[str]) -> str:
-    """Images of a folder each, and a metadata.csv that says whose they are."""
-    rng = np.random.default_rng(0)
-    for place, ids in clients.items():
-        (folder / place).mkdir(parents=True)
-        lines = ["file_name,client,label"]
-        for number, client in enumerate(ids):
-            pixels = rng.integers(0, 256, (4, 4), dtype=np.uint8)
-            Image.fromarray(pixels).save(folder / place / f"{number}.png")
-            lines.append(f"{number}.png,{client},{number % 2}")
-        (folder / place / "metadata.csv").write_text("\n".join(lines))
-    return str(folder)
 
 
 @UNCLOSED

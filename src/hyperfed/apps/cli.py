@@ -241,8 +241,9 @@ def personalize(
         Path,
         Option(
             help="An .npz file: x (m, ...), of a table its features in their order, and, where "
-            "labelled, y (m,); or a parquet or CSV file with the columns of the run's, whose rows "
-            "with val or test in the column split are left out."
+            "labelled, y (m,); a parquet or CSV file with the columns of the run's, whose rows "
+            "with val or test in the column split are left out; or a folder of images, CLASS/*.png "
+            "or, without labels, *.png."
         ),
     ],
     out: Annotated[Path, Option(help="The .safetensors, .onnx or .pt2 file to write.")],
@@ -256,7 +257,8 @@ def personalize(
         model = run.personalize(rows.x, rows.y, size=size)
         export_model(model, run.task, out, kind)
         if rows.y is None:
-            target = (run.task.columns and run.task.columns.target) or "y"
+            usual = "label" if data.is_dir() else "y"
+            target = (run.task.columns and run.task.columns.target) or usual
             say(f"{data} has no {target}, so its client was taken for one without labels")
         if rows.left_out:
             say(f"{rows.left_out} rows of {data} are for validation or testing, and were left out")

@@ -147,6 +147,20 @@ def _finished(examples: Examples) -> Examples:
     return replace(examples, fingerprint=fingerprint_of(examples.tensors()))
 
 
+def open_folder(folder: Path, scratch: str, columns: Columns) -> Mapping[str, Any]:
+    """Opens all of somebody's own folder: {split: its rows}.
+
+    Args:
+        folder: it.
+        scratch: a folder for what the library makes of its files, needed as long as the rows are.
+        columns: which column is what.
+
+    Raises:
+        UserError: the library cannot read it, or would leave some of it out.
+    """
+    return _rows(str(folder), str(folder), None, scratch, columns)
+
+
 def _data_dir(data_dir: str | Path | None) -> Path | None:
     given = data_dir or os.environ.get("HYPERFED_DATA")
     return Path(given) if given else None

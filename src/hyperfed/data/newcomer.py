@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hyperfed.data import arrays, features, own_files, tables
+from hyperfed.data import arrays, features, newcomer_images, own_files, tables
 from hyperfed.data.examples import hash_of
 from hyperfed.data.networks import to_try, try_out
 from hyperfed.data.own import Task
@@ -123,11 +123,14 @@ def read_like(task: Task, path: Path) -> tables.Rows:
 
     Args:
         task: what the method was trained on.
-        path: a parquet, CSV or ``.npz`` file.
+        path: a parquet, CSV or ``.npz`` file, or a folder of images
+            (:mod:`hyperfed.data.newcomer_images`).
 
     Raises:
         UserError: it cannot be read, or as :func:`rows_like`.
     """
+    if path.is_dir():
+        return _of_one_to_train_on(newcomer_images.read(task, path), str(path))
     rows = rows_like(task, tables.read(path, task.columns), str(path))
     names = own_files.label_names(path, task.columns or tables.Columns())
     return _by_names(task, rows, names, str(path))
@@ -170,6 +173,11 @@ def rows_like(task: Task, table: Any, what: str) -> tables.Rows:
             f"the features of {what} must be the columns that the sites have, in their order, got "
             f"{', '.join(rows.features)}; leave out what is none, or rename or reorder them"
         )
+    return _of_one_to_train_on(rows, what)
+
+
+def _of_one_to_train_on(rows: tables.Rows, what: str) -> tables.Rows:
+    """Returns the rows of one client that are not for validation or testing."""
     if rows.client is not None and len(several := dict.fromkeys(rows.client.tolist())) > 1:
         raise UserError(
             f"{what} must hold the rows of one client, who gets one model, got those of "

@@ -87,7 +87,7 @@ def images(rows: Rows, name: str, *, client: str = "client", label: str | None =
     """
     splits = rows(None)
     features = next(iter(splits.values())).features
-    image_column = _image_column(features, name)
+    pictures = image_column(features, name)
     found = label or label_column(features, name, besides=(client,))
     y, names = labels_of(splits, found, features[found], name)
     classes = len(names) or int(y.max()) + 1
@@ -95,7 +95,7 @@ def images(rows: Rows, name: str, *, client: str = "client", label: str | None =
     if client in features:
         owner = torch.from_numpy(ids_of(splits, client, name)[1])
     return _of_images(
-        name, _decode(splits, image_column, name), y, _held_out(splits), classes, client=owner
+        name, decoded(splits, pictures, name), y, _held_out(splits), classes, client=owner
     )
 
 
@@ -135,7 +135,7 @@ def cifar100(rows: Rows, name: str) -> Examples:
         torch.from_numpy(column_of(splits, column).astype(np.int64))
         for column in ("fine_label", "coarse_label")
     )
-    x = _decode(splits, "img", name)
+    x = decoded(splits, "img", name)
     examples = _of_images(name, x, fine, _held_out(splits), 100, coarse=coarse)
     return replace(examples, **STATISTICS["cifar100"])
 
@@ -148,7 +148,7 @@ def omniglot(rows: Rows, name: str) -> Examples:
     alphabets.
     """
     splits = rows(None)
-    x = _decode(splits, "image", name, side=OMNIGLOT_SIDE)
+    x = decoded(splits, "image", name, side=OMNIGLOT_SIDE)
     alphabet, character = column_of(splits, "alphabet_id"), column_of(splits, "character_id")
     pairs, index = np.unique(np.stack([alphabet, character], 1), axis=0, return_inverse=True)
     first = np.searchsorted(pairs[:, 0], pairs[:, 0])  # where each pair's alphabet begins
@@ -311,7 +311,12 @@ def _held_out(splits: Mapping[str, Any]) -> Tensor:
     )
 
 
-def _image_column(features: Mapping[str, Any], name: str) -> str:
+def image_column(features: Mapping[str, Any], name: str) -> str:
+    """Returns the only column of images, by {column: its kind}.
+
+    Raises:
+        UserError: there is none, or more than one.
+    """
     found = [column for column, kind in features.items() if type(kind).__name__ == "Image"]
     if len(found) != 1:
         raise UserError(
@@ -412,11 +417,20 @@ def ids_of(splits: Mapping[str, Any], column: str, name: str) -> tuple[Array, Ar
     return ids, number
 
 
-def _decode(splits: Mapping[str, Any], column: str, name: str, side: int | None = None) -> Tensor:
+def decoded(splits: Mapping[str, Any], column: str, name: str, side: int | None = None) -> Tensor:
     """Decodes an image column to (N, C, H, W) uint8, ``channels_last`` in memory.
 
     Grey if every image is, else in colour. Threads do not help at these sizes (measured): opening a
     small image is Python's work, not the decoder's.
+
+    Args:
+        splits: name -> rows.
+        column: of images.
+        name: of the data set.
+        side: to which each is resized, in pixels.
+
+    Raises:
+        UserError: an image that cannot be read, or images of several sizes.
     """
     pictures: list[Array] = []
     with bar(f"decoding {name}", sum(map(len, splits.values()))) as advance:

@@ -1,4 +1,4 @@
-"""``hyperfed personalize``: the model of a client never seen, from a file of its examples."""
+"""``hyperfed personalize``: the model of a client never seen, from its examples."""
 
 import json
 from collections.abc import Callable
@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from PIL import Image
 
 from apps.cli.checks import SMALL, Outcome, failure
 from hyperfed.runs.run import Run
+from own_data import pictures
 
 pytestmark = pytest.mark.xdist_group("cli")  # which share trained runs
 
@@ -76,6 +78,23 @@ class TestPersonalize:
         }
         assert outcome.err == f"{data} has no y, so its client was taken for one without labels\n"
         assert out.exists()
+
+    @pytest.mark.parametrize(("place", "labelled"), [("ann", True), ("ann/dog", False)])
+    def test_takes_a_folder_of_images(self, cli, tmp_path, place, labelled):
+        options = (f"task={pictures(tmp_path / 'all')}", "task.novel=0", "method.local_steps=1")
+        run = ("run", "fedavg", *options, "rounds=1", "--out", tmp_path / "runs", "--quiet")
+        folder, data = cli(*run).out.rstrip("\n"), Path(pictures(tmp_path / "new")) / place
+        out = tmp_path / "model.safetensors"
+        outcome = cli("personalize", folder, "--data", data, "--out", out, "--json")
+        told = {"model": str(out), "examples": 8 if labelled else 4, "labelled": labelled}
+        assert json.loads(outcome.out) == told
+        without = f"{data} has no label, so its client was taken for one without labels\n"
+        assert outcome.err == ("" if labelled else without)
+        found = [np.asarray(Image.open(file)) for file in sorted(data.rglob("*.png"))]
+        x, y = np.stack(found)[:, None], ["cat"] * 4 + ["dog"] * 4 if labelled else None
+        expected = Run.open(Path(folder)).personalize(x, y).state_dict()
+        written = safetensors.torch.load_file(out)
+        assert all(torch.equal(written[f"model.{name}"], v) for name, v in expected.items())
 
     @pytest.mark.parametrize(
         ("change", "told"),
