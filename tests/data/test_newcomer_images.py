@@ -119,6 +119,10 @@ def test_a_metadata_file_says_what_they_are(tmp_path: Path) -> None:
     table.write_text(told.replace("z,", "w,", 1))
     with pytest.raises(UserError, match=r"rows of one client, .* got those of 2 \(w, z, ...\)"):
         read_like(task, one)
+    lines = zip(told.split("\n"), ("split", "test", "train", "val"), strict=True)
+    table.write_text("\n".join(",".join(line) for line in lines))
+    rows = read_like(task, one)
+    assert (newcomer(task, rows.x, rows.y).y.tolist(), rows.left_out) == ([1], 2)
     table.write_text("\n".join(line.rpartition(",")[0] for line in told.split("\n")))
     assert read_like(task, one).y is None
     table.write_text(told.replace("label", "kind"))
