@@ -1,6 +1,7 @@
 """What tables lack, and the hours of it, by sums that are done by hand."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -108,3 +109,24 @@ def test_estimates_are_lines_and_the_report_has_their_sum(
         UserError, match=r"hours\.jsonl must have an estimate in each line.* hours: "
     ):
         owed.read(tmp_path)
+
+
+def test_estimates_are_held_against_what_trainings_took() -> None:
+    """Once for a training, however many cells it does for, and never of a GPU."""
+
+    def took(hours: float, seed: int, device: str = "cpu", counts: bool = True) -> Any:
+        own = SimpleNamespace(config={"device": device})
+        summary = {"seed": seed, "seconds": 3600 * hours}
+        return SimpleNamespace(counts=counts, summary=summary, record=own)
+
+    others = [took(99, 11, "cuda"), took(99, 12, counts=False)]
+    found: Any = {
+        ("made/table1", "a-local"): [*(took(3 * n, n) for n in range(1, 10)), *others],
+        ("made/table1", "b-local"): [took(30, 10), took(3, 1)],
+    }
+    told = owed.held_against(found, [LOCAL])
+    assert "10 trainings" in told
+    assert "more than 5.5 times" in told
+    assert "between 1.1 and 9.9 times" in told
+    assert owed.held_against(found, [replace(LOCAL, cells=("a-local",))]) == ""  # of nine
+    assert owed.held_against({}, []) == ""

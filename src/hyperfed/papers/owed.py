@@ -5,6 +5,7 @@ Estimates are the lines of ``hours.jsonl`` beside the records, which ``tools/hou
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median, quantiles
 
 from pydantic import ConfigDict, NonNegativeFloat, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
@@ -92,6 +93,30 @@ def rows(
         *shown, last = _shown(numbers)
         listed.append([f"`{experiment.id}`", *shown, last + _data(experiment, unknown)])
     return [*listed, ["all", *_shown(total)]] if listed else []
+
+
+def held_against(found: Found, estimates: Sequence[Estimate]) -> str:
+    """Returns a sentence on what trainings with a record took by its clock; "" of fewer than ten.
+
+    Those that a GPU has done are not among them, which no estimate is of.
+    """
+    ratios = []
+    for one in estimates:
+        records = [each for cell in one.cells for each in found.get((one.table, cell), ())]
+        hours = {
+            record.summary["seed"]: record.summary["seconds"] / 3600  # once for each training
+            for record in records
+            if record.counts and record.record.config["device"] == "cpu"
+        }
+        ratios += [taken / one.hours for taken in hours.values() if one.hours]
+    if len(ratios) < 10:
+        return ""
+    tenth, *_, ninth = quantiles(ratios, n=10)
+    return (
+        f"Of {len(ratios)} trainings on a CPU that have a record half took more than "
+        f"{median(ratios):.2g} times their estimate by the clock, and eight of ten between "
+        f"{tenth:.2g} and {ninth:.2g} times."
+    )
 
 
 def _there(found: Found, one: Estimate, seed: int) -> bool:

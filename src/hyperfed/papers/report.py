@@ -168,7 +168,8 @@ def _owed(folder: Path, found: Found, experiments: Sequence[Experiment]) -> str:
     if not estimates or not (rows := owed.rows(found, experiments, estimates)):
         return ""
     header = ["table", "trainings", "missing", "hours of a core", "cells without an estimate"]
-    return f"### What did not fit\n\n{OWED}\n{markdown.table(header, rows)}"
+    told = f"{OWED}{owed.held_against(found, estimates)}".strip()
+    return f"### What did not fit\n\n{told}\n\n{markdown.table(header, rows)}"
 
 
 class _Writer:
