@@ -176,6 +176,19 @@ def test_the_server_learns_counts_and_no_example(tmp_path: Path) -> None:
     assert (said.shape, said.dtype, said.classes) == ((FEATURES,), "torch.float32", CLASSES)
 
 
+def test_of_the_images_of_who_does_not_train_nothing_is_said(tmp_path: Path) -> None:
+    """A newcomer's answers may be private, and nobody is normalised by its images."""
+    images = np.random.default_rng(0).integers(0, 256, (20, 3, 8, 8), dtype=np.uint8)
+    np.savez(tmp_path / "own.npz", x=images, y=np.arange(20) % 2, client=np.zeros(20, np.int64))
+    data = site.read(tmp_path / "own.npz")
+    trains, joins = (data.at(site=name, novel=name == "b").introduce() for name in "ab")
+    assert trains.pixels == trains.members[0].examples > 0
+    assert min(trains.mean) > 0.4
+    assert (joins.pixels, joins.mean, joins.std) == (0, (0.0,) * 3, (0.0,) * 3)
+    alone, both = (enrol(said, run=1).frame for said in ([trains], [trains, joins]))
+    assert (both.mean, both.std) == (alone.mean, alone.std)
+
+
 def test_a_site_trains_its_own_clients_under_their_numbers(tmp_path: Path) -> None:
     data = site.read(archive(tmp_path))
     other = site.read(archive(tmp_path)).at(site="a")

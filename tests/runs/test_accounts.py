@@ -30,7 +30,7 @@ def accounts(path: Path) -> Accounts:
     """Those of a run as a process has them that has just opened its folder."""
     folder = RunFolder(path)
     folder.state.parent.mkdir(parents=True, exist_ok=True)
-    return Accounts(folder, cast(Any, SimpleNamespace(released={})), {}, [NOVEL])
+    return Accounts(folder, cast(Any, SimpleNamespace(released={})), {})
 
 
 def spent(of: Accounts) -> dict[int | str, list[float]]:
@@ -74,7 +74,7 @@ def test_what_is_let_out_in_serving_is_on_the_disk_though_it_fails(tmp_path: Pat
         serve()
     for theirs in (before, accounts(tmp_path)):
         theirs.read()
-        assert spent(theirs) == {NOVEL: [2.0], DATA: [5.0]}  # a checkpoint has the known ones
+        assert spent(theirs) == {KNOWN: [1.0], NOVEL: [2.0], DATA: [5.0]}
 
 
 def test_of_two_accounts_of_a_client_the_one_of_more_answers_is_taken(tmp_path: Path) -> None:

@@ -288,12 +288,35 @@ def test_noise_that_only_serving_asks_for_is_accounted_for_over_processes_too(
 
 def test_a_newcomer_without_labels_is_not_the_one_whose_labels_are_all_the_first_class() -> None:
     task = make_task(novel=1)
-    run = hyperfed.train("itpfl", task, rounds=2, cohort=2, **KEYS)
+    method = KEYS["method"] | {"budget": 1.0}
+    run = hyperfed.train("itpfl", task, rounds=2, cohort=2, method=method)
     x = task.x[:6].numpy()
     models = [run.personalize(x, y) for y in (None, [0] * 6, [1] * 6)]
-    assert run.privacy()["answered"] == 4  # none answers in the place of another
+    # None answers in the place of another, and all are told of the same examples.
+    assert (run.privacy()["answered"], run.privacy()["answers"]) == (2, 3)
     weights = [model.state_dict()["head.weight"] for model in models]
     assert not any(map(torch.equal, weights, weights[1:]))
+
+
+def test_a_newcomer_s_account_is_of_its_examples_in_any_order() -> None:
+    """Each order has noise of its own, and their mean little."""
+    task = make_task(novel=1, unlabelled=True)
+    run = hyperfed.train("itpfl", task, rounds=2, cohort=2, **KEYS)
+    x = task.x[:6].numpy()
+    model = run.personalize(x).state_dict()
+    with pytest.raises(UserError, match="after 1 of them"):
+        run.personalize(x[::-1].copy())
+    again = run.personalize(x).state_dict()
+    torch.testing.assert_close(again, model, rtol=0, atol=0)
+    run.personalize(task.x[1:7].numpy())  # somebody else, as far as anybody knows
+    assert run.privacy()["answered"] == 3
+
+
+def test_who_answers_with_noise_is_not_served_without() -> None:
+    task = make_task(novel=1, unlabelled=True)
+    run = hyperfed.train("itpfl", task, rounds=2, cohort=2, **KEYS)
+    with pytest.raises(UserError, match=r"must be served so, got method\.epsilon=none; name one"):
+        run.served_otherwise(["method.epsilon=none"])
 
 
 def test_every_answer_to_a_private_run_is_the_same_one_or_spends(tmp_path: Path) -> None:

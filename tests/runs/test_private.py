@@ -2,7 +2,8 @@
 
 import math
 import re
-from collections import Counter
+from collections import Counter, deque
+from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from hyperfed.engines.updates import PrivateUpdates
 from hyperfed.errors import UserError
 from hyperfed.federation import step
 from hyperfed.methods import METHODS
+from hyperfed.privacy import Releases
 from hyperfed.runs.capability import NO_UPDATES
 from hyperfed.runs.config import from_keys
 from hyperfed.runs.private import AggregateNoise, charge, cohort_of
@@ -72,7 +74,7 @@ def test_epsilon_is_that_of_the_client_who_answers_most_often(where: str, epsilo
     assert delta_of(epsilon, z, most) == pytest.approx(DELTA, rel=1e-6)
     assert epsilon <= renyi_epsilon(z, most) <= 2 * epsilon  # a bound, not exact
     assert told["epsilon_spent"] == pytest.approx(epsilon, rel=1e-6)
-    for bare in ("counts of evaluations", "numbers of examples", "a hash", "channels", "classes"):
+    for bare in ("evaluations", "numbers of examples", "labels", "a hash", "channels", "classes"):
         assert bare in told["not_covered"]
     for client, spent in enumerate(told["epsilon_of_clients"]):
         count = answers.get(client, 0)
@@ -281,6 +283,66 @@ def test_a_newcomer_begins_at_a_draw_of_its_own_for_nothing(
             assert {len(run.engine.released[c]["multipliers"]) for c in (6, 7)} == {3}
     torch.testing.assert_close(at["local"], at[None], rtol=0, atol=0)
     torch.testing.assert_close(at["central"], at[None], rtol=0, atol=0)
+
+
+def test_what_known_clients_answer_after_training_stays_told(tmp_path: Path) -> None:
+    keys = SMALL | {"track": "none", "privacy": {"epsilon": 8.0, "delta": DELTA}}
+    own = QUICK | {"descriptor_size": 4}
+    run = Run.start(from_keys("pefll", keys | {"method": own}), tmp_path)
+    list(run.train())
+    run.close()
+    assert run.folder is not None
+    spent = run.summary["privacy"]["epsilon_of_clients"]
+    least = min(range(8), key=spent.__getitem__)
+
+    def asked(rate: float) -> None:
+        opened = hyperfed.open_run(run.folder.path)
+        opened.served_otherwise([f"method.local_lr={rate}"]).model(least)
+
+    for rate in (0.01, 0.02, 0.03, 0.02):  # each is another question, but for the last
+        asked(rate)
+    z = run.summary["privacy"]["noise_multiplier"]
+    answers = len(run.engine.released[least]["multipliers"]) + 3
+    told = hyperfed.open_run(run.folder.path).privacy()
+    assert delta_of(told["epsilon_of_clients"][least], z, answers) == pytest.approx(DELTA, rel=1e-6)
+    with pytest.raises(UserError, match="must stay within epsilon 8"):
+        deque(map(asked, range(1, 99)))
+
+
+@pytest.mark.parametrize("hidden", [4, 100])
+def test_other_data_and_other_settings_have_noise_of_their_own(
+    hidden: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the difference of two answers would be bare; those of 100 are too long to be kept."""
+    noise: list[torch.Tensor] = []
+    told: list[torch.Tensor] = []
+    release = Releases.release
+
+    def seen(self: Releases, value: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
+        answer = release(self, value, *others, **options)
+        noise.append(answer - value)
+        return answer
+
+    task = TASK | {"novel": 1, "hidden": [hidden]}
+    run = train("pfedhn", epsilon=50.0, task=task, own={"novel_rounds": 1})
+    monkeypatch.setattr(Releases, "release", seen)
+    for settings, samples in (([], 9), ([], 8), (["method.local_lr=0.07"], 9)):
+        run.engine.released.clear()  # or it may not be served again
+        served = run.served_otherwise(settings, samples=samples)
+        noise.clear()  # of the made-up clients by which noise is planned
+        served.evaluate_novel()
+        (own,) = noise
+        told.append(own)
+    for one, other in combinations(told, 2):
+        assert (one - other).std() > one.std()
+
+
+def test_models_of_bare_answers_are_sent_to_nobody_else() -> None:
+    central = {"privacy": CENTRAL, "own": {"standardize": False}}
+    assert train("pefll", **central).summary["others_accuracy"] is None
+    assert train("pefll").summary["others_accuracy"] is not None
+    with pytest.raises(UserError, match="examine=crossed needs models that others may see"):
+        train("pefll", **central, examine="crossed")
 
 
 @pytest.mark.parametrize("hidden", [4, 100])

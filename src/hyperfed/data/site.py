@@ -84,9 +84,13 @@ class SiteData:
         return replace(self, **where)
 
     def introduce(self) -> Introduction:
-        """Returns what the server may know: how many examples each client has, never one."""
-        everyone = torch.cat([train for train, _, _ in self.rows.values()])
-        mean, std = channel_moments(self.x[everyone])
+        """Returns what the server may know: how many examples each client has, never one.
+
+        Images of those who train are normalised by all of theirs; of others nobody needs any.
+        """
+        trained = [train for train, _, _ in self.rows.values() if not self.novel]
+        images = torch.cat(trained) if trained else torch.zeros(0, dtype=torch.int64)
+        mean, std = channel_moments(self.x[images])
         members = tuple(
             Member(self._name(client), len(train), len(val), len(test), self.size, self.novel)
             for client, (train, val, test) in self.rows.items()
@@ -96,7 +100,7 @@ class SiteData:
             shape=tuple(self.x.shape[1:]),
             dtype=str(self.x.dtype),
             classes=self.classes,
-            pixels=len(everyone),
+            pixels=len(images),
             mean=mean,
             std=std,
             fingerprint=hash_of(self.x, self.y, *(part for r in self.rows.values() for part in r)),

@@ -249,11 +249,14 @@ def let_out(
     centre = centre_of(answer.tree, promised(info, call), info)
     told = offset(answer.tree, centre, private.clip)
     keep = told.numel() <= KEPT
-    # Asked again in its round, a step draws other batches: that is another question. So is the
-    # same step of another method, or at another rate, in a run of its own.
-    more = [call.turn, about, data(call.client)] if keep else [call.turn]
+
+    def question(sigma: float) -> str:
+        # Asked again in its round, a step draws other batches: that is another question, whose
+        # noise is its own. So is the same step of other data, of another method or at another rate.
+        return call.question(sigma, call.turn, about, data(call.client))
+
     before = answer.released or call.released  # the step itself may have let something out
-    releases = Releases(before, lambda sigma: call.question(sigma, *more), noise, limits)
+    releases = Releases(before, question, noise, limits)
     noisy = releases.release(
         told, private.sensitivity, private, private.epsilon, keep=keep, run=private.run
     )

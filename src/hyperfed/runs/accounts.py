@@ -1,11 +1,11 @@
 """What clients have let out, in files of a run's folder: there before it is told to anybody.
 
 A checkpoint has what was let out up to its round. What a trusted server tells between two of them,
-and what clients let out who are served without having trained, is in two files beside it. Accounts
-only grow: whichever checkpoint a run goes on from, what was told stays told.
+and what clients let out when they are served, is in two files beside it. Accounts only grow:
+whichever checkpoint a run goes on from, what was told stays told.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from os.path import lexists
@@ -18,8 +18,11 @@ from hyperfed.system.locks import Lock
 from hyperfed.trees import Tree
 from hyperfed.trees.checkpoints import load_state, save_state
 
-NOVEL_CLIENTS = "novel"
-"""Whose accounts are in one file with those of newcomers, who are called by their data's hash."""
+CLIENTS = "novel"
+"""How the run's clients are called among newcomers, by a hash of their data each, in one file.
+
+The word is of when the file had no known ones.
+"""
 
 
 @dataclass(frozen=True)
@@ -30,13 +33,11 @@ class Accounts:
         folder: the run's.
         engine: its ``released`` are the accounts of the run's clients.
         newcomers: of each who came later, by the hash of its data: {0: its account}.
-        novel: the run's novel clients.
     """
 
     folder: RunFolder
     engine: Engine
     newcomers: dict[str, dict[int, Tree]]
-    novel: Collection[int]
 
     def told(self) -> None:
         """Writes what clients at sites have paid for what the trusted server is about to tell."""
@@ -68,17 +69,16 @@ class Accounts:
                     sync(served.parent)
 
     def _of_those_served(self) -> Tree:
-        """Returns what newcomers and novel clients have let out."""
-        novel = {c: self.engine.released[c] for c in self.novel if c in self.engine.released}
-        every = {NOVEL_CLIENTS: novel} | self.newcomers
+        """Returns what the run's clients and newcomers have let out."""
+        every = {CLIENTS: self.engine.released} | self.newcomers
         return {who: keyed(held) for who, held in every.items()}
 
     def _read_served(self) -> None:
         """Takes what other processes have written."""
         kept = load_state(self.folder.served)[0] if lexists(self.folder.served) else {}
         for who, held in kept.items():
-            known = who == NOVEL_CLIENTS
-            grow(self.engine.released if known else self.newcomers.setdefault(who, {}), held)
+            ours = who == CLIENTS
+            grow(self.engine.released if ours else self.newcomers.setdefault(who, {}), held)
 
 
 def grow(ours: dict[int, Tree], written: Mapping[str, Tree]) -> None:

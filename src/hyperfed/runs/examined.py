@@ -49,6 +49,12 @@ def check(config: RunConfig, task: Task, server: Server) -> None:
                 "examine=descriptors needs clients with one label for each example and answers "
                 "that are not private, each of which would cost; remove it"
             )
+    trusted = config.privacy.epsilon is not None and config.privacy.where == "central"
+    if "crossed" in config.examine and trusted:
+        raise UserError(
+            "examine=crossed needs models that others may see, but with privacy.where=central they "
+            "may be made of what a client answers without noise; remove it"
+        )
     if "crossed" in config.examine and (len(task.known) > CHUNK or len(task.models) > 1):
         raise UserError(
             f"examine=crossed needs at most {CHUNK} known clients with one target, got "

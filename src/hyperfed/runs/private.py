@@ -29,7 +29,8 @@ from hyperfed.trees import Tree
 from hyperfed.trees.aggregation import MEAN, MeanNoise
 
 NOT_COVERED = (
-    "counts of evaluations, numbers of examples, and at sites what each introduces itself with "
+    "counts of evaluations, numbers of examples, distances between the labels of clients that are "
+    "here, and at sites what each introduces itself with "
     "beside these: a hash of its data, mean and deviation of its images' channels, number and "
     "names of its classes"
 )

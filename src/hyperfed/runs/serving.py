@@ -166,7 +166,13 @@ class Served(TrainedMethod):
         if samples is not None:
             task = with_samples(task, samples, config.seed)
         other = Served(config, task)
-        ours, theirs = (each._new_server().state(optimizers=False) for each in (self, other))
+        servers = (self._new_server(), other._new_server())
+        if [server.privacy() is not None for server in servers] == [True, False]:
+            raise UserError(
+                "clients that answer with noise must be served so, got method.epsilon=none; name "
+                "one, or train a run without"
+            )
+        ours, theirs = (server.state(optimizers=False) for server in servers)
         # Whether clients remember what they trained, and must.
         kept, needed = (
             getattr(each.config.settings, "keeps_models", False) for each in (self, other)
@@ -290,12 +296,13 @@ class Served(TrainedMethod):
         Each is sent the model of the client before it, of those whose models are made together; who
         is alone there, such as the only client of its size, does not count. None where that says
         nothing: clients keep part of their models or fine-tune them, there is one model for all, or
-        nobody counts; and where clients are at sites, whose models are nobody else's business.
+        nobody counts; and where models are nobody else's business: those of clients at sites, or
+        those that a trusted server makes of what a client answered without noise.
         """
         best, ids = self.best, list(self.task.known)
         kept = any(leaf.numel() for tree in best.memory.values() for _, leaf in trees.leaves(tree))
-        at_sites = isinstance(self.task, RemoteTask)
-        if kept or at_sites or self.config.serve.finetune_steps:
+        private = isinstance(self.task, RemoteTask) or self._server_is_trusted
+        if kept or private or self.config.serve.finetune_steps:
             return None
         with self._at_best() as server:
             try:

@@ -15,6 +15,7 @@ from torch import nn
 
 from hyperfed import engines, privacy, trees
 from hyperfed.data import tasks
+from hyperfed.data.examples import hash_of
 from hyperfed.data.own import Task
 from hyperfed.data.roster import RemoteTask
 from hyperfed.engines import Engine, EngineCohort
@@ -221,7 +222,7 @@ class TrainedMethod:
         if task.unlabelled:
             self._check_unlabelled()
         with closing(engine), self._at_best() as server:
-            engine.released = self._newcomers.setdefault(task.fingerprint, {})
+            engine.released = self._newcomers.setdefault(_account_of(task), {})
             cohort = engine.cohort([0], self.config.rounds, training=False)
             return self._export(self._once(server, engine), cohort, task.size_of(0))
 
@@ -244,11 +245,15 @@ class TrainedMethod:
         kept = [released for each in everyone for released in each.values()]
         noise = "drawn from the run's seed: a simulation, which protects nobody who knows it"
         if isinstance(self.task, RemoteTask):
-            central = self.private is not None and self.private.where == "central"
-            where = "server, by its" if central else "sites, by their"
-            noise = f"drawn at the {where} operating system{'' if central else 's'}"
+            where = "server, by its" if self._server_is_trusted else "sites, by their"
+            noise = f"drawn at the {where} operating system{'' if self._server_is_trusted else 's'}"
         told = promised | privacy.spent(kept, promised["delta"]) | {"noise": noise}
         return told | by_client
+
+    @property
+    def _server_is_trusted(self) -> bool:
+        """Whether clients answer without noise, which the server adds to what it makes of that."""
+        return self.private is not None and self.private.where == "central"
 
     def _check_unlabelled(self) -> None:
         """Finds out whether the method can do without a novel client's labels.
@@ -368,6 +373,14 @@ def here(config: RunConfig) -> RunConfig:
         return config
     log.warning("device=%s is not here, so clients are served on the CPU", config.device)
     return config.on("cpu")
+
+
+def _account_of(newcomer: Task) -> str:
+    """Returns what a newcomer's account is called by: its examples, in any order, of any labels.
+
+    Nothing else says who it is where it does not come by a name.
+    """
+    return hash_of(*sorted(hash_of(example) for example in newcomer.x))
 
 
 def unfit(error: Exception) -> UserError:
