@@ -191,6 +191,14 @@ def test_a_search_in_a_pipeline_passes_on_whose_the_rows_are():
     assert scores.min() > 0.8
 
 
+@pytest.mark.parametrize("kind", [PersonalizedClassifier, PersonalizedRegressor])
+def test_images_of_bytes_are_not_learned_from(kind):
+    """They stayed at chance; the same as floats from 0 to 1 do not."""
+    x = np.zeros((8, 1, 4, 4), dtype=np.uint8)
+    with pytest.raises(UserError, match=r"got uint8, .* such as X / 255"):
+        kind("local", model=lambda shape, outputs: None).fit(x, np.arange(8) % 2)
+
+
 @pytest.fixture(scope="module")
 def regressor() -> PersonalizedRegressor:
     """Not to be changed."""

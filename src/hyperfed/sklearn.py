@@ -32,12 +32,22 @@ ALONE = "the only one"
 """Whose the rows are where nobody says."""
 
 
+def _check_scale(X: Any) -> None:
+    """Raises ``UserError`` for images of bytes, of which a network as they are learns nothing."""
+    if getattr(X, "dtype", None) == np.uint8 and X.ndim > 2:
+        raise UserError(
+            "X must be floats where rows are images, got uint8, from 0 to 255, of which a network "
+            "learns nothing; scale it, such as X / 255"
+        )
+
+
 class Personalized(BaseEstimator):  # type: ignore[misc]
     """A model for each client, learned together: what classifier and regressor have in common.
 
     Whose a row is goes beside the data as ``client``: pass it to ``fit`` and ``predict``, or have
-    a pipeline or a search pass it (``set_fit_request(client=True)``). Where it is left out, all
-    rows are one client's.
+    a pipeline or a search pass it: with ``sklearn.set_config(enable_metadata_routing=True)``, by
+    ``set_fit_request(client=True)``, and likewise ``set_score_request`` and
+    ``set_predict_request``. Where it is left out, all rows are one client's.
 
     Args:
         method: a name of ``hyperfed list methods``.
@@ -181,6 +191,7 @@ class PersonalizedClassifier(ClassifierMixin, Personalized):  # type: ignore[mis
         Raises:
             UserError: settings or data are wrong. It is a ``ValueError``.
         """
+        _check_scale(X)
         X, y = validate_data(self, X, y, dtype=np.float32, allow_nd=self.model is not None)
         check_classification_targets(y)
         self.classes_, labels = np.unique(y, return_inverse=True)
@@ -249,6 +260,7 @@ class PersonalizedRegressor(RegressorMixin, Personalized):  # type: ignore[misc]
     def fit(self, X: Any, y: Any, client: Sequence[Hashable] | Array | None = None) -> Self:
         """Trains on (N,) numbers, as :meth:`PersonalizedClassifier.fit` does on labels."""
         anyhow = self.model is not None
+        _check_scale(X)
         X, y = validate_data(self, X, y, dtype=np.float32, allow_nd=anyhow, y_numeric=True)
         self.mean_ = float(np.mean(y, dtype=np.float64))
         # Of equal numbers the deviation may be nearly 0 only.

@@ -61,6 +61,67 @@ def test_it_may_be_of_one_class_alone(task: Task, ann: Path, kept: str, number: 
         read_like(task, ann)
 
 
+@pytest.mark.parametrize("kept", [("3", "7"), ("7",)])
+def test_labels_without_names_are_the_numbers_that_folders_are_called(
+    tmp_path: Path, ann: Path, kept: tuple[str, ...]
+) -> None:
+    """Not the places of those that the newcomer has in their order."""
+    task = build(config("digits", clients=5, novel=1), 0)
+    for path in ann.rglob("*.png"):
+        Image.open(path).resize((8, 8)).save(path)
+    for old, new in zip(("cat", "dog"), kept, strict=False):
+        (ann / old).rename(ann / new)
+    shutil.rmtree(ann / "dog", ignore_errors=True)
+    rows = read_like(task, ann)
+    expected = [int(number) for number in kept for _ in range(4)]
+    assert newcomer(task, rows.x, rows.y).y.tolist() == expected
+    (ann / "7").rename(ann / "07")
+    with pytest.raises(UserError, match=r"as labels of the run are \(0, 1, .*, 9\).*got 07"):
+        read_like(task, ann)
+
+
+def test_a_split_may_have_one_class_alone(task: Task, ann: Path) -> None:
+    """Of which the library makes no label."""
+    (ann / "test").mkdir()
+    (ann / "train").mkdir()
+    shutil.copytree(ann / "cat", ann / "test" / "cat")
+    (ann / "dog").rename(ann / "test" / "dog")
+    (ann / "cat").rename(ann / "train" / "cat")
+    rows = read_like(task, ann)
+    assert (newcomer(task, rows.x, rows.y).y.tolist(), rows.left_out) == ([0] * 4, 8)
+
+
+@UNCLOSED
+def test_classes_may_be_folders_where_the_runs_are_a_column(tmp_path: Path, ann: Path) -> None:
+    folder = Path(with_metadata(tmp_path / "all", a=["x", "x", "y", "y"] * 2))
+    table = folder / "a" / "metadata.csv"
+    told = table.read_text().replace(",0\n", ",cat\n").replace(",1\n", ",dog\n")
+    table.write_text(told.removesuffix("1").replace("label", "kind") + "dog")
+    task = build(config(str(folder), target="kind"), 0)
+    rows = read_like(task, ann)
+    assert newcomer(task, rows.x, rows.y).y.tolist() == [0] * 4 + [1] * 4
+
+
+def test_images_of_a_table_have_its_labels(task: Task, ann: Path, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    read = datasets.load_dataset(str(ann), cache_dir=str(tmp_path / "c"), split="train")
+    (tmp_path / "table").mkdir()
+    read.to_parquet(tmp_path / "table" / "train.parquet")
+    rows = read_like(task, tmp_path / "table")
+    assert newcomer(task, rows.x, rows.y).y.tolist() == [0] * 4 + [1] * 4
+
+
+def test_accents_may_be_spelled_otherwise(tmp_path: Path, ann: Path) -> None:
+    folder = Path(pictures(tmp_path / "all"))
+    for person in ("ann", "bob"):
+        (folder / person / "dog").rename(folder / person / "caf\u00e9")
+    task = build(config(str(folder)), 0)
+    shutil.rmtree(ann / "cat")
+    (ann / "dog").rename(ann / "cafe\u0301")
+    rows = read_like(task, ann)
+    assert newcomer(task, rows.x, rows.y).y.tolist() == [task.labels.index("caf\u00e9")] * 4
+
+
 def test_images_in_no_folder_have_no_labels(task: Task, ann: Path) -> None:
     files = sorted((ann / "dog").iterdir())
     rows = read_like(task, ann / "dog")
@@ -132,10 +193,23 @@ def test_a_metadata_file_says_what_they_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"no image"])
-def test_what_is_no_image_is_told(task: Task, ann: Path, content: bytes) -> None:
+def test_what_is_no_image_is_told_by_its_name(task: Task, ann: Path, content: bytes) -> None:
     (ann / "cat" / "0.png").write_bytes(content)
-    with pytest.raises(UserError, match="an image must be a file that Pillow can decode"):
+    with pytest.raises(UserError, match=r"cat/0\.png: an image must be a file that Pillow can dec"):
         read_like(task, ann)
+
+
+def test_an_image_of_another_size_is_told_by_its_name(task: Task, ann: Path) -> None:
+    file = ann / "dog" / "2.png"
+    Image.open(file).resize((2, 3)).save(file)
+    told = r"one size, got \(4, 4\) and \(3, 2\) .*such as .*dog/2\.png, and 0 more sizes"
+    with pytest.raises(UserError, match=told):
+        read_like(task, ann)
+
+
+def test_what_is_not_there_is_told(task: Task, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"in a file or a folder, but there is no .*nowhere; name"):
+        read_like(task, tmp_path / "nowhere")
 
 
 def test_a_folder_without_images_is_told(task: Task, tmp_path: Path) -> None:

@@ -3,13 +3,14 @@
 import io
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from hyperfed.data import datasets, site
+from hyperfed.data import datasets, hub, site
 from hyperfed.data.tables import Columns
 from hyperfed.data.tasks import build
 from hyperfed.errors import UserError
@@ -44,6 +45,25 @@ def test_a_folder_of_which_some_would_be_left_out_is_refused(tmp_path: Path, per
         "---\nconfigs:\n- config_name: one\n  data_files: ann/*/*.png\n---\n"
     )
     assert len(datasets.load(str(folder))) == 8  # as it says
+
+
+@pytest.mark.usefixtures("cached")
+def test_an_ending_that_the_library_does_not_know_is_told(tmp_path: Path) -> None:
+    folder = Path(pictures(tmp_path / "all"))
+    datasets.load(str(folder))
+    (folder / "ann" / "cat" / "0.png").rename(folder / "ann" / "cat" / "0.Png")
+    told = r"1 of its files would be left out, such as ann/cat/0\.Png, because .* small letters"
+    with pytest.raises(UserError, match=told):
+        datasets.load(str(folder))
+
+
+@pytest.mark.usefixtures("cached")
+def test_a_folder_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which takes longer than to decode what is in it."""
+    opened = Mock(side_effect=hub._builder_of_all)
+    monkeypatch.setattr(hub, "_builder_of_all", opened)
+    datasets.load(pictures(tmp_path / "all"))
+    assert opened.call_count == 1
 
 
 @pytest.mark.usefixtures("cached")

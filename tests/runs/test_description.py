@@ -3,15 +3,17 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hyperfed.apps.cli import main
 from hyperfed.errors import UserError
-from hyperfed.runs.config import from_keys
+from hyperfed.runs.config import from_keys, load
 from hyperfed.runs.description import Description, describe
 from hyperfed.runs.run import Run
 from hyperfed.runs.settings import RunConfig
 from hyperfed.task import Task
+from own_data import N, saved, table
 from toys import Stemmed, make_task
 
 KEYS: dict[str, Any] = {"rounds": 70, "cohort": 3, "method": {"batch_size": 4, "hidden": 7}}
@@ -94,3 +96,21 @@ def test_the_command_prints_it_and_writes_nothing(
         "judged by: RMSE (in the target's unit), less is better",
     ]
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("partition", [None, "iid"])
+def test_whoever_does_not_say_whose_examples_are_is_told(
+    partition: str | None, tmp_path: Path
+) -> None:
+    """Or who calls the column otherwise would train clients that there are not."""
+
+    def told(**columns: Any) -> str:
+        data = saved(table(label=np.arange(N) % 2, **columns), tmp_path / "mine.csv")
+        dealt = [f"task.partition={partition}"] if partition else []
+        keys = [f"task={data}", "task.novel=0", "task.test=0.5", "task.val=0", *dealt]
+        return describe(load("fedavg", [*keys, "task.clients=4"])).task.splitlines()[-1]
+
+    made_up = f"the 4 clients are made up, and dealt to by {partition or 'class_shares'}; whose an"
+    assert told(client=None).startswith(made_up)
+    assert told().startswith(made_up) == bool(partition)
+    assert "made up" not in describe(load("fedavg", [])).task

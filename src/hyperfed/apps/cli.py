@@ -28,7 +28,7 @@ from hyperfed.apps.flower import submit
 from hyperfed.apps.flower.commands import move, node, serve, superexec
 from hyperfed.apps.printing import Json, print_json, print_made, print_tables, say, table
 from hyperfed.apps.status import show_status
-from hyperfed.apps.training import ALL, own_process, submit_run, tell_of_columns, train, train_all
+from hyperfed.apps.training import ALL, own_process, submit_run, tell_of_data, train, train_all
 from hyperfed.data import partition_files, tasks
 from hyperfed.data.newcomer import read_like
 from hyperfed.errors import LostEverybodyError, UserError, one_line
@@ -140,7 +140,7 @@ def run(
         return
     tell = own_process([loaded], as_json=as_json)
     with closing(Run.start(loaded, out, experiment=experiment)) as started:
-        tell_of_columns(started, quiet=quiet)
+        tell_of_data(started, quiet=quiet)
         train(started, tell, as_json=as_json, quiet=quiet)
 
 

@@ -18,6 +18,7 @@ from hyperfed.apps.flower import submit
 from hyperfed.apps.guard import STOPPED, Tell, divide
 from hyperfed.apps.printing import print_json, print_tables, say
 from hyperfed.data import tasks
+from hyperfed.data.tasks import of_nobody
 from hyperfed.errors import EngineLostError, LostEverybodyError, UserError, one_line
 from hyperfed.methods import METHODS
 from hyperfed.runs import config, experiments
@@ -115,7 +116,7 @@ def train_all(
             if not quiet:
                 say(f"{it} ({number} of {len(asked)})")
             if number == 1:
-                tell_of_columns(run, quiet=quiet)
+                tell_of_data(run, quiet=quiet)
             tell(_folder(run))
             try:
                 why = _watch(run, quiet=quiet)
@@ -190,10 +191,14 @@ def _load_all(
     return asked
 
 
-def tell_of_columns(run: Run, *, quiet: bool) -> None:
-    """Says what a table was taken for, of which no setting need say all."""
-    if not quiet and run.task.columns is not None and run.task.columns.features:
+def tell_of_data(run: Run, *, quiet: bool) -> None:
+    """Says what somebody's own data were taken for, of which no setting need say all."""
+    if quiet:
+        return
+    if run.task.columns is not None and run.task.columns.features:
         say(repr(run.task))
+    if told := of_nobody(run.config.task):
+        say(told)
 
 
 def _watch(run: Run, *, quiet: bool) -> str | None:

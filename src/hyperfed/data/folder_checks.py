@@ -131,7 +131,10 @@ def _check_none_left(root: Path, builder: Any, read: Set[Path]) -> None:
             f"{', '.join(sorted(rows))}, so that {len(others)} of its files would be left out; "
             "convert or remove them"
         )
+    # The library knows .jpg and .JPG, and no third way.
+    odd = [path for path in left if path.suffix not in (path.suffix.lower(), path.suffix.upper())]
     reasons = (
+        (odd, "the library reads no such endings; write them in small letters"),
         (photos, "the library reads no such files; convert them, to .png or .jpg"),
         (apart, "folders whose names begin with __ are not read; rename them"),
         (

@@ -56,7 +56,8 @@ def load(
                 options = _as_written(source, config, cache_dir, ids) if ids else {}
                 return datasets.load_dataset(source, config, cache_dir=cache_dir, **options)
             builder = _builder_of_all(source, cache_dir=cache_dir)
-            splits = datasets.load_dataset(source, config, cache_dir=cache_dir)
+            builder.download_and_prepare()
+            splits = builder.as_dataset()
             folder_checks.check_metadata(Path(source), builder, splits)
             _put_in_order(splits, builder)
             return splits

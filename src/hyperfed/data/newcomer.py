@@ -129,6 +129,11 @@ def read_like(task: Task, path: Path) -> tables.Rows:
     Raises:
         UserError: it cannot be read, or as :func:`rows_like`.
     """
+    if not path.exists():
+        raise UserError(
+            f"a newcomer's examples must be in a file or a folder, but there is no {path}; name one"
+            " that is there"
+        )
     if path.is_dir():
         return _of_one_to_train_on(newcomer_images.read(task, path), str(path))
     rows = rows_like(task, tables.read(path, task.columns), str(path))

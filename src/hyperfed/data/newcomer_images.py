@@ -5,9 +5,10 @@ places, where a ``metadata.csv`` beside them has the columns of the task's.
 """
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
+from unicodedata import normalize
 
 import numpy as np
 from torch import Tensor
@@ -28,26 +29,20 @@ def read(task: Task, folder: Path) -> tables.Rows:
         UserError: it cannot be read or holds no images, or their places do not tell of classes.
     """
     columns = task.columns or tables.Columns()
+    client, split = columns.client or "client", columns.split or "split"
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         splits = datasets.open_folder(folder, scratch, columns)
         features = next(iter(splits.values())).features
         image = readers.image_column(features, str(folder))
         x = _in_channels_of(task, readers.decoded(splits, image, str(folder)))
-        client, split = columns.client or "client", columns.split or "split"
-        y = None
-        if {*features} - {image, client, split}:
-            target = columns.target or readers.label_column(features, str(folder), (client, split))
-            if target not in features:
-                raise UserError(
-                    f"the images of {folder} must have the column {target}, as those of the run "
-                    f"have, got {', '.join(features)}; add it"
-                )
-            y, names = readers.column_of(splits, target), readers.class_names(features[target])
-            if names and task.labels:
-                y = own_files.by_names(y, names, str(folder))
-        folders = _folders(splits, folder)
-        if {*features} == {image}:  # of one class alone the library makes no label
-            y = _classes(task, folders, folder)
+        # The library leaves labels out where all images of a split are of one class.
+        places = None if any(folder.rglob("metadata.*")) else _folders(splits, folder.resolve())
+        if places is not None:
+            y = _classes(task, places, folder)
+        elif {*features} - {image, client, split}:
+            y = _column(task, splits, columns.target, (client, split), str(folder))
+        else:
+            y = None
         told = split in features
         words = readers.column_of(splits, split) if told else arrays.parts_named(splits)
         owner = readers.column_of(splits, client) if client in features else None
@@ -60,40 +55,69 @@ def _in_channels_of(task: Task, images: Tensor) -> Tensor:
     return images.expand(-1, task.x.shape[1], -1, -1) if grey else images
 
 
-def _folders(splits: Mapping[str, Any], root: Path) -> list[str]:
+def _folders(splits: Mapping[str, Any], root: Path) -> list[str] | None:
     """Returns of each image the folder that it is in, below that of its split; "" for none.
+
+    None where images are no files there, such as those in a parquet file.
 
     Raises:
         UserError: one is in a folder of a folder, which may be somebody else's.
     """
+    paths = [PurePath(path) for rows in splits.values() for path in folder_checks.image_paths(rows)]
+    if not all(path.is_relative_to(root) for path in paths):
+        return None
     found = []
-    for rows in splits.values():
-        for path in map(PurePath, folder_checks.image_paths(rows)):
-            below = path.relative_to(root.resolve()).parts[:-1] if path.is_absolute() else ()
-            if below and below[0] in folder_checks.SPLITS:
-                below = below[1:]
-            if len(below) > 1:
-                raise UserError(
-                    f"images of a newcomer must be in CLASS/*.png, or *.png without labels, below "
-                    f"a folder for each split or not, got {PurePath(*below)}/ in {root}; name the "
-                    "folder of one client"
-                )
-            found.append("".join(below))
+    for path in paths:
+        below = path.relative_to(root).parts[:-1]
+        if below and below[0] in folder_checks.SPLITS:
+            below = below[1:]
+        if len(below) > 1:
+            raise UserError(
+                "images of a newcomer must be in CLASS/*.png, or *.png without labels, below a "
+                f"folder for each split or not, got {PurePath(*below)}/ in {root}; name the folder "
+                "of one client"
+            )
+        found.append("".join(below))
     return found
 
 
-def _classes(task: Task, folders: list[str], root: Path) -> tables.Array | None:
-    """Returns (N,) names of classes by the folders of images; None where they are in none.
+def _classes(task: Task, folders: Sequence[str], root: Path) -> tables.Array | None:
+    """Returns (N,) classes by the folders of images; None where they are in none.
+
+    They are names, and numbers where the task's labels have no names.
 
     Raises:
         UserError: a folder is called as none of the task's labels is.
     """
     if not any(folders):
         return None
-    if strange := sorted({*folders} - {*task.labels}):
+    labels = task.labels or [str(number) for number in range(task.classes)]
+    # A disk may spell an accented letter as two characters, and another one as one.
+    spelled = {normalize("NFC", label): label for label in labels}
+    named = [spelled.get(normalize("NFC", folder)) for folder in folders]
+    if strange := sorted({f for f, name in zip(folders, named, strict=True) if name is None}):
+        known = ", ".join(labels) if len(labels) < 20 else f"{labels[0]}, ..., {labels[-1]}"
         raise UserError(
             f"images of {root} must be in folders that are called as labels of the run are "
-            f"({', '.join(task.labels) or 'which have no names'}), or in none, got "
-            f"{strange[0] or 'some in none'}; rename it"
+            f"({known}), or in none, got {strange[0] or 'some in none'}; rename it"
         )
-    return np.array(folders, dtype=object)
+    return np.array(named, dtype=object if task.labels else np.int64)
+
+
+def _column(
+    task: Task, splits: Mapping[str, Any], target: str | None, besides: Sequence[str], name: str
+) -> tables.Array:
+    """Returns (N,) labels by a column, whose names they come by where the task's have some.
+
+    Raises:
+        UserError: there is no such column.
+    """
+    features = next(iter(splits.values())).features
+    column = target or readers.label_column(features, name, besides)
+    if column not in features:
+        raise UserError(
+            f"the images of {name} must have the column {column}, as those of the run have, got "
+            f"{', '.join(features)}; add it"
+        )
+    y, names = readers.column_of(splits, column), readers.class_names(features[column])
+    return own_files.by_names(y, names, name) if names and task.labels else y

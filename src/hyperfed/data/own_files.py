@@ -202,7 +202,7 @@ def read_rows(
     splits = rows(None)
     features = next(iter(splits.values())).features
     if any(type(kind).__name__ == "Image" for kind in features.values()):
-        return _images(rows, splits, name, columns, folder and folder_checks.whole(folder))
+        return _images(splits, name, columns, folder and folder_checks.whole(folder))
     import pandas
 
     table = pandas.concat([held.to_pandas() for held in splits.values()], ignore_index=True)
@@ -212,7 +212,6 @@ def read_rows(
 
 
 def _images(
-    rows: readers.Rows,
     splits: Mapping[str, Any],
     name: str,
     columns: Columns,
@@ -229,7 +228,7 @@ def _images(
     column = columns.client or "client"
     besides = (column, columns.split or "split")
     target = columns.target or readers.label_column(features, name, besides)
-    examples = readers.images(rows, name, client=column, label=target)
+    examples = readers.images(lambda _: splits, name, client=column, label=target)
     labels = readers.labels_of(splits, target, features[target], name)[1]
     if not labels:  # integers of a metadata file, numbered as those of a table are
         numbers, labels = tables.numbered(examples.y.numpy())

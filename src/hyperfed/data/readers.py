@@ -22,7 +22,7 @@ from hyperfed.data.examples import Examples, channel_statistics, channels_moved_
 from hyperfed.data.hub import bar
 from hyperfed.data.partitions import places
 from hyperfed.data.pictures import check_memory, pixels
-from hyperfed.errors import UserError
+from hyperfed.errors import UserError, one_line
 
 Rows = Callable[[str | None], Mapping[str, Any]]
 """Configuration name, or None for the default one -> {split name: datasets.Dataset}."""
@@ -433,23 +433,26 @@ def decoded(splits: Mapping[str, Any], column: str, name: str, side: int | None 
         UserError: an image that cannot be read, or images of several sizes.
     """
     pictures: list[Array] = []
+    files: list[str] = []
     with bar(f"decoding {name}", sum(map(len, splits.values()))) as advance:
         for table in splits.values():
             for batch in table.with_format("arrow").iter(batch_size=1000):
                 cells = batch.column(column).combine_chunks()
-                content, paths = cells.field("bytes"), cells.field("path")
-                pictures += [
-                    pixels(image.as_buffer() if image.is_valid else path.as_py(), side)
-                    for image, path in zip(content, paths, strict=True)
-                ]
+                paths = cells.field("path").to_pylist()
+                for image, path in zip(cells.field("bytes"), paths, strict=True):
+                    files.append(one_line(path or f"image {len(files)}", 200))
+                    pictures.append(_picture(image, path, side, files[-1]))
                 check_memory(pictures, name)
                 advance(len(cells))
-    sizes = {picture.shape[:2] for picture in pictures}
+    sizes = Counter(picture.shape[:2] for picture in pictures)
     if len(sizes) > 1:
-        first, second = sorted(sizes)[:2]
+        (usual, _), (other, _), *more = sizes.most_common()
+        odd = next(
+            file for file, one in zip(files, pictures, strict=True) if one.shape[:2] == other
+        )
         raise UserError(
-            f"images of {name} must have one size, got {first} and {second} (height, width) and "
-            f"{len(sizes) - 2} more; resize them"
+            f"images of {name} must have one size, got {usual} and {other} (height, width), such "
+            f"as {odd}, and {len(more)} more sizes; resize them"
         )
     shape = max(pictures, key=lambda picture: picture.ndim).shape  # with channels if any has them
     stacked = np.empty((len(pictures), *shape), dtype=np.uint8)
@@ -458,6 +461,14 @@ def decoded(splits: Mapping[str, Any], column: str, name: str, side: int | None 
     return channels_moved_first(
         torch.from_numpy(stacked if stacked.ndim == 4 else stacked[..., None])
     )
+
+
+def _picture(content: Any, path: str | None, side: int | None, called: str) -> Array:
+    """Returns the pixels of a cell's image; who cannot read it is told which it is."""
+    try:
+        return pixels(content.as_buffer() if content.is_valid else path, side)
+    except UserError as error:
+        raise UserError(f"{called}: {error}") from error
 
 
 def _windows_of_lines(splits: Mapping[str, Any]) -> tuple[Array, Array, Array]:

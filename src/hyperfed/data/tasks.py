@@ -137,6 +137,21 @@ def load(config: TaskConfig) -> Examples:
     return examples if config.labels is None else own_files.numbered_by(examples, config.labels)
 
 
+def of_nobody(config: TaskConfig) -> str:
+    """Returns a sentence where the clients of somebody's own data are made up; "" of any other.
+
+    Args:
+        config: the settings of a task that was made.
+    """
+    known = config.partition in (None, "natural", "file") or config.name in datasets.NAMES
+    if known or config.source == "python":
+        return ""
+    return (
+        f"the {config.client_count} clients are made up, and dealt to by {config.partition}; whose "
+        "an example is, a column client says, one named by task.client, or person/class/*.png"
+    )
+
+
 @dataclass(frozen=True)
 class Source:
     """What made a task, and can make it again."""

@@ -9,6 +9,7 @@ from torch import nn
 
 from hyperfed import trees
 from hyperfed.data.own import Task
+from hyperfed.data.tasks import of_nobody
 from hyperfed.engines import EngineConfig
 from hyperfed.errors import UserError
 from hyperfed.runs.run import Run
@@ -78,7 +79,7 @@ def describe(config: RunConfig, task: Task | None = None) -> Description:
             bytes_down=run.bytes["down"],
             bytes_up=run.bytes["up"],
             metric=run.task.metric.name,
-            task=repr(run.task),
+            task="\n".join(filter(None, (repr(run.task), of_nobody(run.config.task)))),
         )
 
 

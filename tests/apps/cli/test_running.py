@@ -6,6 +6,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from apps.cli.checks import SMALL, failure, same_records
@@ -35,6 +36,14 @@ class TestRun:
         told = "private: epsilon 8 at delta 0.0001 was spent by the client that spent most; noise "
         assert outcome.err.startswith(told)
         assert told in RunFolder(Path(outcome.out.splitlines()[-1])).log.read_text()
+
+    @pytest.mark.parametrize("quiet", [True, False])
+    def test_says_that_clients_are_made_up(self, cli, tmp_path, quiet):
+        np.savez(tmp_path / "own.npz", x=np.zeros((40, 3)), y=np.arange(40) % 2, who=np.arange(40))
+        keys = (f"task={tmp_path / 'own.npz'}", "task.clients=4", "task.novel=0", "rounds=1")
+        asked = ("run", "fedavg", *keys, "task.features=x", "--out", tmp_path / "runs")
+        outcome = cli(*asked, *(["--quiet"] if quiet else []))
+        assert ("the 4 clients are made up" in outcome.err) is not quiet
 
     def test_quiet_says_only_its_folder(self, cli, tmp_path):
         outcome = cli("run", "pfedhn", *SMALL, "--out", tmp_path, "--quiet")
