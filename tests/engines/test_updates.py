@@ -418,7 +418,7 @@ def test_what_older_runs_have_let_out_is_asked_anew() -> None:
     assert len(released[NOVEL]["multipliers"]) == 2
 
 
-def test_data_are_read_once_and_only_where_answers_are_kept(
+def test_data_are_read_once_and_not_where_nothing_is_of_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     read = []
@@ -433,8 +433,13 @@ def test_data_are_read_once_and_only_where_answers_are_kept(
         asked(ours, "vector", change(0.3), round=number)
     assert read == [len(TASK.train[0])]
     monkeypatch.setattr("hyperfed.engines.calls.KEPT", 8)
+    asked(ours, "model", change(0.3), clients=2)  # noise of the seed is of the data, too
+    assert read == [len(TASK.train[0]), len(TASK.train[1])]
+    task = replace(TASK, transform=noted)
+    ours = LoopEngine(task, Client, None, seed=0, private=FREE, secret=True)
+    read.clear()
     asked(ours, "model", change(0.3), clients=2)
-    assert read == [len(TASK.train[0])]
+    assert read == []
 
 
 @pytest.mark.parametrize("where", ["local", "central"])

@@ -193,7 +193,15 @@ def execute(
         answer = replace(answer, memory=memory)
     about = hash_of_settings(config, seed)
     return let_out(
-        call, answer, client, private, about=about, data=data, noise=noise, limits=limits
+        call,
+        answer,
+        client,
+        private,
+        about=about,
+        data=data,
+        noise=noise,
+        secret=secret,
+        limits=limits,
     )
 
 
@@ -223,6 +231,7 @@ def let_out(
     about: str,
     data: Callable[[int], str],
     noise: Callable[[str], Noise],
+    secret: bool = False,
     limits: Sequence[tuple[float, float]] = (),
 ) -> Answer:
     """Returns an answer as it may leave its client in private training: bounded, and with noise.
@@ -237,6 +246,7 @@ def let_out(
         about: a hash of what the step computes by (:func:`hash_of_settings`).
         data: returns a hash of a client's data (:func:`hash_of_data`).
         noise: of the question that is named.
+        secret: noise does not follow from the name, which then matters only of what is kept.
         limits: (epsilon, delta) that hold for all that the client lets out.
 
     Raises:
@@ -253,7 +263,8 @@ def let_out(
     def question(sigma: float) -> str:
         # Asked again in its round, a step draws other batches: that is another question, whose
         # noise is its own. So is the same step of other data, of another method or at another rate.
-        return call.question(sigma, call.turn, about, data(call.client))
+        more = [about, data(call.client)] if keep or not secret else []
+        return call.question(sigma, call.turn, *more)
 
     before = answer.released or call.released  # the step itself may have let something out
     releases = Releases(before, question, noise, limits)
