@@ -1,5 +1,6 @@
 """Estimators of scikit-learn: its own checks, and what they do not know of clients."""
 
+import math
 import pickle
 from typing import Any
 
@@ -191,12 +192,20 @@ def test_a_search_in_a_pipeline_passes_on_whose_the_rows_are():
     assert scores.min() > 0.8
 
 
+def flat(shape: tuple[int, ...], outputs: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), outputs))
+
+
 @pytest.mark.parametrize("kind", [PersonalizedClassifier, PersonalizedRegressor])
 def test_images_of_bytes_are_not_learned_from(kind):
     """They stayed at chance; the same as floats from 0 to 1 do not."""
     x = np.zeros((8, 1, 4, 4), dtype=np.uint8)
     with pytest.raises(UserError, match=r"got uint8, .* such as X / 255"):
         kind("local", model=lambda shape, outputs: None).fit(x, np.arange(8) % 2)
+    fitted = kind("local", model=flat, rounds=1, settings=QUICK).fit(x / 255, np.arange(8) % 2)
+    for asked in (fitted.predict, lambda given: fitted.personalize(given, np.arange(8) % 2)):
+        with pytest.raises(UserError, match="got uint8"):
+            asked(x)
 
 
 @pytest.fixture(scope="module")

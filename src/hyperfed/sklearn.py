@@ -32,15 +32,6 @@ ALONE = "the only one"
 """Whose the rows are where nobody says."""
 
 
-def _check_scale(X: Any) -> None:
-    """Raises ``UserError`` for images of bytes, of which a network as they are learns nothing."""
-    if getattr(X, "dtype", None) == np.uint8 and X.ndim > 2:
-        raise UserError(
-            "X must be floats where rows are images, got uint8, from 0 to 255, of which a network "
-            "learns nothing; scale it, such as X / 255"
-        )
-
-
 class Personalized(BaseEstimator):  # type: ignore[misc]
     """A model for each client, learned together: what classifier and regressor have in common.
 
@@ -114,10 +105,24 @@ class Personalized(BaseEstimator):  # type: ignore[misc]
         self._models: dict[Hashable, nn.Module] = {}
         return self
 
+    def _floats(self, X: Any, *y: Any, **options: Any) -> Any:
+        """Returns what was given as scikit-learn wants it, rows as floats.
+
+        Raises:
+            UserError: images of bytes, of which a network as they are learns nothing.
+        """
+        if getattr(X, "dtype", None) == np.uint8 and X.ndim > 2:
+            raise UserError(
+                "X must be floats where rows are images, got uint8, from 0 to 255, of which a "
+                "network learns nothing; scale it, such as X / 255"
+            )
+        anyhow = self.model is not None
+        return validate_data(self, X, *y, dtype=np.float32, allow_nd=anyhow, **options)
+
     def _outputs(self, X: Any, client: Any) -> Tensor:
         """Returns (N, outputs) of the models of the clients whose the rows are."""
         check_is_fitted(self)
-        X = validate_data(self, X, dtype=np.float32, allow_nd=self.model is not None, reset=False)
+        X = self._floats(X, reset=False)
         rows_of: dict[Hashable, list[int]] = {}
         for row, owner in enumerate(self._asked(client, len(X))):
             rows_of.setdefault(owner, []).append(row)
@@ -133,7 +138,7 @@ class Personalized(BaseEstimator):  # type: ignore[misc]
     def _with_newcomer(self, X: Any, y: Array | None) -> Self:
         """Returns the same with one client, who took no part in training."""
         check_is_fitted(self)
-        X = validate_data(self, X, dtype=np.float32, allow_nd=self.model is not None, reset=False)
+        X = self._floats(X, reset=False)
         came = copy(self)
         came.clients_ = [ALONE]
         came._models = {ALONE: self.run_.personalize(X, y)}
@@ -191,8 +196,7 @@ class PersonalizedClassifier(ClassifierMixin, Personalized):  # type: ignore[mis
         Raises:
             UserError: settings or data are wrong. It is a ``ValueError``.
         """
-        _check_scale(X)
-        X, y = validate_data(self, X, y, dtype=np.float32, allow_nd=self.model is not None)
+        X, y = self._floats(X, y)
         check_classification_targets(y)
         self.classes_, labels = np.unique(y, return_inverse=True)
         classes = len(self.classes_)
@@ -259,9 +263,7 @@ class PersonalizedRegressor(RegressorMixin, Personalized):  # type: ignore[misc]
 
     def fit(self, X: Any, y: Any, client: Sequence[Hashable] | Array | None = None) -> Self:
         """Trains on (N,) numbers, as :meth:`PersonalizedClassifier.fit` does on labels."""
-        anyhow = self.model is not None
-        _check_scale(X)
-        X, y = validate_data(self, X, y, dtype=np.float32, allow_nd=anyhow, y_numeric=True)
+        X, y = self._floats(X, y, y_numeric=True)
         self.mean_ = float(np.mean(y, dtype=np.float64))
         # Of equal numbers the deviation may be nearly 0 only.
         self.scale_ = float(np.std(y, dtype=np.float64)) if np.ptp(y) else 1.0

@@ -49,8 +49,7 @@ def check(config: RunConfig, task: Task, server: Server) -> None:
                 "examine=descriptors needs clients with one label for each example and answers "
                 "that are not private, each of which would cost; remove it"
             )
-    trusted = config.privacy.epsilon is not None and config.privacy.where == "central"
-    if "crossed" in config.examine and trusted:
+    if "crossed" in config.examine and config.privacy.trusts_server:
         raise UserError(
             "examine=crossed needs models that others may see, but with privacy.where=central they "
             "may be made of what a client answers without noise; remove it"

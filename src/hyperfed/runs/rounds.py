@@ -141,7 +141,7 @@ class Rounds:
     def _aggregating(self, cohort: EngineCohort) -> Iterator[None]:
         """Has the run's rule stand for means; where those are private, the clients pay for them."""
         run = self._run
-        here = run.private if run.private and run.private.where == "central" else None
+        here = run.private if run.config.privacy.trusts_server else None
         if here is None:
             with trees.aggregating(self.rule):
                 yield

@@ -361,7 +361,7 @@ class Run(Served):
 
     def _is_to_be_saved(self) -> bool:
         """Whether this round, and its evaluation, are followed by a checkpoint."""
-        if self._server_is_trusted and isinstance(self.task, RemoteTask):
+        if self.config.privacy.trusts_server and isinstance(self.task, RemoteTask):
             return True  # clients would pay anew for a round that is done anew
         long_ago = monotonic() - self._saved >= CHECKPOINT_SECONDS
         return self.done or long_ago or self.round % self.config.checkpoint_every == 0

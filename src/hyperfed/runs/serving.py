@@ -301,7 +301,7 @@ class Served(TrainedMethod):
         """
         best, ids = self.best, list(self.task.known)
         kept = any(leaf.numel() for tree in best.memory.values() for _, leaf in trees.leaves(tree))
-        private = isinstance(self.task, RemoteTask) or self._server_is_trusted
+        private = isinstance(self.task, RemoteTask) or self.config.privacy.trusts_server
         if kept or private or self.config.serve.finetune_steps:
             return None
         with self._at_best() as server:

@@ -109,6 +109,11 @@ class TrainingPrivacy:
         """The largest length of an answer."""
         return self.clip or (100.0 if self.epsilon is None else 1.0)
 
+    @property
+    def trusts_server(self) -> bool:
+        """Whether clients answer without noise, which the server adds to what it makes of that."""
+        return self.epsilon is not None and self.where == "central"
+
     def sums(self) -> Masking | None:
         """Returns how answers are summed under masks; None where they are not."""
         return Masking(self.bound, self.epsilon is not None) if self.masking else None

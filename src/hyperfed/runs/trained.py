@@ -245,15 +245,11 @@ class TrainedMethod:
         kept = [released for each in everyone for released in each.values()]
         noise = "drawn from the run's seed: a simulation, which protects nobody who knows it"
         if isinstance(self.task, RemoteTask):
-            where = "server, by its" if self._server_is_trusted else "sites, by their"
-            noise = f"drawn at the {where} operating system{'' if self._server_is_trusted else 's'}"
+            trusted = self.config.privacy.trusts_server
+            where = "server, by its" if trusted else "sites, by their"
+            noise = f"drawn at the {where} operating system{'' if trusted else 's'}"
         told = promised | privacy.spent(kept, promised["delta"]) | {"noise": noise}
         return told | by_client
-
-    @property
-    def _server_is_trusted(self) -> bool:
-        """Whether clients answer without noise, which the server adds to what it makes of that."""
-        return self.private is not None and self.private.where == "central"
 
     def _check_unlabelled(self) -> None:
         """Finds out whether the method can do without a novel client's labels.
