@@ -151,19 +151,41 @@ def test_a_folder_of_save_to_disk_is_told_apart(tmp_path: Path, splits: bool) ->
 
 @UNCLOSED
 @pytest.mark.usefixtures("cached")
-def test_ids_of_metadata_that_would_be_one_are_refused(tmp_path: Path) -> None:
-    padded = datasets.load(with_metadata(tmp_path / "padded", a=["07", "08", "10"]))
-    assert padded.names == ("7", "8", "10")
-    together = with_metadata(tmp_path / "together", a=["07", "7", "08"])
-    apart = with_metadata(tmp_path / "apart", a=["07", "08"], b=["7", "8"])
-    decimal = with_metadata(tmp_path / "decimal", a=["1.1", "1.10", "1.2"])
-    with pytest.raises(UserError, match=r"one way, got 1\.1 and 1\.10 in column 'client'"):
-        datasets.load(decimal)
-    for folder in (together, apart):
-        with pytest.raises(UserError, match="one way, got 07 and 7 in column 'client'"):
-            datasets.load(folder)
-    with pytest.raises(UserError, match="one way, got 07 and 7 in column 'client'"):
-        site.read(together)
+def test_ids_of_metadata_are_as_they_are_written(tmp_path: Path) -> None:
+    """As those of a table: pandas makes one number of 07 and 7, and of 1.1 and 1.10."""
+    for name, written in {
+        "plain": {"a": ["7", "8", "10"]},
+        "padded": {"a": ["07", "08", "10"]},
+        "together": {"a": ["07", "7", "08"]},
+        "apart": {"a": ["07", "08"], "b": ["7", "8"]},
+        "decimal": {"a": ["1.1", "1.10", "1.2"]},
+    }.items():
+        examples = datasets.load(folder := with_metadata(tmp_path / name, **written))
+        people = [person for place in sorted(written) for person in written[place]]
+        assert examples.client is not None
+        assert [examples.names[number] for number in examples.client] == people
+        assert examples.labels == ()
+        assert {*site.read(Path(folder)).rows} == {*people}
+
+
+@UNCLOSED
+@pytest.mark.usefixtures("cached")
+def test_labels_of_metadata_are_as_they_are_written(tmp_path: Path) -> None:
+    folder = Path(with_metadata(tmp_path / "all", a=["x", "y", "x", "y"]))
+    file = folder / "a" / "metadata.csv"
+    file.write_text((file.read_text() + "\n").replace(",0\n", ",01\n").replace(",1\n", ",02\n"))
+    assert datasets.load(str(folder)).labels == ("01", "02")
+
+
+@UNCLOSED
+@pytest.mark.usefixtures("cached")
+def test_an_image_that_metadata_list_twice_is_refused(tmp_path: Path) -> None:
+    """It might be learned from and tested on."""
+    folder = Path(with_metadata(tmp_path / "all", a=["x", "y", "x", "y"]))
+    with (folder / "a" / "metadata.csv").open("a") as file:
+        file.write("\n0.png,z,1\n")
+    with pytest.raises(UserError, match=r"each image once, got 1 more often, such as a/0\.png"):
+        datasets.load(str(folder))
 
 
 @UNCLOSED

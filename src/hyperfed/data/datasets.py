@@ -127,7 +127,7 @@ def _load_rows(name: str, data_dir: Path | None, columns: Columns) -> Examples:
             f"data_dir (or HYPERFED_DATA) to a folder that holds {name}/"
         )
     files = _files(folder) if folder else source
-    reader = known.read.__name__ if known else f"whole folders, upright, as written, {columns}"
+    reader = known.read.__name__ if known else f"whole folders, upright, all as written, {columns}"
 
     def build() -> Examples:
         # The rows of a local folder are decoded once: no second copy of them stays on disk.

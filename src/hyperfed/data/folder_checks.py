@@ -7,7 +7,8 @@ elsewhere; of somebody's own all is read as it is written there, or nothing.
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -182,21 +183,24 @@ def check_metadata(folder: Path, builder: Any, splits: Mapping[str, Any]) -> Non
         splits: name -> rows.
 
     Raises:
-        OSError: they do not list all images, or pandas makes one id of two in them.
+        OSError: they do not list all images, or one of them twice.
     """
-    metadata = metadata_files(builder)
-    if not any(metadata.values()):
+    if not any(metadata_files(builder).values()):
         return
     read = {Path(path) for paths in builder.config.data_files.values() for path in paths}
     images = {path for path in read if path.suffix.lower() in builder.EXTENSIONS}
-    listed = {Path(path) for rows in splits.values() for path in image_paths(rows)}
-    if left := sorted(images - listed):
+    listed = Counter(Path(path) for rows in splits.values() for path in image_paths(rows))
+    if left := sorted(images.difference(listed)):
         raise OSError(
             f"{len(left)} of its images would be left out, such as "
             f"{left[0].relative_to(folder.resolve())}, because its metadata files list others "
             "alone; list all, or remove those"
         )
-    _check_guesses([p for paths in metadata.values() for p in paths if p.suffix == ".csv"])
+    if again := sorted(path for path, times in listed.items() if times > 1):
+        raise OSError(
+            f"its metadata files must list each image once, got {len(again)} more often, such as "
+            f"{again[0].relative_to(folder.resolve())}; remove the other rows"
+        )
 
 
 def metadata_files(builder: Any) -> dict[str, list[Path]]:
@@ -208,24 +212,6 @@ def metadata_files(builder: Any) -> dict[str, list[Path]]:
         str(split): [path for path in map(Path, paths) if path.stem == "metadata"]
         for split, paths in files
     }
-
-
-def _check_guesses(paths: Sequence[Path]) -> None:
-    """Raises ``OSError`` where pandas makes one number of two words of a column of CSV files."""
-    import pandas
-
-    if not paths:
-        return
-    guessed = pandas.concat([pandas.read_csv(path) for path in paths], ignore_index=True)
-    written = pandas.concat([pandas.read_csv(path, dtype=str) for path in paths], ignore_index=True)
-    for name in guessed.select_dtypes("number"):
-        ways = written.groupby(guessed[name])[name].unique()
-        if odd := [sorted(each) for each in ways if len(each) > 1]:
-            raise OSError(
-                "its metadata.csv must write a number in one way, got "
-                f"{' and '.join(odd[0][:2])} in column {name!r}, which would be one; write words, "
-                "or a metadata.jsonl in its place"
-            )
 
 
 def image_paths(rows: Any) -> list[str]:

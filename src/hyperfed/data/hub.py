@@ -5,6 +5,7 @@ tried again for half a minute, each with two lines. And a folder is read without
 only where it holds what it must (:mod:`hyperfed.data.folder_checks`).
 """
 
+import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Set
 from contextlib import contextmanager
@@ -60,6 +61,7 @@ def load(
             splits = builder.as_dataset()
             folder_checks.check_metadata(Path(source), builder, splits)
             _put_in_order(splits, builder)
+            _keep_words(splits, builder)
             return splits
     except Exception as error:  # whatever a folder makes several libraries raise
         from datasets.exceptions import DatasetsError
@@ -99,6 +101,45 @@ def _put_in_order(splits: Any, builder: Any) -> None:
             paths = folder_checks.image_paths(splits[split])
             order = sorted(range(len(paths)), key=paths.__getitem__)
             splits[split] = splits[split].select(order)
+
+
+def _keep_words(splits: Any, builder: Any) -> None:
+    """Makes words again of numbers that metadata.csv writes otherwise, such as 07 and 7.0 beside 7.
+
+    Args:
+        splits: name -> rows, which are changed.
+        builder: the library's, which took them for numbers.
+    """
+    import pandas
+
+    metadata = folder_checks.metadata_files(builder).values()
+    files = [path for paths in metadata for path in paths if path.suffix == ".csv"]
+    if not files:
+        return
+    guessed = pandas.concat([pandas.read_csv(path) for path in files], ignore_index=True)
+    tables = [pandas.read_csv(path, dtype=str) for path in files]
+    written = pandas.concat(tables, ignore_index=True)
+    odd = [n for n in guessed.select_dtypes("number") if _in_own_ways(written[n], guessed[n])]
+    named = next(name for name in written if name.endswith("file_name"))
+    images = [
+        os.path.normpath(path.parent / name)
+        for path, table in zip(files, tables, strict=True)
+        for name in table[named]
+    ]
+    told = written[odd].set_axis(images)
+    for split, rows in splits.items() if odd else ():
+        words = told.loc[folder_checks.image_paths(rows)]
+        for name in odd:
+            rows = rows.remove_columns(name).add_column(name, [*words[name]])  # noqa: PLW2901
+        splits[split] = rows
+
+
+def _in_own_ways(written: Any, guessed: Any) -> bool:
+    """Whether numbers of a column are written otherwise than numbers are, or one in two ways."""
+    words = written.str.strip()
+    if guessed.dtype.kind in "iu":
+        return bool((words != guessed.astype(str)).any())
+    return bool((words.groupby(guessed).nunique() > 1).any())
 
 
 def csv_files(folder: Path, cache_dir: str) -> dict[str, list[Path]]:
