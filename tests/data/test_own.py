@@ -1,5 +1,7 @@
 """Your own arrays: splits per client, conversions, and every problem told in one error."""
 
+from typing import Any
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -544,6 +546,19 @@ def test_labels_may_be_an_array_of_names():
         from_frame(table, model=linear(), labels=names),
     ):
         assert repr(task.labels) == "('a', 'b', 'c')"  # which a run is known by again
+
+
+@pytest.mark.parametrize("labels", [3, "abc"])
+def test_labels_that_are_no_sequence_of_names_are_refused(labels: Any):
+    table = pd.DataFrame({"x": [*X], "y": Y, "client": CLIENT})
+    for make in (
+        lambda: from_arrays(X, Y, client=CLIENT, model=linear(), labels=labels),
+        lambda: from_frame(table, model=linear(), labels=labels),
+    ):
+        with pytest.raises(
+            UserError, match=r"labels must be a sequence of names, .* got .*classes"
+        ):
+            make()
 
 
 def test_tokens_that_count_for_nothing_are_no_class_that_a_client_has():

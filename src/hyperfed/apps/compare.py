@@ -55,6 +55,11 @@ def compare(
     """Compare runs that are done, and their settings."""
     if table is not None:
         check_suffix(table, table_file.SUFFIXES, "table")
+    if x != "rounds" and figure is None and html is None:
+        raise UserError(
+            f"--x must come with --figure or --html, whose curves go along it, got --x {x} alone; "
+            f"name a file, or compare as of when as much was spent: --at {x}"
+        )
     done = _done(run_dirs)
     runs: Sequence[FinishedRun] = done
     if at is not None:

@@ -1,6 +1,6 @@
 """Your own data as a task: everything is checked, and all that is wrong is reported together."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -208,10 +208,11 @@ def from_frame(
         )
     y, usual = rows.y, {"split": rows.split, "name": "table"}
     labels = options.get("labels")
+    unnamed = labels is None or (isinstance(labels, Sized) and not len(labels))
     if y is not None and names:
         y = own_files.by_names(y, names, "the table")
-        options["labels"] = names if labels is None or not len(labels) else labels
-    elif y is not None and (labels is None or not len(labels)) and options.get("classes") is None:
+        options["labels"] = names if unnamed else labels
+    elif y is not None and unnamed and options.get("classes") is None:
         y, options["labels"] = tables.numbered(y)
     task = from_arrays(rows.x, y, client=rows.client, **usual | options)
     return replace(task, columns=replace(columns, features=rows.features))
@@ -288,6 +289,12 @@ def _labelled(
         classes: number of labels, where it is given.
         problems: what must hold and does not is appended here.
     """
+    if isinstance(labels, str) or not isinstance(labels, Iterable | None):
+        problems.append(
+            f"labels must be a sequence of names, such as ['cat', 'dog'], got {labels!r}; name "
+            "each, or give their number as classes"
+        )
+        labels = None
     given = () if labels is None else tuple(labels)  # an array of names is neither true nor false
     if not given:
         y, names = _numbered(y, problems)

@@ -185,6 +185,11 @@ class TestCompare:
         assert "must be one of rounds, client-visits" in failure(cli("compare", trained, *wrong))
         assert not list(tmp_path.iterdir())
 
+    def test_refuses_an_axis_that_no_curve_goes_along(self, cli, trained):
+        told = failure(cli("compare", trained, "--x", "mb"))
+        assert "--x must come with --figure or --html" in told
+        assert "--at mb" in told
+
     def test_refuses_a_folder_without_runs(self, cli, tmp_path):
         assert str(tmp_path) in failure(cli("compare", tmp_path))
         assert "missing" in failure(cli("compare", tmp_path / "missing"))
