@@ -7,6 +7,7 @@ of the CPU. So what forgets to move a tensor fails here as it would there.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 NAME = "pretended"
+DEVICE = torch.device("privateuseone", 0)  # as PyTorch calls it before it has a name
 
 _aten = torch.ops.aten
 _TAKES_ROWS = {
@@ -116,17 +118,23 @@ def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Te
     return target
 
 
-_setup_privateuseone_for_python_backend(NAME)  # type: ignore[no-untyped-call]
-DEVICE = torch.device(NAME, 0)
+@cache
+def arrive() -> library.Library:
+    """Makes the device one of this process, for good: PyTorch says from then on that there is one.
 
-_kernels = library.Library("aten", "IMPL")
-_made_of_nothing: dict[str, Callable[..., Tensor]] = {
-    "empty.memory_format": _empty,
-    "empty_strided": _empty_strided,
-    "_copy_from": _copy_from,
-}
-for _name, _kernel in _made_of_nothing.items():
-    _kernels.impl(_name, _kernel, "PrivateUse1")
+    Returns:
+        What computes on it, for as long as it is kept.
+    """
+    _setup_privateuseone_for_python_backend(NAME)  # type: ignore[no-untyped-call]
+    kernels = library.Library("aten", "IMPL")
+    made_of_nothing: dict[str, Callable[..., Tensor]] = {
+        "empty.memory_format": _empty,
+        "empty_strided": _empty_strided,
+        "_copy_from": _copy_from,
+    }
+    for name, kernel in made_of_nothing.items():
+        kernels.impl(name, kernel, "PrivateUse1")
+    return kernels
 
 
 @contextmanager
