@@ -1,6 +1,7 @@
 """FedPHP against one-piece autograd, and what travels, stays and is evaluated."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 from hyperfed import trees
 from hyperfed.errors import UserError
 from hyperfed.methods import fedphp
-from hyperfed.runs.config import from_keys
+from hyperfed.runs import experiments
+from hyperfed.runs.config import RunConfig, from_keys, load
 from hyperfed.task import Task
 from hyperfed.trees import Model
 from toys import (
@@ -27,6 +29,7 @@ from toys import (
     make_token_task,
 )
 
+ROOT = Path(__file__).parents[2]
 LR, LAMBDA, TEMPERATURE, MOMENTUM, EXPECTED = 0.1, 0.3, 3.0, 0.8, 4
 SETTINGS = ONE_STEP | {
     "transfer_weight": LAMBDA,
@@ -368,12 +371,24 @@ def test_a_regression_is_taught_by_features_alone() -> None:
         Federation("fedphp", task)
 
 
+def expected(config: RunConfig) -> int:
+    """In how many rounds a client of a run takes part, by the share of them in each."""
+    known = config.task.client_count - config.task.novel_clients
+    share = config.cohort if isinstance(config.cohort, float) else config.cohort / known
+    return round(share * config.rounds)
+
+
 @pytest.mark.parametrize("preset", fedphp.PRESETS)
 def test_the_presets_expect_what_their_runs_do(preset: str) -> None:
     config = from_keys("fedphp", {"preset": preset})
-    known = config.task.client_count - config.task.novel_clients
-    share = config.cohort if isinstance(config.cohort, float) else config.cohort / known
-    assert config.settings.expected_rounds == round(share * config.rounds)
+    assert config.settings.expected_rounds == expected(config)
+
+
+def test_so_do_the_cells_of_experiments() -> None:
+    for experiment in experiments.find_all(ROOT / "experiments"):
+        cells = [cell for cell, (_, row) in experiment.cells.items() if row == "fedphp"]
+        for config in (load(experiment.source(cell)) for cell in cells):
+            assert config.settings.expected_rounds == expected(config)
 
 
 def shown(function: Callable[[Tensor, Tensor], Tensor], ours: Tensor, theirs: Tensor) -> Tensor:

@@ -6,10 +6,10 @@ Sent: the body, which the hypernetwork makes. Kept: the head. Evaluated: the two
 The hypernetwork makes the feature extractor; each client keeps its last layer between rounds. In
 the authors' code **that layer's momentum** outlives the round too, so it does (``keep_momentum``)
 in the published presets. As in that code, each client draws a classifier of its own to start with,
-in its first round (before that it uses the target's initial one); the classifier's gradient neither
-counts for clipping nor is clipped. A novel client draws a classifier too and fits it and its
-embedding in the same exchanges. All of it is pFedHN with one personal layer, so this file holds
-only what is published for it.
+in its first round (before that it uses the target's initial one), and trains it at the local rate,
+where the text has the server's; the classifier's gradient neither counts for clipping nor is
+clipped. A novel client draws a classifier too and fits it and its embedding in the same exchanges.
+All of it is pFedHN with one personal layer, so this file holds only what is published for it.
 """
 
 from collections.abc import Mapping

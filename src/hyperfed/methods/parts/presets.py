@@ -13,7 +13,7 @@ DEFAULT: Preset = {"rounds": 30, "cohort": 5, "evaluate_every": 10}
 """For the bundled digits: 5 of 18 clients in each round."""
 
 PFEDHN: Preset = {"rounds": 5000, "cohort": 5, "evaluate_every": 30, "method.local_steps": 20}
-"""pFedHN, appendix B: five clients a round, at most 5,000 rounds.
+"""pFedHN: five clients a round (appendix B), at most 5,000 rounds (section 5).
 
 It counts 60 local steps as three to each of pFedMe's local rounds, which makes 20 for the methods
 with one.
