@@ -147,9 +147,10 @@ class Task:
             numbers = {self.name_of(number): number for number in range(self.clients)}
             if client in numbers:
                 return numbers[client]
+            named = [*numbers]
             raise UserError(
-                f"a client's name must be that of one of {self.clients} clients, came {client!r}"
-                f"{nearest(client, numbers) or '; see run.task.names'}"
+                f"a client's name must be one of {self.clients}, {named[0]} to {named[-1]}, came "
+                f"{client!r}{nearest(client, numbers) or '; choose one of them'}"
             )
         try:
             number = operator.index(client)

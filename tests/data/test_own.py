@@ -386,8 +386,9 @@ def test_clients_are_called_by_their_ids():
     assert (numbered.names, numbered.name_of(2), numbered.number_of("2")) == ((), "2", 2)
     other = from_arrays(X, Y, client=(np.arange(100) + 1) % 3, model=linear())
     assert (other.names, other.number_of("0"), other.number_of(0)) == (("1", "2", "0"), 2, 0)
-    with pytest.raises(UserError, match=r"one of 3 clients, came 'an'; did you mean 'ann'\?"):
-        task.number_of("an")
+    for name, advice in (("an", r"did you mean 'ann'\?"), ("carlos", "choose one of them")):
+        with pytest.raises(UserError, match=rf"one of 3, zoe to bob, came '{name}'; {advice}"):
+            task.number_of(name)
     for number in (3, -1):
         with pytest.raises(UserError, match=f"number must be below 3, came {number}"):
             task.number_of(number)
