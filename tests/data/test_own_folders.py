@@ -158,10 +158,11 @@ def test_ids_of_metadata_are_as_they_are_written(tmp_path: Path) -> None:
         "padded": {"a": ["07", "08", "10"]},
         "together": {"a": ["07", "7", "08"]},
         "apart": {"a": ["07", "08"], "b": ["7", "8"]},
+        "split": {"train": ["07", "08"], "test": ["08", "07"]},
         "decimal": {"a": ["1.1", "1.10", "1.2"]},
     }.items():
         examples = datasets.load(folder := with_metadata(tmp_path / name, **written))
-        people = [person for place in sorted(written) for person in written[place]]
+        people = [person for place in written.values() for person in place]
         assert examples.client is not None
         assert [examples.names[number] for number in examples.client] == people
         assert examples.labels == ()
@@ -173,8 +174,10 @@ def test_ids_of_metadata_are_as_they_are_written(tmp_path: Path) -> None:
 def test_labels_of_metadata_are_as_they_are_written(tmp_path: Path) -> None:
     folder = Path(with_metadata(tmp_path / "all", a=["x", "y", "x", "y"]))
     file = folder / "a" / "metadata.csv"
-    file.write_text((file.read_text() + "\n").replace(",0\n", ",01\n").replace(",1\n", ",02\n"))
-    assert datasets.load(str(folder)).labels == ("01", "02")
+    said = file.read_text() + "\n"
+    for none, one, expected in ((" 0", " 1", ()), ("01", "02", ("01", "02"))):
+        file.write_text(said.replace(",0\n", f",{none}\n").replace(",1\n", f",{one}\n"))
+        assert datasets.load(str(folder)).labels == expected
 
 
 @UNCLOSED
