@@ -1,4 +1,4 @@
-"""Commands in processes of their own, which start from one that has imported what they need.
+"""Commands in this process, or in their own, which start from one that has imported what they need.
 
 Importing takes longer than what the tests have them do. They are still processes that a signal
 kills.
@@ -36,6 +36,17 @@ def start(
     process = _CONTEXT.Process(target=_command, args=(arguments, said or Path(os.devnull), first))
     process.start()
     return process
+
+
+def command(*arguments: str) -> int:
+    """Runs ``hyperfed ARGUMENTS`` in this process; returns its exit status."""
+    from hyperfed.apps import cli
+
+    try:
+        cli.main(arguments)
+    except SystemExit as end:
+        return int(end.code or 0)
+    raise AssertionError("a command ends with its status")
 
 
 def _command(arguments: tuple[str, ...], said: Path, first: Callable[[], None] | None) -> None:

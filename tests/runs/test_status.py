@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from commands import command
 from engines.flower.sites import DirectLink, remote, sites_of
 from hyperfed import privacy
-from hyperfed.apps import cli
 from hyperfed.engines.flower import diary, store
 from hyperfed.engines.flower.policy import Policy
 from hyperfed.engines.replies import NoAnswerError
@@ -30,12 +30,6 @@ KEYS: dict[str, Any] = {
     "method": {"local_steps": 1},
     "track": "none",
 }
-
-
-def command(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as end:
-        cli.main(["status", *arguments])
-    return int(end.value.code or 0)
 
 
 def run_in(folder: Path, method: str = "fedavg", **keys: Any) -> Run:
@@ -158,7 +152,7 @@ def test_the_sites_of_a_federation_are_told_and_who_was_lost_there(
     assert told[3]["sites"] == {"answering": 2, "asked": 2}
     assert written[-1]["sites"] == {"answering": 1, "asked": 2}
     assert written[-1]["reasons"] == {"2": "its site is not connected"}
-    assert command(str(place(run).path)) == 0
+    assert command("status", str(place(run).path)) == 0
     said = capsys.readouterr().out
     assert "done: round 4 of 4 of fedavg, engine flower" in said
     assert "sites: 1 of 2 answering" in said
@@ -171,14 +165,14 @@ def test_a_run_that_fails_or_is_stopped_says_so(
     stopped = run_in(tmp_path / "a")
     for _ in stopped.train():
         stopped.stop()
-    assert command(str(place(stopped).path)) == 3
+    assert command("status", str(place(stopped).path)) == 3
     assert "stopped: round 1 of 4" in capsys.readouterr().out
 
     left = run_in(tmp_path / "b")
     training = left.train()
     next(training)
     training.close()
-    assert command(str(place(left).path)) == 3
+    assert command("status", str(place(left).path)) == 3
 
     failed = run_in(tmp_path / "c")
 
@@ -188,7 +182,7 @@ def test_a_run_that_fails_or_is_stopped_says_so(
     monkeypatch.setattr(failed.server, "round", fail)
     with pytest.raises(ZeroDivisionError):
         list(failed.train())
-    assert command(str(place(failed).path)) == 1
+    assert command("status", str(place(failed).path)) == 1
     said = capsys.readouterr().out
     assert "failed: round 0 of 4" in said
     assert "error: ZeroDivisionError: \\x1b[31myyy" in said
@@ -200,7 +194,7 @@ def test_a_writer_that_is_gone_or_silent_makes_a_status_stale(tmp_path: Path, ca
     training = run.train()
     next(training)
     folder = place(run)
-    assert command(str(folder.path)) == 0  # it holds the lock
+    assert command("status", str(folder.path)) == 0  # it holds the lock
     assert capsys.readouterr().out.startswith("training: round 0 of 4")
     found, soon = status.read(folder), timedelta(seconds=1)
     due = found.time + timedelta(seconds=found.patience)
@@ -211,19 +205,19 @@ def test_a_writer_that_is_gone_or_silent_makes_a_status_stale(tmp_path: Path, ca
     assert found.patience == 6 * run.config.engine.timeout
 
     folder.status.write_bytes(before)  # what a killed process leaves; its lock is free
-    assert command(str(folder.path)) == 1
+    assert command("status", str(folder.path)) == 1
     said = capsys.readouterr().out
     assert said.startswith("stale, was training: round 0 of 4")
     assert f"at {found.time.astimezone():%Y-%m-%d %H:%M:%S}" in said
     assert "the process that wrote it is gone" in said
-    assert command(str(folder.path), "--json") == 1
+    assert command("status", str(folder.path), "--json") == 1
     told = json.loads(capsys.readouterr().out)
     assert (told["state"], told["stale"]) == ("training", "the process that wrote it is gone")
 
     resumed = Run.resume(folder.path, make_task())
     for _ in resumed.train():
         pass
-    assert command(str(folder.path), "--json") == 0
+    assert command("status", str(folder.path), "--json") == 0
     assert json.loads(capsys.readouterr().out)["stale"] == ""
     # Where no lock tells, time does.
     shutil.copytree(folder.path, tmp_path / "copy")
@@ -282,7 +276,7 @@ def test_an_edited_status_is_told_in_one_error(
     what: str, done: Path, tmp_path: Path, capsys: Any
 ) -> None:
     (tmp_path / "status.json").write_bytes(EDITS[what]((done / "status.json").read_bytes()))
-    assert command(str(tmp_path)) == 2
+    assert command("status", str(tmp_path)) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ")
     assert len(err.splitlines()) == 1
@@ -298,17 +292,17 @@ def test_what_somebody_wrote_into_a_status_is_shown_as_one_line(
     reasons = {f"{number}{evil}": evil for number in range(30)}
     changed = edited(state="failed", error=evil, method=evil, engine=evil, reasons=reasons)
     (tmp_path / "status.json").write_bytes(changed(found))
-    assert command(str(tmp_path)) == 1
+    assert command("status", str(tmp_path)) == 1
     out = capsys.readouterr().out
     assert "\x1b" not in out
     assert len(out.splitlines()) == 26
     assert len(out) < 20_000
-    assert command(str(tmp_path), "--json") == 1
+    assert command("status", str(tmp_path), "--json") == 1
     assert len(capsys.readouterr().out) < 40_000
 
 
 def test_a_run_without_a_status_is_told_so(tmp_path: Path, capsys: Any) -> None:
-    assert command(str(tmp_path)) == 2
+    assert command("status", str(tmp_path)) == 2
     assert "has one from its first round on" in capsys.readouterr().err
 
 
@@ -332,7 +326,7 @@ def test_a_site_says_when_it_was_asked_last_and_what_it_refused_today(
         book.note(client="ann", decision=decision)
         os.utime(tmp_path / "audit.jsonl", (Clock.now().timestamp(),) * 2)
     assert len(list(tmp_path.glob("audit*.jsonl"))) > 1
-    assert command(str(tmp_path)) == 0
+    assert command("status", str(tmp_path)) == 0
     assert capsys.readouterr().out.splitlines() == [
         "last message: 2026-05-02T12:30:00+00:00",
         "today (UTC): 5 calls of clients, 3 of them refused",
@@ -340,13 +334,13 @@ def test_a_site_says_when_it_was_asked_last_and_what_it_refused_today(
         "  1 times UserError: \\x1b[31mfull",
         "  1 times refused: a",
     ]
-    assert command(str(tmp_path), "--json") == 0
+    assert command("status", str(tmp_path), "--json") == 0
     assert json.loads(capsys.readouterr().out)["refused"] == 3
 
 
 def test_a_site_that_nobody_has_asked_yet_is_one(tmp_path: Path, capsys: Any) -> None:
     store.check_writable(tmp_path)
-    assert command(str(tmp_path)) == 0
+    assert command("status", str(tmp_path)) == 0
     said = ["last message: none", "today (UTC): 0 calls of clients, 0 of them refused"]
     assert capsys.readouterr().out.splitlines() == said
     diary.Diary(tmp_path, Policy()).note(client="ann", decision="answered")
@@ -364,14 +358,14 @@ def test_a_line_that_a_machine_died_over_hides_no_other(
     with (tmp_path / "audit.jsonl").open("ab") as file:
         file.write(torn)
     book.note(decision="refused: a")
-    assert command(str(tmp_path)) == 0
+    assert command("status", str(tmp_path)) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[1:] == [
         "today (UTC): 2 calls of clients, 1 of them refused",
         "  1 times refused: a",
         "lines of the audit log that are none: 1; did the machine die over them?",
     ]
-    assert command(str(tmp_path), "--json") == 0
+    assert command("status", str(tmp_path), "--json") == 0
     assert json.loads(capsys.readouterr().out)["torn"] == 1
 
 
@@ -380,6 +374,6 @@ def test_a_line_that_a_machine_died_over_hides_no_other(
 )
 def test_an_edited_audit_log_is_told_in_one_error(line: bytes, tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "audit.jsonl").write_bytes(line + b"\n")
-    assert command(str(tmp_path)) == 2
+    assert command("status", str(tmp_path)) == 2
     err = capsys.readouterr().err
     assert (err[:7], len(err.splitlines())) == ("error: ", 1)

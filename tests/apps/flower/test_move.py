@@ -6,19 +6,13 @@ from typing import Any
 
 import pytest
 
+from commands import command
 from engines.flower.test_sites import PUBLIC
-from hyperfed.apps import cli
 from hyperfed.apps.flower import commands
 from hyperfed.data.roster import Introduction, Member, Roster, enrol, joined
 from hyperfed.system.locks import Lock
 
 NAME = "SHA256:Q1UdGA8DZpeQKma5MYVMAxB09bxzJEXNYH9kGfpRRvI"
-
-
-def command(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as end:
-        cli.main(["move", *arguments])
-    return int(end.value.code or 0)
 
 
 @pytest.fixture
@@ -31,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_client_is_moved_to_the_key_of_its_new_site(folder: Path, capsys: Any) -> None:
-    assert command(str(folder), "ann", "--key", str(folder / "node.pub")) == 0
+    assert command("move", str(folder), "ann", "--key", str(folder / "node.pub")) == 0
     assert capsys.readouterr().out == f"ann belongs to {NAME}, before: A\n"
     assert Roster.read(folder / "sites.json").keys == {"ann": NAME, "bob": "B"}
 
@@ -42,7 +36,7 @@ def test_who_came_when_the_run_was_over_is_moved_too(folder: Path, capsys: Any) 
     everyone, refused = joined(roster, [said], run=2, keys={"eve": "E"})
     everyone.save(folder / "newcomers.json")
     assert refused == {}
-    assert command(str(folder), "bob", "eve", "--key", str(folder / "node.pub")) == 0
+    assert command("move", str(folder), "bob", "eve", "--key", str(folder / "node.pub")) == 0
     told = [f"bob belongs to {NAME}, before: B", f"eve belongs to {NAME}, before: E"]
     assert capsys.readouterr().out.splitlines() == told
     keys = {"ann": "A", "bob": NAME}
@@ -61,7 +55,7 @@ def test_what_cannot_be_moved_is_told(folder: Path, capsys: Any) -> None:
         ((str(folder / "none"), "ann", "--key", key), "must be readable"),
         ((str(folder), "ann", "--key", key), "one process at a time"),
     ):
-        assert command(*arguments) == 2
+        assert command("move", *arguments) == 2
         assert message in capsys.readouterr().err
     lock.release()
     assert (folder / "sites.json").read_bytes() == before
@@ -79,5 +73,5 @@ def test_another_move_just_before_is_not_undone(
             super().__init__(run_dir)
 
     monkeypatch.setattr(commands, "Lock", Late)
-    assert command(str(folder), "ann", "--key", str(folder / "node.pub")) == 0
+    assert command("move", str(folder), "ann", "--key", str(folder / "node.pub")) == 0
     assert Roster.read(folder / "sites.json").keys == {"ann": NAME, "bob": "C"}

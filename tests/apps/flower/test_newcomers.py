@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hyperfed.apps import cli
 from hyperfed.apps.flower import submit
 from hyperfed.data import tasks
 from hyperfed.data.examples import hash_of
@@ -29,6 +28,7 @@ from hyperfed.system.locks import Lock
 
 pytest.importorskip("flwr")
 
+from commands import command
 from engines.flower.sites import DirectLink
 from hyperfed.apps.flower import app
 
@@ -254,12 +254,6 @@ def test_a_run_that_is_not_done_serves_nobody(place: Place) -> None:
     with pytest.raises(UserError, match="must be done before newcomers are served"):
         place.welcome()
     assert command("serve", str(place.folder)) == 2
-
-
-def command(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as left:
-        cli.main(arguments)
-    return int(left.value.code or 0)
 
 
 KEPT = Newcomer("late/eve", "kept", metric="accuracy", value=0.75)

@@ -32,8 +32,8 @@ from flwr.supercore.inflatable.inflatable_utils import (
 from flwr.supercore.run import Run, RunNotRunningException
 from flwr.supercore.task_identity import TaskIdentity
 
+from commands import command
 from engines.flower.deployment import write_certificates, write_node_key
-from hyperfed.apps import cli
 from hyperfed.apps.flower import app, commands, node
 from hyperfed.apps.flower.app import NodeConfig
 from hyperfed.apps.flower.executor import CrashedError, FailedError
@@ -395,12 +395,6 @@ def test_a_process_answers_one_message_but_on_an_accelerator(
     with pytest.raises(Stop):
         node.serve(SuperLink("127.0.0.1:1", insecure=True), config, print)
     assert said == [(app.respond_within, lasting)]  # within the policy's largest_memory
-
-
-def command(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as end:
-        cli.main(arguments)
-    return int(end.value.code or 0)
 
 
 @pytest.mark.parametrize(

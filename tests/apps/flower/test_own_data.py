@@ -9,7 +9,6 @@ import pandas
 import pytest
 from safetensors import safe_open
 
-from hyperfed.apps import cli
 from hyperfed.data.newcomer import rows_like
 from hyperfed.errors import UserError
 from hyperfed.papers.agreement import read_runs
@@ -19,6 +18,7 @@ from hyperfed.system import toml
 
 pytest.importorskip("flwr")
 
+from commands import command
 from engines.flower.sites import DirectLink
 from hyperfed.apps.flower import app
 
@@ -81,12 +81,6 @@ def clinics(tmp_path_factory: pytest.TempPathFactory) -> Clinics:
     found = Clinics(tmp_path_factory.mktemp("clinics"))
     found.train()
     return found
-
-
-def command(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        cli.main([*arguments])
-    return int(ended.value.code or 0)
 
 
 def test_a_run_at_sites_compares_though_no_setting_says_how_many_clients(clinics: Clinics) -> None:

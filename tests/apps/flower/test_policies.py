@@ -10,17 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hyperfed.apps.cli import main
+from commands import command
 from hyperfed.apps.flower.policies import explain, read
 from hyperfed.data import site
 from hyperfed.engines.flower.policy import Policy
 from hyperfed.errors import UserError
-
-
-def command(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(list(arguments))
-    return int(ended.value.code or 0)
 
 
 def test_what_a_file_does_not_name_is_strict(tmp_path: Path) -> None:

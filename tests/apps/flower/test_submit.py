@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from finished_runs import evaluation
-from hyperfed.apps import cli
 from hyperfed.apps.flower import submit
 from hyperfed.errors import UserError
 from hyperfed.runs import config
@@ -25,16 +24,11 @@ from hyperfed.system import toml
 pytest.importorskip("flwr")
 
 
+from commands import command
 from engines.flower.sites import DirectLink
 from engines.flower.test_sites import PUBLIC
 from hyperfed.apps.flower import app
 from hyperfed.apps.flower.app import run_settings
-
-
-def command(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as end:
-        cli.main(arguments)
-    return int(end.value.code or 0)
 
 
 def test_the_command_says_what_is_missing(
