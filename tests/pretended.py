@@ -7,7 +7,6 @@ of the CPU. So what forgets to move a tensor fails here as it would there.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 NAME = "pretended"
-DEVICE = torch.device("privateuseone", 0)  # as PyTorch calls it before it has a name
 
 _aten = torch.ops.aten
 _TAKES_ROWS = {
@@ -118,31 +116,37 @@ def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Te
     return target
 
 
-@cache
-def arrive() -> library.Library:
-    """Makes the device one of this process, for good: PyTorch says from then on that there is one.
+_setup_privateuseone_for_python_backend(NAME)  # type: ignore[no-untyped-call]
+DEVICE = torch.device(NAME, 0)
 
-    Returns:
-        What computes on it, for as long as it is kept.
-    """
-    _setup_privateuseone_for_python_backend(NAME)  # type: ignore[no-untyped-call]
-    kernels = library.Library("aten", "IMPL")
-    made_of_nothing: dict[str, Callable[..., Tensor]] = {
-        "empty.memory_format": _empty,
-        "empty_strided": _empty_strided,
-        "_copy_from": _copy_from,
-    }
-    for name, kernel in made_of_nothing.items():
-        kernels.impl(name, kernel, "PrivateUse1")
-    return kernels
+_kernels = library.Library("aten", "IMPL")
+_made_of_nothing: dict[str, Callable[..., Tensor]] = {
+    "empty.memory_format": _empty,
+    "empty_strided": _empty_strided,
+    "_copy_from": _copy_from,
+}
+for _name, _kernel in _made_of_nothing.items():
+    _kernels.impl(_name, _kernel, "PrivateUse1")
+
+
+# It has to be there before the first gradient of a process, and so while other tests run. They are
+# told that there is none: seeds would be queued for it with the stack of each call.
+_current_accelerator = torch.accelerator.current_accelerator
+torch.accelerator.current_accelerator = lambda *_, **__: None  # type: ignore[assignment]
 
 
 @contextmanager
-def modules_move_in_place() -> Iterator[None]:
-    """Has ``Module.to`` keep its parameters, which only subclasses of Tensor have to ask for."""
+def present() -> Iterator[None]:
+    """Has PyTorch say that the device is there, and ``Module.to`` keep its parameters.
+
+    Only subclasses of Tensor have to ask for the latter.
+    """
+    hidden = torch.accelerator.current_accelerator
     before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.accelerator.current_accelerator = _current_accelerator
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         yield
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
+        torch.accelerator.current_accelerator = hidden

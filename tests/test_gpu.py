@@ -27,7 +27,7 @@ from hyperfed.runs import config
 from hyperfed.runs.folder import read_run
 from hyperfed.runs.run import Run
 from hyperfed.system.devices import CPU
-from pretended import NAME, arrive, modules_move_in_place
+from pretended import NAME, present
 from processes import await_end, linux
 
 ROOT = Path(__file__).parents[1]
@@ -443,17 +443,15 @@ def test_another_gpu_is_chosen_for_all_steps(
 
 
 SITE = """
-import torch
 import pretended
-pretended.arrive()
-torch.__future__.set_swap_module_params_on_conversion(True)
+there = pretended.present()
+there.__enter__()
 """
 
 
 @pytest.fixture
 def pretending(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Gives the steps a device that pretends; returns what makes them small and use it."""
-    arrive()
     (tmp_path / "sitecustomize.py").write_text(SITE)
     paths = (tmp_path, ROOT / "tests", Path(hyperfed.__file__).parents[1])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, paths)))
@@ -462,7 +460,6 @@ def pretending(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("pretended")
 def test_a_run_is_set_beside_its_record_and_tests_without_a_gpu_are_skipped(
     folder: Path, pretending: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -492,7 +489,6 @@ def test_a_run_is_set_beside_its_record_and_tests_without_a_gpu_are_skipped(
 
 @pytest.mark.slow
 @linux
-@pytest.mark.xdist_group("pretended")
 @pytest.mark.usefixtures("_time_is_up_when_ready")
 def test_a_run_out_of_time_is_stopped_with_a_checkpoint(
     folder: Path, pretending: list[str]
@@ -503,7 +499,7 @@ def test_a_run_out_of_time_is_stopped_with_a_checkpoint(
     step = index_of(folder)["pfedhn"]
     path = Path(step["run"]["folder"])
     assert read_run(path).summary is None
-    with modules_move_in_place():
+    with present():
         run = Run.open(path)
     assert 1 <= step["run"]["rounds"] <= run.round < run.config.rounds
     resume = f"go on with: hyperfed resume {path}"

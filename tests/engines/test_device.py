@@ -29,16 +29,13 @@ from hyperfed.system.devices import CPU, describe, find_device
 from hyperfed.task import Task
 from hyperfed.trees import Tree
 from hyperfed.trees.packing import pack, unpack
-from pretended import DEVICE, NAME, arrive, modules_move_in_place
+from pretended import DEVICE, NAME, present
 from toys import Dropping, Normed, both, lengths, make_task, recorded, snapshot
-
-pytestmark = pytest.mark.xdist_group("pretended")  # one worker has the device, for good
 
 
 @pytest.fixture(autouse=True)
 def _moving() -> Iterator[None]:
-    arrive()
-    with modules_move_in_place():
+    with present():
         yield
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from hyperfed import trees
 from hyperfed.system.devices import CPU
 from hyperfed.trees.packing import laid_out, moved, pack, unpack
-from pretended import DEVICE, NAME, arrive
+from pretended import DEVICE, NAME
 
 IMAGES = torch.arange(2 * 3 * 4 * 5, dtype=torch.float32).view(2, 3, 4, 5)
 LEAVES = {
@@ -64,9 +64,7 @@ def test_what_is_packed_is_not_copied() -> None:
     assert came.data_ptr() == leaf.data_ptr()
 
 
-@pytest.mark.xdist_group("pretended")
 def test_what_moves_to_a_device_and_back_has_its_bits_and_its_layout() -> None:
-    arrive()
     there = moved(LEAVES, DEVICE)
     assert {leaf.device for leaf in there.values()} == {DEVICE}
     back = moved(there, CPU)
@@ -78,9 +76,7 @@ def test_what_moves_to_a_device_and_back_has_its_bits_and_its_layout() -> None:
         assert came.stride() == leaf.clone().stride()
 
 
-@pytest.mark.xdist_group("pretended")
 def test_what_moves_is_one_tensor_for_each_dtype_and_begins_at_whole_lines() -> None:
-    arrive()
     tree = {"a": torch.ones(3), "b": {"c": torch.ones(70), "count": torch.tensor(2), "none": {}}}
     back = moved(moved(tree, DEVICE), CPU)
     assert trees.structure(back) == trees.structure(tree)
@@ -90,9 +86,7 @@ def test_what_moves_is_one_tensor_for_each_dtype_and_begins_at_whole_lines() -> 
     assert (first.storage_offset(), other.storage_offset()) == (0, 64)
 
 
-@pytest.mark.xdist_group("pretended")
 def test_what_is_there_already_is_the_same() -> None:
-    arrive()
     leaf = torch.ones(2)
     assert moved({"leaf": leaf}, CPU)["leaf"] is leaf
     there = moved({"leaf": leaf}, DEVICE)

@@ -3,22 +3,24 @@
 Paper: https://arxiv.org/abs/2103.04628, algorithm 1.
 
 Sent: the parameters the hypernetwork makes from a client's embedding. Returned: delta, sent minus
-trained; the server pulls it back through the hypernetwork into its weights and all embeddings.
-(Algorithm 1 writes trained minus sent, which its minus signs would ascend; the authors' code has it
-as here.) Kept by the client: batch-norm buffers, where the target has any, and with ``head_layers``
-(pFedHN-PC, section 3.3) a personal classifier. Evaluated: the generated model with what the client
-keeps; a novel client that has no buffers, since nothing was fitted to it, measures them on its
-inputs. A novel client's embedding is fitted by ``novel_rounds`` of the same exchange with the
-hypernetwork frozen (section 5.3), clipped as in training. The paper does not say where the fit
-starts: at the mean of the learned embeddings, or where a learned one starts (``novel_start``). With
-a fixed ``descriptor`` (appendix C.5) nothing is fitted, no classifier either. The appendix takes
-"the vector of class proportions" of section 5.3, which the words say is within the client, the
-default of the two (``"class_proportions"``, the share of each class in its data), and the formula
-over the clients (``"class_shares"``, its share of each class: sum_i p_ij = 1 over known clients,
-who are asked for their counts once; one that is away then counts from its first round on). By the
-formula descriptors of many clients are so small that the hypernetwork hardly tells them apart. With
+trained; the server pulls it back through the hypernetwork into its weights and all embeddings. Kept
+by the client: batch-norm buffers, where the target has any, and with ``head_layers`` (pFedHN-PC,
+section 3.3) a personal classifier. Evaluated: the generated model with what the client keeps; a
+novel client that has no buffers, since nothing was fitted to it, measures them on its inputs. A
+novel client's embedding is fitted by ``novel_rounds`` of the same exchange with the hypernetwork
+frozen (section 5.3), clipped as in training. The paper does not say where the fit starts: at the
+mean of the learned embeddings, or where a learned one starts (``novel_start``). With a fixed
+``descriptor`` (appendix C.5) nothing is fitted, no classifier either. The appendix takes "the
+vector of class proportions" of section 5.3, which the words say is within the client, the default
+of the two (``"class_proportions"``, the share of each class in its data), and the formula over the
+clients (``"class_shares"``, its share of each class: sum_i p_ij = 1 over known clients, who are
+asked for their counts once; one that is away then counts from its first round on). By the formula
+descriptors of many clients are so small that the hypernetwork hardly tells them apart. With
 ``novel_models`` a novel client needs no labels: it uses the models of known clients of its size,
 all of them or that of the nearest by its inputs.
+
+Algorithm 1 writes trained minus sent for delta, which its minus signs would ascend; the authors'
+code has it as here.
 """
 
 import logging
