@@ -41,7 +41,8 @@ class Personalized(BaseEstimator):  # type: ignore[misc]
     ``set_predict_request``. Where it is left out, all rows are one client's.
 
     Args:
-        method: a name of ``hyperfed list methods``.
+        method: a name of ``hyperfed list methods``, but for knn_per, gpfl and mapper, of which a
+            client has no one network to predict by.
         model: makes the network, called with (number of features, number of outputs), of which a
             classifier has one for each class and a regressor one; where None, ``hidden`` units
             between the two. Of inputs with more than one dimension it is called with their shape.

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from finished_runs import finished, row
 from hyperfed.analysis.comparison import compare
+from hyperfed.analysis.differences import differences
 from hyperfed.analysis.seeds import asked_for, of_option, over_seeds, tables
 from hyperfed.errors import UserError
 from hyperfed.metrics import RMSE
@@ -124,6 +125,16 @@ def test_runs_belong_together_that_differ_by_their_seeds_alone():
     assert (one.group, one.seeds) == ("pfedla retain=1", (0, 1, 2))
     assert (two.group, two.seeds) == ("pfedla retain=2", (0, 1))
     assert (local.group, local.seeds) == ("local", (3,))
+
+
+def test_one_client_and_all_of_them_are_equal_numbers_and_no_seeds():
+    runs = [finished("fedavg", seed) for seed in (0, 1, 0, 1)]
+    for run, cohort in zip(runs, (1, 1, 1.0, 1.0), strict=True):
+        run.config["cohort"] = cohort
+    rows = compare(runs)
+    told = {one.group: one.seeds for one in over_seeds(rows)}
+    assert told == {"fedavg cohort=1": (0, 1), "fedavg cohort=1.0": (0, 1)}
+    assert {*differences(runs, rows)["cohort"]} == {"1", "1.0"}
 
 
 @pytest.mark.parametrize("order", list(permutations(range(3))))

@@ -390,6 +390,8 @@ def canonical(nested: Mapping[str, Any]) -> dict[str, Any]:
     if settings.get("privacy.epsilon", "none") == "none" and not settings.get("privacy.masking"):
         for key in ("clip", "delta", "where"):
             settings.pop(f"privacy.{key}", None)
+    if settings.get("cohort") == 1 and isinstance(settings["cohort"], float):
+        settings["cohort"] = "1.0"  # all clients, where 1 is one of them, an equal number
     return settings
 
 

@@ -132,12 +132,13 @@ class TaskConfig:
         unlabelled: novel clients have no training labels.
         val: fraction for validation. None for 0.2 of the training split where the data set has a
             test split of its own (10,000 images of CIFAR; of MNIST 10,000 too), else 0.15 of all
-            examples. With ``pfllib``, which has none, a fraction of each client's training
-            examples; None for 0, where the last round counts as the best. Of texts that are cut
-            into overlapping examples (shakespeare, stackoverflow) it is a client's last ones, and
-            those before them that share text with them are not used; so for ``test``. What is
-            tested on does not follow from it, but who holds which of that does, unless clients are
-            natural: compare methods by one fraction.
+            examples; where rows of your own say what they are for, those that say so, and where
+            none does the last round counts as the best. With ``pfllib``, which has none, a fraction
+            of each client's training examples; None for 0, where the last round counts as the best.
+            Of texts that are cut into overlapping examples (shakespeare, stackoverflow) it is a
+            client's last ones, and those before them that share text with them are not used; so for
+            ``test``. What is tested on does not follow from it, but who holds which of that does,
+            unless clients are natural: compare methods by one fraction.
         test: fraction of all examples for testing. None for the data set's own test split, where
             it has one, else 0.15. A number pools all examples first. ``pfllib`` has a quarter of
             each client's examples.

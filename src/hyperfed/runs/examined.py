@@ -41,7 +41,7 @@ def check(config: RunConfig, task: Task, server: Server) -> None:
         if type(server).descriptors_of is Server.descriptors_of:
             raise UserError(
                 f"examine=descriptors needs a method that has some, but {config.method} has none; "
-                "choose pfedhn, pefll or itpfl, or remove it"
+                "choose pfedhn, pefll, itpfl or headstart, or remove it"
             )
         private = server.privacy() is not None or config.privacy.epsilon is not None
         if not task.classes or task.y.ndim > 1 or private:
