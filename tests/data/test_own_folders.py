@@ -171,6 +171,18 @@ def test_ids_of_metadata_are_as_they_are_written(tmp_path: Path) -> None:
 
 @UNCLOSED
 @pytest.mark.usefixtures("cached")
+@pytest.mark.parametrize("name", ["./a/0.png", "a\\0.png", "b/../a/0.png"])
+def test_ids_are_found_however_metadata_name_the_images(tmp_path: Path, name: str) -> None:
+    folder = Path(with_metadata(tmp_path / "all", a=["07", "08", "10"]))
+    said = (folder / "a" / "metadata.csv").read_text()
+    (folder / "a" / "metadata.csv").unlink()
+    lines = said.replace("0.png", "a/0.png", 1).replace("\n1", "\na/1").replace("\n2", "\na/2")
+    (folder / "metadata.csv").write_text(lines.replace("a/0.png", name, 1))
+    assert datasets.load(str(folder)).names == ("07", "08", "10")
+
+
+@UNCLOSED
+@pytest.mark.usefixtures("cached")
 def test_labels_of_metadata_are_as_they_are_written(tmp_path: Path) -> None:
     folder = Path(with_metadata(tmp_path / "all", a=["x", "y", "x", "y"]))
     file = folder / "a" / "metadata.csv"

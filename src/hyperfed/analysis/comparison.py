@@ -319,12 +319,15 @@ def _telling(keys: Sequence[str], settings: Sequence[Mapping[str, Any]]) -> list
 def _groups(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     """Names runs alike that differ by their seeds alone.
 
+    Values are compared as they are written: a cohort of 1 is one client, of 1.0 all of them.
+
     A key that only some runs of a method have, and that this version does not know, says nothing as
     long as all of them have one value. Where they do not, a run without it is like none of them.
     """
-    first: dict[tuple[str, str], Any] = {}
+    first: dict[tuple[str, str], str] = {}
     telling = set()
-    for own in settings:
+    written = [{key: repr(value) for key, value in own.items()} for own in settings]
+    for own in written:
         for key in own.keys() - {"seed"}:
             which = own["method.name"], key
             if first.setdefault(which, own[key]) != own[key]:
@@ -332,7 +335,7 @@ def _groups(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     told = [
         {"method.name": own["method.name"]}
         | {key: own[key] for key in own if (own["method.name"], key) in telling}
-        for own in settings
+        for own in written
     ]
     firsts = [number for number, own in enumerate(told) if told.index(own) == number]
     labels = _labels([{k: v for k, v in settings[n].items() if k != "seed"} for n in firsts])
@@ -357,7 +360,7 @@ def _defaults(method: str) -> Mapping[str, Any]:
 
 def _differ(one: Mapping[str, Any], other: Mapping[str, Any], key: str) -> bool:
     """Whether a setting differs; that an earlier version lacks it says nothing of its value."""
-    return bool(other.get(key, one[key]) != one[key])
+    return repr(other.get(key, one[key])) != repr(one[key])
 
 
 def settings_of(run: FinishedRun) -> dict[str, Any]:
@@ -390,8 +393,6 @@ def canonical(nested: Mapping[str, Any]) -> dict[str, Any]:
     if settings.get("privacy.epsilon", "none") == "none" and not settings.get("privacy.masking"):
         for key in ("clip", "delta", "where"):
             settings.pop(f"privacy.{key}", None)
-    if settings.get("cohort") == 1 and isinstance(settings["cohort"], float):
-        settings["cohort"] = "1.0"  # all clients, where 1 is one of them, an equal number
     return settings
 
 

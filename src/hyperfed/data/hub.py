@@ -122,7 +122,7 @@ def _keep_words(splits: Any, builder: Any) -> None:
     odd = [n for n in guessed.select_dtypes("number") if _in_own_ways(written[n], guessed[n])]
     named = next(name for name in written if name.endswith("file_name"))
     images = [
-        os.path.normpath(path.parent / name)
+        str(path.parent / os.path.normpath(name).replace("\\", "/"))  # as the library does
         for path, table in zip(files, tables, strict=True)
         for name in table[named]
     ]

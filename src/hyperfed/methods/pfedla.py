@@ -47,8 +47,8 @@ class Config(PersonalConfig):
     """Settings of pFedLA. Local training has no momentum, at the learning rate of CIFAR.
 
     Attributes:
-        lr: learning rate of the hypernetworks' SGD. The paper names one rate for a data
-            set and none for them, so its presets have that one: it suits their 600 rounds of ten
+        lr: learning rate of the hypernetworks' SGD. The paper names one rate for a data set
+            and none for them, so its presets have that one: it suits their 600 rounds of ten
             epochs, and leaves weights where they began in the few short rounds of the default.
         embedding_size: length of a client's embedding.
         hidden: width of the hypernetworks' hidden layers.
