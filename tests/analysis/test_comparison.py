@@ -42,6 +42,35 @@ def test_what_a_run_is_chosen_by_is_its_rehearsal_where_it_has_one():
     assert [row.val for row in compare([plain, rehearsed, blank])] == [0.75, 0.15, None]
 
 
+def test_a_run_that_chose_by_another_number_tells_that_too():
+    masked = replace(evaluation(10, "val", [6, 9]), masked_accuracy=0.8, zeroed_accuracy=None)
+    runs = []
+    for best in ("accuracy", "masked_accuracy", "zeroed_accuracy"):
+        run = finished("pefll")
+        runs.append(replace(run, config=run.config | {"best": best}, evaluations=(masked,)))
+    rows = compare(runs)
+    assert [row.val for row in rows] == [0.75] * 3
+    assert [row.chosen for row in rows] == [
+        None,
+        ("masked_accuracy", 0.8),
+        ("zeroed_accuracy", None),  # of before it was told
+    ]
+    assert "val_masked_accuracy" not in rows[0].by_name
+    assert rows[1].by_name["val_masked_accuracy"] == 0.8
+    (blank,) = compare([replace(runs[1], evaluations=())])
+    assert blank.chosen is None
+
+
+def test_the_best_of_a_methods_settings_is_by_what_its_runs_chose_by():
+    """By accuracy it would be the first, by masked accuracy it is the other."""
+    runs = of_settings((0.9, 0.7), (6, 3))
+    for run, value in zip(runs[:2], (0.5, 0.6), strict=True):
+        run.config["best"] = "masked_accuracy"
+        at = run.evaluations[1]
+        run.evaluations[1:] = [replace(at, masked_accuracy=value)]
+    assert {one.best for one in paired.pair(runs, compare(runs))} == {"fedavg"}
+
+
 def test_labels_tell_runs_apart_by_what_differs_and_then_by_number():
     runs = [finished("pfedhn", 0), finished("local"), finished("pfedhn", 1), finished("pfedhn", 0)]
     assert [row.label for row in compare(runs)] == [
@@ -348,7 +377,7 @@ def of_settings(test_accuracies, vals):
         run.config["method"] |= {"lr": rate}
         found = [evaluation(10, "test", [5, 5])]
         found += [evaluation(10, "val", [val, val])] if val is not None else []
-        runs.append(replace(run, evaluations=tuple(found)))
+        runs.append(replace(run, evaluations=found))
     return [*runs, finished("fedavg", test_accuracy=0.75)]
 
 

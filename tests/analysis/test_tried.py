@@ -64,6 +64,24 @@ def test_the_best_has_the_best_mean_over_seeds_on_validation_data() -> None:
     assert list(best(*apart, of, 2)) == [f"{none} seeds"]
 
 
+def test_the_best_is_by_the_number_that_runs_choose_their_best_round_by() -> None:
+    rows = [row("a", 0, 0.5), row("a", 0, 0.4)]
+    masked = [
+        replace(it, chosen=("masked_accuracy", value))
+        for it, value in zip(rows, (0.6, 0.7), strict=True)
+    ]
+    told = "a: best by validation data with"
+    assert list(best(masked, [LOW, HIGH], [LOW, MIDDLE, HIGH], 1)) == [
+        f"{told} {RATE}=0.1 (70.0 % masked_accuracy); {RATE}=0.1 is the greatest tried: try more"
+    ]
+    mixed = [rows[0], masked[1], replace(row("b", 0, 0.2), chosen=("zeroed_accuracy", 0.3))]
+    points_of = [("best=accuracy",), ("best=masked_accuracy",), ("rounds=1",)]
+    assert list(best(mixed, points_of, points_of[:2], 1)) == [
+        f"{told} best=accuracy (40.0 %)",  # by what both have
+        "b: best by validation data with rounds=1 (30.0 % zeroed_accuracy)",
+    ]
+
+
 def test_where_the_best_lies_at_an_end_of_what_was_tried_it_says_so() -> None:
     rows = [row("a", 0, accuracy) for accuracy in (0.2, 0.5, 0.3)]
     of = [(*LOW, "rounds=9"), (*HIGH, "rounds=10"), (*MIDDLE, "rounds=10")]
@@ -90,6 +108,10 @@ def test_words_have_no_ends_and_each_method_has_a_best_of_its_own() -> None:
     assert told == [
         "a: best by validation data with preset=paper (30.0 %)",
         "b: best by validation data with preset=default (30.0 %)",
+    ]
+    cohorts = [("cohort=1",), ("cohort=1.0",)]  # one client, and all
+    assert list(best(rows[:2], cohorts, cohorts, 1)) == [
+        "a: best by validation data with cohort=1 (30.0 %)"
     ]
     blind = [replace(it, val=None) for it in rows[:2]]
     assert list(best(blind, of[:2], of, 1)) == ["a: no validation data say which is the best"]

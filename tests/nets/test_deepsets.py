@@ -228,6 +228,15 @@ def test_a_bounded_one_has_no_layer_that_mixes_samples_in_evaluation(frozen: boo
         torch.testing.assert_close(encoder(x), alone.mean(0), **CLOSE)
 
 
+def test_what_is_behind_the_layer_of_another_width_is_not_frozen() -> None:
+    target = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3))
+    target[2].requires_grad_(False)
+    with pytest.raises(UserError, match=r"a deep set gives another width to 0 .* but 2 is; train"):
+        DeepSet(target, 4)
+    target.requires_grad_(True)[0].requires_grad_(False)
+    assert DeepSet(target, 4, units=6).features(torch.zeros(2, 5)).shape == (2, 6)
+
+
 def test_errors() -> None:
     with pytest.raises(UserError, match=r"a linear layer, got a Conv2d without one; choose"):
         DeepSet(nn.Conv2d(1, 1, 3), 4)

@@ -217,6 +217,19 @@ def test_a_target_without_a_linear_layer_cannot_be_copied() -> None:
         LabelledTarget(nn.Sequential(nn.Conv2d(1, 3, 3), nn.Flatten()), CLASSES, LENGTH)
 
 
+@pytest.mark.parametrize("last", [nn.Linear(5, 2), nn.BatchNorm1d(5)])
+def test_what_is_behind_the_last_layer_is_not_frozen(last: nn.Module) -> None:
+    target = nn.Sequential(nn.Linear(6, 5), nn.Sequential(nn.ReLU(), last.requires_grad_(False)))
+    with pytest.raises(UserError, match=r"descriptor network gives .* to 0 .* but 1\.1 is; train"):
+        LabelledTarget(target, CLASSES, LENGTH)
+    target.requires_grad_(True)[0].requires_grad_(False)
+    if isinstance(last, nn.Linear):
+        assert LabelledTarget(target, CLASSES, LENGTH)(torch.zeros(4, 6), LABELS[:4]).shape == (
+            4,
+            LENGTH,
+        )
+
+
 def test_a_standard_is_fitted_once_to_the_first_descriptor() -> None:
     standard, descriptors = Standard().double(), draw(3, LENGTH)
     fitted = standard.fitted(descriptors)

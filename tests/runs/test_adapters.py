@@ -267,6 +267,20 @@ def test_a_method_that_needs_a_head_says_that_there_is_none(tmp_path: Path) -> N
     trained_on(lora(head=False), "pefll", method={"descriptor_net": "linear"})
 
 
+def test_a_frozen_head_behind_a_layer_that_is_trained_whole_is_told_before_training() -> None:
+    """The frozen originals of what is trained whole are no layers: they never run."""
+
+    def adapted(*whole: str) -> nn.Module:
+        settings = peft.LoraConfig(r=2, target_modules=["0"], modules_to_save=[*whole])
+        return peft.get_peft_model(backbone(), settings)
+
+    for method in ("pefll", "headstart", "itpfl"):
+        settings = {"phase_one_rounds": 1} if method == "itpfl" else {}
+        with pytest.raises(UserError, match=r"behind which no layer .*\.4 is; train it, too"):
+            trained_on(adapted("2"), method, method=settings)
+    assert DeepSet(adapted("2", "4"), 5, units=6)(torch.from_numpy(X[:4])).shape == (5,)
+
+
 def test_networks_that_describe_clients_keep_the_adapter_beside_its_layer() -> None:
     """A new adapter is nothing: what it is beside must still be seen, label or not."""
     x, y = torch.from_numpy(X[:4]), torch.from_numpy(Y[:4])

@@ -48,8 +48,8 @@ class Row:
         seed: of the run.
         rounds: server iterations.
         best_round: the best one by validation data.
-        val: the metric over all validation examples, by which settings are to be chosen, of a
-            rehearsal where the run has one; None where there are none.
+        val: the metric over all validation examples, of a rehearsal where the run has one; None
+            where there are none.
         test: the metric over all examples.
         client_mean: mean over clients.
         client_std: population standard deviation over clients.
@@ -64,6 +64,8 @@ class Row:
         metric: by which models are judged.
         more: name of another metric -> its value over all examples of known clients, and of those
             that joined after training.
+        chosen: (name, value) of the number over these validation examples that made the best round
+            the best (``best``); None where that is ``val``.
     """
 
     label: str
@@ -85,13 +87,16 @@ class Row:
     metric: Metric = ACCURACY
     val: Number = None
     more: Mapping[str, tuple[Number, Number]] = field(default_factory=dict)
+    chosen: tuple[str, Number] | None = None
 
     @property
     def by_name(self) -> dict[str, Any]:
         """The row as plain values, each number named by its metric."""
         name = self.metric.name
         found = {KEYS.get(key, key).format(name): value for key, value in vars(self).items()}
-        del found["metric"], found["more"]
+        del found["metric"], found["more"], found["chosen"]
+        if self.chosen is not None:
+            found[f"val_{self.chosen[0]}"] = self.chosen[1]
         for other, (test, novel) in self.more.items():
             found |= {f"test_{other}": test, f"novel_{other}": novel}
         return found
@@ -126,6 +131,21 @@ def compare(runs: Sequence[FinishedRun]) -> list[Row]:
     settings = [_filled(run) for run in runs]
     named = zip(_labels(settings), _groups(settings), numbers, strict=True)
     return [Row(label=label, group=group, **row) for label, group, row in named]
+
+
+def choices(rows: Sequence[Row]) -> list[tuple[str, Number]]:
+    """Returns (name, value) of what each row's method's settings are to be chosen by.
+
+    It is what these runs chose their best round by; where they did by several numbers, the metric.
+    """
+    own = [row.chosen or (row.metric.name, row.val) for row in rows]
+    by: dict[str, set[str]] = {}
+    for row, (name, _) in zip(rows, own, strict=True):
+        by.setdefault(row.method, set()).add(name)
+    return [
+        chosen if len(by[row.method]) == 1 else (row.metric.name, row.val)
+        for row, chosen in zip(rows, own, strict=True)
+    ]
 
 
 def groups(runs: Sequence[FinishedRun]) -> list[str]:
@@ -256,7 +276,7 @@ def _numbers(run: FinishedRun) -> dict[str, Any]:
     if not run.summary:
         raise UserError("a run to compare must be done, but one has no summary; resume it first")
     summary, metric = run.summary, named(run.summary.get("metric", ACCURACY.name))
-    apart = ("label", "group", "metric", "val", "more")
+    apart = ("label", "group", "metric", "val", "more", "chosen")
     own = [field.name for field in fields(Row) if field.name not in apart]
     keys = {name: KEYS.get(name, name).format(metric.name) for name in own}
     names = list(keys.values())
@@ -273,8 +293,11 @@ def _numbers(run: FinishedRun) -> dict[str, Any]:
     }
     found = {name: summary.get(key) for name, key in keys.items()}
     best = (summary["best_round"], deciding(run.evaluations))
-    val = next((e.main.value for e in run.evaluations if (e.round, e.split) == best), None)
-    found |= {"metric": metric, "val": val, "more": more}
+    by = str(to_dict(run.config).get("best", ACCURACY.name)).replace(ACCURACY.name, metric.name)
+    val = next((e for e in run.evaluations if (e.round, e.split) == best), None)
+    found |= {"metric": metric, "val": val and val.main.value, "more": more}
+    if val is not None and by != metric.name:
+        found["chosen"] = by, val.value(by)
     try:
         row = _ROW.validate_python({"label": "", "group": "", **found})
     except ValidationError as error:

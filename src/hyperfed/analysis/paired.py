@@ -11,6 +11,7 @@ from rich.table import Table
 from hyperfed.analysis import statistics
 from hyperfed.analysis.comparison import (
     Row,
+    choices,
     compare,
     difference,
     grouped,
@@ -72,7 +73,7 @@ class _Side:
 
     Attributes:
         method: of whose settings one is chosen by validation data.
-        vals: the metric over all validation examples, by data set.
+        vals: that number over all validation examples, by data set.
         means: the same of test examples.
     """
 
@@ -101,17 +102,12 @@ def pair(runs: Sequence[FinishedRun], rows: Sequence[Row]) -> list[Paired]:
         runs: finished.
         rows: of :func:`hyperfed.analysis.comparison.compare`, one for each.
     """
-    return _pair([_of_rows(row.label, [run], [row]) for run, row in zip(runs, rows, strict=True)])
+    return _pair([_side_of(row.label, runs, rows, [place]) for place, row in enumerate(rows)])
 
 
 def pair_groups(runs: Sequence[FinishedRun], rows: Sequence[Row]) -> list[Paired]:
     """Does the same with all seeds of each run together, on the seeds that both have."""
-    return _pair(
-        [
-            _of_rows(group, [runs[place] for place in own], [rows[place] for place in own])
-            for group, own in grouped(rows)
-        ]
-    )
+    return _pair([_side_of(group, runs, rows, own) for group, own in grouped(rows)])
 
 
 def pair_labelled(labelled: Mapping[str, Sequence[FinishedRun]], metric: Metric) -> list[Paired]:
@@ -127,9 +123,15 @@ def pair_labelled(labelled: Mapping[str, Sequence[FinishedRun]], metric: Metric)
     return _pair(sides)
 
 
-def _of_rows(label: str, runs: Sequence[FinishedRun], rows: Sequence[Row]) -> _Side:
-    vals, tests = [row.val for row in rows], [row.test for row in rows]
-    return _side(label, rows[0].method, rows[0].metric, runs, vals=vals, tests=tests)
+def _side_of(
+    label: str, runs: Sequence[FinishedRun], rows: Sequence[Row], places: Sequence[int]
+) -> _Side:
+    """Returns the side of some of all runs."""
+    first, chosen = rows[places[0]], choices(rows)
+    vals, tests = [chosen[at][1] for at in places], [rows[at].test for at in places]
+    return _side(
+        label, first.method, first.metric, [runs[at] for at in places], vals=vals, tests=tests
+    )
 
 
 def _side(

@@ -6,7 +6,7 @@ from itertools import product
 from math import prod
 from statistics import fmean
 
-from hyperfed.analysis.comparison import Row
+from hyperfed.analysis.comparison import Row, choices
 from hyperfed.errors import UserError
 from hyperfed.runs import config, experiments
 from hyperfed.runs.experiments import MOST_SEEDS
@@ -64,6 +64,9 @@ def best(
 ) -> Iterator[str]:
     """Says of each method which point is the best, by the mean of validation data over seeds.
 
+    That is of the number by which runs choose their best round
+    (:func:`hyperfed.analysis.comparison.choices`).
+
     And where one of its numbers is the least or the greatest that was tried. A point of which some
     seed has come to nothing is not the best.
 
@@ -73,13 +76,14 @@ def best(
         tried: all points, those of runs that came to nothing too.
         seeds: how many each point was trained with.
     """
+    chosen = choices(rows)
     for method in dict.fromkeys(row.method for row in rows):
-        own = [(row, point) for row, point in zip(rows, of, strict=True) if row.method == method]
-        metric = own[0][0].metric
+        own = [number for number, row in enumerate(rows) if row.method == method]
+        metric, by = rows[own[0]].metric, chosen[own[0]][0]
         values: dict[Point, list[float]] = {}
-        for row, point in own:
-            if row.val is not None:
-                values.setdefault(point, []).append(row.val)
+        for number in own:
+            if (value := chosen[number][1]) is not None:
+                values.setdefault(of[number], []).append(value)
         means = {point: fmean(found) for point, found in values.items() if len(found) == seeds}
         if not means:
             yield f"{method}: no validation data say which is the best" + (
@@ -89,14 +93,18 @@ def best(
         first = max(means, key=lambda point: metric.order(means[point]))
         told = f"{method}: best by validation data with {' '.join(first)}"
         ends = [end for place in range(len(first)) if (end := _end(first, place, tried))]
-        yield "; ".join([f"{told} ({metric.told(means[first])})", *ends])
+        of_what = metric.told(means[first]) + (f" {by}" if by != metric.name else "")
+        yield "; ".join([f"{told} ({of_what})", *ends])
 
 
 def _end(point: Point, place: int, tried: Sequence[Point]) -> str | None:
     """Says where a point's number of one key is at an end of those that were tried."""
     key, _, own = point[place].partition("=")
     with suppress(ValueError):
-        numbers = [float(each[place].partition("=")[2]) for each in tried]
+        written = {each[place].partition("=")[2] for each in tried}
+        numbers = {float(value) for value in written}
+        if len(numbers) < len(written):  # a cohort of 1 is one client, of 1.0 all of them
+            return None
         for end, which, further in ((min, "least", "less"), (max, "greatest", "more")):
             if float(own) == end(numbers):
                 return f"{key}={own} is the {which} tried: try {further}"

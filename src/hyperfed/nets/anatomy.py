@@ -183,6 +183,28 @@ def trained_layers(network: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, part) for name, part in trees.trained_parts(network) if part not in beside]
 
 
+def check_last(network: nn.Module, layer: str, of: str) -> None:
+    """Refuses frozen layers behind one that gets another width.
+
+    Args:
+        network: a target.
+        layer: the name of a layer in it, which gets another number of outputs in a copy.
+        of: what the copy is, such as "a deep set".
+
+    Raises:
+        UserError: a layer that is frozen is defined behind it: it could take no other width.
+    """
+    behind = dropwhile(lambda named: named[0] != layer, network.named_modules())
+    frozen = set(trees.frozen_parts(network)) - trees.replaced_parts(network)
+    for name, part in behind:
+        if part in frozen and any(True for _ in part.parameters(recurse=False)):
+            raise UserError(
+                f"{of} gives another width to {layer} of a target, behind which no layer may be "
+                f"frozen, but {name} is; train it, too, define layers in the order of their use, "
+                "or choose another method"
+            )
+
+
 class _Part(NamedTuple):
     """A module of a network, and what of the network's model it has itself."""
 

@@ -41,6 +41,7 @@ from hyperfed.trees.modules import (
     model_of,
     owners,
     parameters_of,
+    replaced_parts,
     trained_parts,
 )
 
@@ -75,6 +76,7 @@ __all__ = [
     "partition",
     "pull_back",
     "repeat",
+    "replaced_parts",
     "set_gradients",
     "stack",
     "structure",

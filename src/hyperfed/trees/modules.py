@@ -92,6 +92,19 @@ def adapter_parts(module: nn.Module) -> set[nn.Module]:
     return {part for layer in layers for part in layer.modules()}
 
 
+def replaced_parts(module: nn.Module) -> set[nn.Module]:
+    """Returns what PEFT keeps of the layers of a network that it trains whole, and never runs.
+
+    That is the original of each layer in ``modules_to_save``: frozen, beside the one in its place.
+    """
+    if "peft" not in sys.modules:
+        return set()
+    from peft.utils import ModulesToSaveWrapper
+
+    wrapped = [part for part in module.modules() if isinstance(part, ModulesToSaveWrapper)]
+    return {part for wrapper in wrapped for part in wrapper.original_module.modules()}
+
+
 def frozen_of(module: nn.Module) -> Model:
     """Returns {name: value} of all that is frozen: references, not copies."""
     if all(parameter.requires_grad for parameter in module.parameters()):
