@@ -267,6 +267,14 @@ def test_a_method_that_needs_a_head_says_that_there_is_none(tmp_path: Path) -> N
     trained_on(lora(head=False), "pefll", method={"descriptor_net": "linear"})
 
 
+def test_an_inherited_model_teaches_an_adapter_by_its_outputs_and_not_by_features() -> None:
+    run = trained_on(lora(head=False), "fedphp", cohort=1.0, rounds=3)
+    assert run.summary["void_rounds"] == 0
+    assert not any(evaluation.lost for evaluation in run.evaluations)
+    with pytest.raises(UserError, match="modules_to_save"):
+        trained_on(lora(head=False), "fedphp", method={"transfer": "mmd"})
+
+
 def test_a_frozen_head_behind_a_layer_that_is_trained_whole_is_told_before_training() -> None:
     """The frozen originals of what is trained whole are no layers: they never run."""
 

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from hyperfed import federation
 from hyperfed.federation import Cohort, Outline, average, step
-from hyperfed.functional import forward_with_features, outputs_and_features
+from hyperfed.functional import apply, forward, forward_with_features, outputs_and_features
 from hyperfed.methods.parts.contrast import (
     check_logits,
     distances,
@@ -45,6 +45,7 @@ from hyperfed.methods.parts.contrast import (
     mean_discrepancy,
 )
 from hyperfed.methods.parts.presets import DEFAULT, PFEDKT
+from hyperfed.nets.anatomy import check_head
 from hyperfed.training import Batch, LocalConfig, Objective, Share, Steps, fit
 from hyperfed.trees import Model, Tree, interpolate
 
@@ -120,15 +121,20 @@ class Client(federation.Client):
         """Returns (1 - lambda) * supervised loss + lambda * transfer from the teacher."""
         config = self.config
 
-        def objective(model: Model, batch: Batch) -> tuple[Tensor, Model]:
-            x, y = batch.x, batch.y
+        def by_outputs(model: Model, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Model]:
+            output, buffers = forward(self.module, model, x)
+            taught = apply(self.module, teacher, x) / config.temperature
+            return output, mean_counted(distances(output, taught, "kl"), y), buffers
+
+        def by_features(model: Model, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Model]:
             output, features, buffers = forward_with_features(self.module, model, x, y)
-            taught, shown = outputs_and_features(self.module, teacher, x, y)
-            if config.transfer == "kd":
-                each = distances(output, taught / config.temperature, "kl")
-                transfer = mean_counted(each, batch.y)
-            else:
-                transfer = mean_discrepancy(features, shown)
+            _, shown = outputs_and_features(self.module, teacher, x, y)
+            return output, mean_discrepancy(features, shown), buffers
+
+        transferred = by_outputs if config.transfer == "kd" else by_features
+
+        def objective(model: Model, batch: Batch) -> tuple[Tensor, Model]:
+            output, transfer, buffers = transferred(model, batch.x, batch.y)
             loss = torch.lerp(self.loss(output, batch.y), transfer, config.transfer_weight)
             return loss, buffers
 
@@ -153,13 +159,17 @@ class Server(federation.Server):
     """Holds the global model, ``self.model[size]``.
 
     Raises:
-        UserError: the outputs are no logits of classes, and so have no divergence.
+        UserError: the outputs are no logits of classes, and so have no divergence; or the features
+            are to teach, and a target has no head that is trained whole.
     """
 
     def __init__(self, outline: Outline, config: Config) -> None:
         super().__init__(outline, config)
         if config.transfer == "kd":
             check_logits('fedphp with transfer "kd"', outline)
+        else:
+            for module in outline.models.values():
+                check_head(module)  # what goes into it are the features
         self.model: Tree = {size: outline.initial(size) for size in outline.models}
 
     def round(self, clients: Cohort) -> None:
