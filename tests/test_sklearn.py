@@ -15,6 +15,7 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 from torch import nn
 
 from hyperfed.errors import UserError
+from hyperfed.methods import NO_ONE_NETWORK
 from hyperfed.sklearn import PersonalizedClassifier, PersonalizedRegressor
 
 QUICK: dict[str, Any] = {
@@ -54,6 +55,15 @@ def fitted() -> PersonalizedClassifier:
     """Not to be changed."""
     x, y, client = two_clients()
     return classifier().fit(x, y, client=client)
+
+
+@pytest.mark.parametrize("method", NO_ONE_NETWORK)
+def test_a_method_without_one_network_for_a_client_is_told_before_training(method):
+    x, y, client = two_clients()
+    with pytest.raises(UserError, match=f"one network to predict by, which .* got {method}; ch"):
+        classifier(method).fit(x, y, client=client)
+    with pytest.raises(UserError, match=f"got {method}; choose another"):
+        PersonalizedRegressor(method).fit(x, x[:, 0], client=client)
 
 
 def test_a_column_of_labels_is_scored_as_labels_are(fitted):

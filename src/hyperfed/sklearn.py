@@ -25,6 +25,7 @@ from hyperfed.data import partitions
 from hyperfed.data.arrays import PARTS, numbered
 from hyperfed.data.own import from_arrays
 from hyperfed.errors import UserError
+from hyperfed.methods import NO_ONE_NETWORK
 
 Array = npt.NDArray[Any]
 
@@ -82,7 +83,16 @@ class Personalized(BaseEstimator):  # type: ignore[misc]
         self.random_state = random_state
 
     def _train(self, X: Array, y: Array, client: Any, *, outputs: int, classes: int | None) -> Self:
-        """Trains on labels by number, or on floats where there are no classes."""
+        """Trains on labels by number, or on floats where there are no classes.
+
+        Raises:
+            UserError: settings or data are wrong, or a method has no one network to predict by.
+        """
+        if self.method in NO_ONE_NETWORK:
+            raise UserError(
+                "method must give each client one network to predict by, which "
+                f"{', '.join(NO_ONE_NETWORK)} do not, got {self.method}; choose another"
+            )
         owners = _owners(client, len(X))
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         shape = X.shape[1] if X.ndim == 2 else X.shape[1:]

@@ -81,3 +81,6 @@ METHODS: Mapping[str, ModuleType] = {
     "pfedkt": pfedkt,
 }
 """Name -> module with ``Config``, ``PRESETS``, ``Client`` and ``Server``."""
+
+NO_ONE_NETWORK = ("knn_per", "gpfl", "mapper")
+"""Methods of which a client has more to predict by than one network, which could be handed over."""

@@ -155,7 +155,8 @@ class TrainedMethod:
             client: its number, or its name.
 
         Raises:
-            UserError: no such client, or it was lost, such as by training that diverged.
+            UserError: no such client, or it was lost, such as by training that diverged, or by this
+                method a client has more to predict by than one network.
         """
         client = self.task.number_of(client)
         novel = client in self.task.novel_ids

@@ -18,7 +18,7 @@ from hyperfed.engines.flower.policy import Policy
 from hyperfed.engines.flower.site import Shard, Site
 from hyperfed.errors import UserError
 from hyperfed.federation import AllLostError
-from hyperfed.methods import METHODS
+from hyperfed.methods import METHODS, NO_ONE_NETWORK
 from hyperfed.runs.config import from_keys
 from hyperfed.runs.export import export_model
 from hyperfed.runs.run import Run
@@ -33,7 +33,6 @@ OWN: dict[str, dict[str, Any]] = {
     "itpfl": {"phase_one_rounds": 1},
     **{name: {"novel_steps": 2} for name in ("local", "pfedme", "fedala", "gpfl")},
 }
-NO_ONE_NETWORK = ("gpfl", "knn_per", "mapper")
 SERVED = (
     *("local", "fedavg", "fedper", "fedbn", "pfedme", "fedala", "pfedhn_pc", "pefll", "headstart"),
     *("itpfl", *NO_ONE_NETWORK),
