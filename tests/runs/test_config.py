@@ -185,6 +185,18 @@ def test_all_errors_come_at_once():
     ]
 
 
+def test_all_contradictions_of_a_table_come_at_once():
+    keys = ("task.width=8", "task.widths=[8, 8]", "task.test=0", "task.partition=file", "rounds=0")
+    assert [bullet.partition(",")[0] for bullet in errors("hyper", *keys)] == [
+        "task: give width or widths",
+        "task: widths must differ",
+        "task: test must be above 0",
+        "task: partition=file and partition_file go together",
+        "task: test must be left out with partition=file",
+        "rounds: must be greater than 0; came 0",
+    ]
+
+
 def test_an_unknown_method_names_the_nearest_and_hides_no_other_error():
     bullets = errors("hypr", "method.lr=1", "rounds=-2")
     assert bullets == [

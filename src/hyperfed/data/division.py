@@ -39,7 +39,8 @@ def fitted(config: TaskConfig, examples: Examples) -> TaskConfig:
     try:
         return replace(config, partition=partition, clients=clients)
     except ValidationError as error:
-        told = "; ".join(detail["msg"].removeprefix("Value error, ") for detail in error.errors())
+        wrong = [detail["msg"].removeprefix("Value error, ") for detail in error.errors()]
+        told = "; ".join(line for message in wrong for line in message.splitlines())
         raise UserError(f"the settings of the task do not fit {examples.name}: {told}") from error
 
 

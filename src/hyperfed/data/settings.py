@@ -1,5 +1,6 @@
 """The settings of a task: which data, how divided, for which target."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal, Self, get_args
 
@@ -19,6 +20,7 @@ from hyperfed.data import partition_files, partitions
 from hyperfed.data.corruptions import CorruptionName
 from hyperfed.data.pfllib import Dealing
 from hyperfed.data.tables import SUFFIXES, Columns, ending
+from hyperfed.errors import UserError
 from hyperfed.system.files import check_suffix
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -214,9 +216,15 @@ class TaskConfig:
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        if wrong := [*self._contradictions(), *self._wrong_division()]:
+            raise ValueError("\n".join(wrong))
+        return self
+
+    def _contradictions(self) -> Iterator[str]:
+        """Tells what settings, each right by itself, cannot be together; a line for each."""
         per_client = ("dirichlet", "dirichlet_equal")
         if self.novel_alpha is not None and self.partition not in per_client:
-            raise ValueError(
+            yield (
                 f"novel_alpha needs partition={' or '.join(per_client)}, got "
                 f"{self.partition or 'none'}; remove novel_alpha"
             )
@@ -224,36 +232,31 @@ class TaskConfig:
         counted = self.clients is not None or not self.novel
         for key in ("novel_alpha", "novel_corruption"):
             if getattr(self, key) is not None and counted and not self.novel_clients:
-                raise ValueError(
+                yield (
                     f"{key} needs novel clients, got novel={self.novel} of {self.client_count} "
                     f"clients; raise novel or remove {key}"
                 )
-        self._check_division()
         if self.share_low > self.share_high:
-            raise ValueError(
-                f"share_low must be at most share_high, got {self.share_low} and {self.share_high}"
-            )
+            shares = f"{self.share_low} and {self.share_high}"
+            yield f"share_low must be at most share_high, got {shares}"
         if self.widths is not None and self.width is not None:
-            raise ValueError("give width or widths, not both")
+            yield "give width or widths, not both"
         if self.widths is not None and len(set(self.widths)) < len(self.widths):
-            raise ValueError(f"widths must differ, got {self.widths}")
+            yield f"widths must differ, got {self.widths}"
         if self.test == 0:
-            raise ValueError(partitions.UNTESTED)
+            yield partitions.UNTESTED
         if (self.val or 0) + (self.test or 0) >= 1:
-            raise ValueError(
-                f"val + test must leave examples to train on, got {self.val} + {self.test}"
-            )
+            yield f"val + test must leave examples to train on, got {self.val} + {self.test}"
         if self.clients is not None and self.novel_clients >= self.clients:
-            raise ValueError(
+            yield (
                 f"a client must be left to train, got {self.clients} clients of which "
                 f"{self.novel_clients} are novel; lower novel"
             )
-        return self
 
-    def _check_division(self) -> None:
-        """Checks what goes with divisions that somebody else has made."""
+    def _wrong_division(self) -> Iterator[str]:
+        """Tells what does not go with divisions that somebody else has made."""
         if (self.partition == "file") != (self.partition_file is not None):
-            raise ValueError(
+            yield (
                 "partition=file and partition_file go together, got "
                 f"partition={self.partition or 'none'} and partition_file={self.partition_file}; "
                 "give both or neither"
@@ -261,17 +264,20 @@ class TaskConfig:
         if self.class_sets is not None and (
             self.partition != "equal_classes" or len(self.class_sets) != self.client_count
         ):
-            raise ValueError(
+            yield (
                 "class_sets needs partition=equal_classes and one set for each client, got "
                 f"partition={self.partition or 'none'} and {len(self.class_sets)} sets of "
                 f"{self.client_count} clients; correct them or remove class_sets"
             )
         if self.partition_file is not None:
-            check_suffix(self.partition_file, partition_files.SUFFIXES, "partition")
+            try:
+                check_suffix(self.partition_file, partition_files.SUFFIXES, "partition")
+            except UserError as error:
+                yield str(error)
         decided = {"file": ("val", "test"), "pfllib": ("test",)}.get(self.partition or "", ())
         for key in decided:
             if getattr(self, key) is not None:
-                raise ValueError(
+                yield (
                     f"{key} must be left out with partition={self.partition}, which says what is "
                     f"for what, got {getattr(self, key)}; remove it"
                 )

@@ -494,7 +494,10 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _explain(error: ValidationError, section: str, known: Iterable[str]) -> list[str]:
-    """Returns one line for each key, which joins what the members of a union would have taken."""
+    """Returns one line for each key, which joins what the members of a union would have taken.
+
+    Of keys that contradict each other there is a line for each contradiction.
+    """
     lines: dict[str, tuple[list[str], str]] = {}
     for detail in error.errors(include_url=False):
         key = shown(_key_at(section, detail["loc"], known))
@@ -503,7 +506,9 @@ def _explain(error: ValidationError, section: str, known: Iterable[str]) -> list
         )
         lines.setdefault(key, ([], came))[0].append(_requirement(detail))
     return [
-        f"{key}: {', or '.join(dict.fromkeys(musts))}{came}" for key, (musts, came) in lines.items()
+        f"{key}: {line}{came}"
+        for key, (musts, came) in lines.items()
+        for line in ", or ".join(dict.fromkeys(musts)).splitlines()
     ]
 
 
