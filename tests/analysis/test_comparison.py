@@ -14,6 +14,7 @@ from scipy import stats
 from finished_runs import Finished, evaluation, finished
 from hyperfed.analysis import paired
 from hyperfed.analysis.comparison import compare, difference, groups, saw_the_same, table
+from hyperfed.analysis.differences import differences
 from hyperfed.analysis.figures import draw_accuracy
 from hyperfed.analysis.statistics import Difference
 from hyperfed.errors import UserError
@@ -86,6 +87,13 @@ def test_labels_tell_runs_apart_by_what_differs_and_then_by_number():
     second.config["engine"]["name"] = "vmap"  # changes no number
     labels = [row.label for row in compare([first, second, finished("local")])]
     assert labels == ["pfedla retain=1", "pfedla retain=2", "local"]
+    for run, keep in zip((first, second), (True, None), strict=True):
+        run.config["method"] |= {"retain": 1, "keep": keep}
+    runs = [first, second]
+    assert [row.label for row in compare(runs)] == ["pfedla keep=true", "pfedla keep=none"]
+    assert differences(runs, compare(runs)) == {
+        "method.keep": {"true": ["pfedla keep=true"], "none": ["pfedla keep=none"]}
+    }
 
 
 def test_runs_are_told_apart_by_how_their_clients_are_served():

@@ -152,13 +152,13 @@ def test_a_newcomer_chooses_among_several_sizes():
     [
         (X[:7, :2], Y[:7], r"like the task's, \(4,\) float32, got \(2,\) float32"),
         (np.ones((7, 4), int), Y[:7], r"got \(4,\) int64"),
-        (X[:7], Y[:7] + 2, r"labels must lie in 0..2, got 3 at index 1 .4 such."),
+        (X[:7], Y[:7] + 2, r"0..2, got 3 at index 1 .4 such.; number them from 0$"),
         (X[:7], Y[:6], "got x 7, y 6"),
         (X[:7], Y[:7, None], r"y must have shape \(N,\), got \(7, 1\)"),
         ({"x": X[:7]}, Y[:7], "x must be one array .*, got dict"),
         (X[:0], None, "at least one example, got none"),
         (X[:7] * np.nan, Y[:7], "x must be finite"),
-        (X[:7], Y[:7] + 0.5, "y must hold integer labels"),
+        (X[:7], Y[:7] + 0.5, "integer labels, got torch.float64; convert y to integers$"),
     ],
 )
 def test_a_newcomers_data_must_fit(x, y, message):

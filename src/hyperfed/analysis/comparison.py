@@ -16,6 +16,7 @@ from hyperfed.errors import UserError
 from hyperfed.methods import METHODS
 from hyperfed.metrics import ACCURACY, METRICS, Metric, named
 from hyperfed.runs.config import flat, to_dict
+from hyperfed.runs.keys import written
 from hyperfed.runs.measures import Number
 from hyperfed.runs.records import FinishedRun, deciding
 from hyperfed.runs.remarks import megabytes
@@ -317,7 +318,8 @@ def _labels(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     for method, own in zip(methods, settings, strict=True):
         others = [it for name, it in zip(methods, settings, strict=True) if name == method]
         told = [key for key in own if any(_differ(own, it, key) for it in others)]
-        named = [f"{key.removeprefix('method.')}={own[key]}" for key in _telling(told, others)]
+        telling = _telling(told, others)
+        named = [f"{key.removeprefix('method.')}={written(own[key])}" for key in telling]
         labels.append(" ".join([method, *named]))
     total, seen = Counter(labels), Counter[str]()
     for index, label in enumerate(labels):
@@ -349,8 +351,8 @@ def _groups(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     """
     first: dict[tuple[str, str], str] = {}
     telling = set()
-    written = [{key: repr(value) for key, value in own.items()} for own in settings]
-    for own in written:
+    spelled = [{key: repr(value) for key, value in own.items()} for own in settings]
+    for own in spelled:
         for key in own.keys() - {"seed"}:
             which = own["method.name"], key
             if first.setdefault(which, own[key]) != own[key]:
@@ -358,7 +360,7 @@ def _groups(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     told = [
         {"method.name": own["method.name"]}
         | {key: own[key] for key in own if (own["method.name"], key) in telling}
-        for own in written
+        for own in spelled
     ]
     firsts = [number for number, own in enumerate(told) if told.index(own) == number]
     labels = _labels([{k: v for k, v in settings[n].items() if k != "seed"} for n in firsts])

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from hyperfed.analysis.comparison import Row, grouped, settings_of
+from hyperfed.runs.keys import written
 from hyperfed.runs.records import FinishedRun
 
 NAMED = 6
@@ -36,7 +37,7 @@ def differences(runs: Sequence[FinishedRun], rows: Sequence[Row]) -> dict[str, D
             values: Difference = {}
             for label, own in zip(labels, settings, strict=True):
                 if key in own and method in (None, own["method.name"]):
-                    values.setdefault(str(own[key]), []).append(label)
+                    values.setdefault(written(own[key]), []).append(label)
             if len(values) > 1:
                 for value, of in values.items():
                     found.setdefault(key, {}).setdefault(value, []).extend(dict.fromkeys(of))

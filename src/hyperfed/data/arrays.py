@@ -76,7 +76,12 @@ def _are_channels_last(first: int, _: int, last: int) -> bool:
 
 
 def targets(
-    y: Any, classes: int | None, problems: list[str], *, tokens: bool = False
+    y: Any,
+    classes: int | None,
+    problems: list[str],
+    *,
+    tokens: bool = False,
+    stated: bool = False,
 ) -> tuple[Tensor, int]:
     """Converts targets to (N,) int64 labels and their number, or (N,) floats and 0.
 
@@ -86,6 +91,7 @@ def targets(
         problems: what must hold and does not is appended here.
         tokens: labels may be those of tokens, (N, T), of which IGNORED counts for nothing; an
             example of these alone has no loss, and would count as wrong.
+        stated: whoever brings ``y`` has said ``classes``, and may say another number.
     """
     y = to_tensor(y, "y")
     several = y.ndim == 2 and y.shape[1] != 1  # one each is a column that nobody flattened
@@ -99,9 +105,10 @@ def targets(
         return y, classes or 0
     if y.is_floating_point():
         if classes is not None:
+            because = f" because classes={classes} was given" if stated else ""
+            remedy = ", or leave classes out for regression" if stated else ""
             problems.append(
-                f"y must hold integer labels because classes={classes} was given, got {y.dtype}; "
-                "convert y to integers, or leave classes out for regression"
+                f"y must hold integer labels{because}, got {y.dtype}; convert y to integers{remedy}"
             )
         _check_finite("y", y, problems)
         return y, 0
@@ -119,7 +126,7 @@ def targets(
             int(wrong.flatten(1).any(dim=1).nonzero()[0]) if of_tokens else int(wrong.nonzero()[0])
         )
         found = int(y[wrong][0])
-        more = "" if classes is None or found < 0 else f" or raise classes from {classes}"
+        more = f" or raise classes from {classes}" if stated and classes and found >= 0 else ""
         problems.append(
             f"labels must lie in 0..{limit - 1}, got {found} at index {first} "
             f"({int(wrong.sum())} such); number them from 0{more}"

@@ -97,7 +97,7 @@ def from_arrays(
     usable = not problems
     y, labels, classes = _labelled(y, labels, classes, problems)
     counted = classes is None
-    targets, classes = arrays.targets(y, classes, problems, tokens=True)
+    targets, classes = arrays.targets(y, classes, problems, tokens=True, stated=True)
     numbered = not counted or arrays.check_numbering(targets, problems)
     owner, names = arrays.named(client, problems)
     aligned = arrays.same_length(problems, x=inputs, y=targets, client=owner)

@@ -259,7 +259,7 @@ def _targets(
                 "name them in order with --labels, or the run with task.labels"
             )
             return torch.zeros(len(y), dtype=torch.int64), 0, ()
-        return *arrays.targets(y, classes, problems), ()
+        return *arrays.targets(y, classes, problems, stated=True), ()
     if classes not in (None, len(labels)):
         problems.append(f"classes must be as many as the labels, {len(labels)}, got {classes}")
     return *arrays.words_in_order(y, labels, problems), labels

@@ -145,3 +145,11 @@ def written(value: Any) -> str:
     if value is None:
         return "none"
     return value if isinstance(value, str) else toml.literal(value)
+
+
+def changes(was: RunConfig, now: RunConfig) -> Iterator[str]:
+    """Yields a line for each setting of a run that has changed, as a user writes it."""
+    before, after = flat(to_dict(was)), flat(to_dict(now))
+    for key, value in after.items():
+        if value != before[key]:
+            yield f"{key}={written(value)}, was {written(before[key])}"

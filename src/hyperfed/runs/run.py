@@ -35,6 +35,7 @@ from hyperfed.runs.evaluation import (
 )
 from hyperfed.runs.folder import RunFolder, read_run
 from hyperfed.runs.identity import check_evaluations, check_identity, identity
+from hyperfed.runs.keys import changes
 from hyperfed.runs.numbers import numbers, numbers_of_sizes
 from hyperfed.runs.records import REHEARSAL, Evaluation, Lost
 from hyperfed.runs.rounds import Rounds
@@ -216,9 +217,8 @@ class Run(Served):
             folder.truncate_after(run.round)
             if moved != config:
                 configuration.dump(moved, folder.config)
-                was, now = (configuration.flat(configuration.to_dict(c)) for c in (config, moved))
-                for key in (key for key in now if now[key] != was[key]):
-                    log.warning("goes on with %s=%s, was %s", key, now[key], was[key])
+                for change in changes(config, moved):
+                    log.warning("goes on with %s", change)
             if not folder.has_checkpoint:
                 every = config.checkpoint_every
                 log.warning("begins anew: no checkpoint is there yet, checkpoint_every=%s", every)

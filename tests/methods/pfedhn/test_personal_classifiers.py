@@ -4,9 +4,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from hyperfed.engines.local.loop import LoopEngine
 from hyperfed.engines.local.vmap import VmappedEngine
+from hyperfed.errors import UserError
+from hyperfed.federation import Outline
+from hyperfed.methods import METHODS
 from hyperfed.system.randomness import generator
 from methods.pfedhn.checks import (
     SERVER,
@@ -65,6 +69,12 @@ def test_pc_clients_draw_a_head_each_and_once(
         kept = federation.engine.memory[client]["head"]
         torch.testing.assert_close(kept, expected, rtol=0, atol=0)
     assert not [record for record in caplog.records if "client by client" in record.msg]
+
+
+def test_a_target_that_is_its_classifier_alone_leaves_nothing_to_generate() -> None:
+    outline = Outline({"small": nn.Linear(4, 3)}, 2, 3)
+    with pytest.raises(UserError, match=r"to generate .* size 'small' has no more than 1; c"):
+        METHODS["pfedhn_pc"].Server(outline, METHODS["pfedhn_pc"].Config())
 
 
 def test_a_client_of_pc_that_was_never_asked_uses_the_initial_head() -> None:

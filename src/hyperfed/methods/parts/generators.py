@@ -74,11 +74,20 @@ class GeneratorConfig:
             length: l, of a descriptor.
             head_layers: of the targets, the last ones that are not generated.
             spectral_norm: as of ``MultiHead``.
+
+        Raises:
+            UserError: there is nothing to generate of a target.
         """
         shapes = {
             size: partition(shapes_of(net), head_names(net, head_layers))[1]
             for size, net in outline.models.items()
         }
+        if nothing := [size for size, left in shapes.items() if not left]:
+            raise UserError(
+                "a hypernetwork must have layers to generate before those that clients keep, but "
+                f"the target of size {nothing[0]!r} has no more than {head_layers}; choose a "
+                "deeper target, or another method"
+            )
         net: HyperNet
         if self.hyper_net == "chunks":
             net = DescribedChunks(
