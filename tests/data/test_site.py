@@ -12,6 +12,7 @@ import numpy as np
 import pandas
 import pytest
 import torch
+from PIL import Image
 
 from hyperfed.apps import cli
 from hyperfed.data import arrays, site, tasks
@@ -455,6 +456,17 @@ def test_a_task_of_files_numbers_words_in_the_order_that_is_said(tmp_path: Path)
         tasks.build(TaskConfig(name=str(tmp_path / "t.csv"), labels=("none", "severe")), seed=0)
     with pytest.raises(UserError, match="must be words"):
         tasks.build(TaskConfig(labels=("a",)), seed=0)
+
+
+def test_a_folder_of_images_that_says_nothing_of_clients_is_refused(tmp_path: Path) -> None:
+    for label in "ab":
+        (tmp_path / label).mkdir()
+        Image.fromarray(np.zeros((4, 4), np.uint8)).save(tmp_path / label / "0.png")
+    told = "column client, got image, label; write a metadata.csv with columns file_name and client"
+    with pytest.raises(UserError, match=told):
+        site.read(tmp_path)
+    with pytest.raises(UserError, match=f"a table alone, got the folder {tmp_path}, .*name none$"):
+        site.read(tmp_path, columns=site.Columns(client="writer"))
 
 
 def test_a_table_without_clients_and_no_table_are_refused(tmp_path: Path) -> None:

@@ -268,6 +268,11 @@ def _targets(
 def _columns_of(path: Path, columns: Columns, scratch: Path | None) -> dict[str, Any]:
     """Returns x, y, client and what else there is, of any layout."""
     kind = tables.ending(path)
+    if columns != Columns() and path.is_dir():
+        raise UserError(
+            f"columns must be named of a table alone, got the folder {path}, whose columns are "
+            "client, and an image and a label, or x and y; call them so, and name none"
+        )
     if columns != Columns() or kind == ".csv":
         return _from_table(path, columns)
     return _from_npz(path) if kind == ".npz" else _from_rows(path, scratch)
@@ -343,7 +348,10 @@ def _columns(splits: Mapping[str, Any], path: Path) -> dict[str, Any]:
     if "client" in names and path.is_file() and not pictures and not {"x", "y"} <= set(names):
         return _from_table(path, Columns())
     if "client" not in names:
-        raise UserError(f"{path} must have a column client, got {', '.join(names)}; add it")
+        how = "add it"
+        if pictures and path.is_dir():
+            how = "write a metadata.csv with columns file_name and client beside the images"
+        raise UserError(f"{path} must have a column client, got {', '.join(names)}; {how}")
     columns: dict[str, Any] = {"client": np.array(_listed(splits, "client"), dtype=object)}
     if {"x", "y"} <= set(names):
         try:
