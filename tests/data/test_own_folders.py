@@ -205,6 +205,23 @@ def test_an_image_that_metadata_list_twice_is_refused(tmp_path: Path) -> None:
 
 @UNCLOSED
 @pytest.mark.usefixtures("cached")
+def test_what_is_written_otherwise_than_in_utf_8_is_told(tmp_path: Path) -> None:
+    folder = Path(with_metadata(tmp_path / "all", a=["x", "y"]))
+    (folder / "a" / "metadata.csv").write_bytes(b"file_name,client\n0.png,Zo\xe9\n")  # of Excel
+    with pytest.raises(UserError, match=r"text files in UTF-8, but: .* byte 0xe9 .*; convert them"):
+        datasets.load(str(folder))
+
+
+@pytest.mark.usefixtures("cached")
+def test_one_folder_is_no_label(tmp_path: Path) -> None:
+    folder = Path(with_metadata(tmp_path / "all", a=["x", "y"]))
+    (folder / "a" / "metadata.csv").unlink()
+    with pytest.raises(UserError, match="no labels, nor is that of a folder alone"):
+        datasets.load(str(folder))
+
+
+@UNCLOSED
+@pytest.mark.usefixtures("cached")
 @pytest.mark.parametrize(("column", "expected"), [("label", ("cat", "dog")), ("other", None)])
 def test_labels_of_metadata_may_be_words_and_clients_are_none(
     tmp_path: Path, column: str, expected: tuple[str, ...] | None

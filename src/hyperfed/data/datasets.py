@@ -228,6 +228,9 @@ def _rows(
             f"be reached ({error}); connect to the internet, or set data_dir (or HYPERFED_DATA) to "
             f"a folder that holds {name}/ in the hub's layout"
         ) from error
+    except UnicodeDecodeError as error:
+        told = f"{source} must hold text files in UTF-8, but: {error}; convert them"
+        raise UserError(told) from error
     except ValueError as error:
         raise readers.NoSuchConfigurationError(
             f"{source} must have a configuration {config or 'by default'}, but has not ({error}); "

@@ -353,7 +353,7 @@ def label_column(features: Mapping[str, Any], name: str, besides: Sequence[str] 
         f"{name} must have one label column, a class label or an integer, "
         f"got {', '.join(labels or integers) or 'none'} (columns: {', '.join(features)}); "
         "rename the one to learn to 'label', or add it: beside a metadata file the names of "
-        "folders are no labels"
+        "folders are no labels, nor is that of a folder alone"
     )
 
 

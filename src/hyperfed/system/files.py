@@ -168,7 +168,8 @@ def sync(path: Path) -> None:
 
 def refused(path: Path, error: OSError) -> UserError:
     """Returns the error to raise where the system does not let us write to ``path``."""
+    away = isinstance(error, FileNotFoundError)
+    how = "make its folder" if away else "make room or permit writing"
     return UserError(
-        f"{path} must be writable, but: {error.strerror or error}; "
-        "make room or permit writing, or choose another folder"
+        f"{path} must be writable, but: {error.strerror or error}; {how}, or choose another folder"
     )
