@@ -231,7 +231,9 @@ def test_a_bounded_one_has_no_layer_that_mixes_samples_in_evaluation(frozen: boo
 def test_what_is_behind_the_layer_of_another_width_is_not_frozen() -> None:
     target = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3))
     target[2].requires_grad_(False)
-    with pytest.raises(UserError, match=r"a deep set gives another width to 0 .* but 2 is; train"):
+    with pytest.raises(
+        UserError, match=r"a deep set gives 0 of .* than 4, which 2 behind it could"
+    ):
         DeepSet(target, 4)
     target.requires_grad_(True)[0].requires_grad_(False)
     assert DeepSet(target, 4, units=6).features(torch.zeros(2, 5)).shape == (2, 6)

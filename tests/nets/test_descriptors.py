@@ -220,7 +220,7 @@ def test_a_target_without_a_linear_layer_cannot_be_copied() -> None:
 @pytest.mark.parametrize("last", [nn.Linear(5, 2), nn.BatchNorm1d(5)])
 def test_what_is_behind_the_last_layer_is_not_frozen(last: nn.Module) -> None:
     target = nn.Sequential(nn.Linear(6, 5), nn.Sequential(nn.ReLU(), last.requires_grad_(False)))
-    with pytest.raises(UserError, match=r"descriptor network gives .* to 0 .* but 1\.1 is; train"):
+    with pytest.raises(UserError, match=r"descriptor network gives 0 .* than 5, which 1\.1 behind"):
         LabelledTarget(target, CLASSES, LENGTH)
     target.requires_grad_(True)[0].requires_grad_(False)
     if isinstance(last, nn.Linear):

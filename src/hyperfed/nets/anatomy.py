@@ -184,25 +184,31 @@ def trained_layers(network: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def check_last(network: nn.Module, layer: str, of: str) -> None:
-    """Refuses frozen layers behind one that gets another width.
+    """Refuses a frozen layer that takes what comes out of one that gets another width.
+
+    The order of definition does not say what takes what: a frozen body may be defined behind the
+    head. So it is the next frozen one that is looked at, and whether it takes as many features.
 
     Args:
         network: a target.
-        layer: the name of a layer in it, which gets another number of outputs in a copy.
+        layer: the name of a linear layer in it, which gets another number of outputs in a copy.
         of: what the copy is, such as "a deep set".
 
     Raises:
-        UserError: a layer that is frozen is defined behind it: it could take no other width.
+        UserError: there is such a layer, which could take no other width.
     """
+    width = network.get_submodule(layer).out_features
     behind = dropwhile(lambda named: named[0] != layer, network.named_modules())
     frozen = set(trees.frozen_parts(network)) - trees.replaced_parts(network)
     for name, part in behind:
         if part in frozen and any(True for _ in part.parameters(recurse=False)):
-            raise UserError(
-                f"{of} gives another width to {layer} of a target, behind which no layer may be "
-                f"frozen, but {name} is; train it, too, define layers in the order of their use, "
-                "or choose another method"
-            )
+            if width in (getattr(part, "in_features", None), getattr(part, "num_features", None)):
+                raise UserError(
+                    f"{of} gives {layer} of a target another width than {width}, which {name} "
+                    "behind it could not take, as it is frozen; train it, too, or choose another "
+                    "method"
+                )
+            return
 
 
 class _Part(NamedTuple):
