@@ -80,7 +80,7 @@ def _as_written(
     builder = datasets.load_dataset_builder(source, config, cache_dir=cache_dir)
     typed = builder.config.features or builder.info.features
     guessed = type(builder.config).__name__ == "CsvConfig" and not typed
-    words = {"converters": dict.fromkeys(ids, str), "keep_default_na": False, "na_values": [""]}
+    words = {"converters": dict.fromkeys(ids, _word), "keep_default_na": False, "na_values": [""]}
     return words if guessed else {}
 
 
@@ -92,6 +92,11 @@ def _builder_of_all(folder: str, *, cache_dir: str | None) -> Any:
     builder = datasets.load_dataset_builder(folder, cache_dir=cache_dir)
     folder_checks.check_whole(Path(folder), builder)
     return builder
+
+
+def _word(written: str) -> str | None:
+    """Returns what is written in a cell; None for nothing, which pandas before 3 has as a word."""
+    return written or None
 
 
 def _put_in_order(splits: Any, builder: Any) -> None:

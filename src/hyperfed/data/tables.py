@@ -351,7 +351,8 @@ def numbered(y: Array, *, numbers: bool = False) -> tuple[Array, tuple[str, ...]
     if not arrays.is_text(y) and (not counted or fits):
         return y, ()
     names, number = np.unique(y, return_inverse=True)
-    return number.astype(np.int64), tuple(str(name) for name in names)
+    # Of several dimensions NumPy before 2 gives a flat one.
+    return number.reshape(y.shape).astype(np.int64), tuple(str(name) for name in names)
 
 
 def _picked(
