@@ -12,6 +12,7 @@ import hyperfed
 from hyperfed import federation, training, trees
 from hyperfed.engines.calls import Call
 from hyperfed.engines.local import vmap as vmapped
+from hyperfed.engines.local.draws import OwnError
 from hyperfed.engines.local.loop import LoopEngine
 from hyperfed.engines.local.vmap import Kind, VmappedEngine
 from hyperfed.federation import Each, step
@@ -314,6 +315,14 @@ def test_a_step_that_cannot_go_together_is_the_loops_is_told_and_tried_once(
         monkeypatch.setattr(vmapped, "vmap", None)  # is not used again
     assert left(caplog) == {name: why}
     assert ours.together == []
+
+
+def test_a_library_finds_no_way_to_make_an_array_of_what_is_each_clients_own() -> None:
+    """Where it looks for one, Python from 3.13 on prints any other error than that it is absent."""
+    for name in ("__array__", "__torch_function__"):
+        assert not hasattr(vmapped._ANYONE, name)
+    with pytest.raises(OwnError, match=WHO):
+        _ = vmapped._ANYONE.real
 
 
 class Recurrent(nn.Module):

@@ -314,7 +314,12 @@ class _Anyone:
     def _refuse(self, *_: object) -> NoReturn:
         raise OwnError(_REASONS["_Anyone"])
 
-    __getattr__ = __eq__ = __hash__ = __bool__ = __repr__ = _refuse
+    __eq__ = __hash__ = __bool__ = __repr__ = _refuse
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # what a library looks for, such as __array__, it may find absent
+            raise AttributeError(name)
+        self._refuse()
 
 
 _ANYONE: Any = _Anyone()
