@@ -8,7 +8,7 @@ from torch.nn.utils.parametrize import register_parametrization
 from hyperfed import trees
 from hyperfed.errors import UserError
 from hyperfed.nets import MLP, CharLSTM, LeNet, LeNetBN, OmniglotNet, head_names, layers_of
-from hyperfed.nets.anatomy import check_head, last_linear
+from hyperfed.nets.anatomy import check_head, check_widened, last_linear
 
 
 class TestHeadNames:
@@ -104,3 +104,18 @@ class TestLastLinear:
     def test_another_layer_is_none(self):
         with pytest.raises(UserError, match=r"of X must end in an nn.Linear .* got BatchNorm1d"):
             last_linear(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), "X")
+
+
+@pytest.mark.parametrize("width", [4, 5])
+def test_only_the_next_frozen_layer_is_taken_for_one_that_takes_what_a_layer_gives(
+    width: int,
+) -> None:
+    """A frozen body that is defined behind the head may have a layer of any width further on."""
+    net = nn.Module()
+    net.head = nn.Linear(6, 5)
+    net.body = nn.Sequential(nn.Linear(width, 5), nn.Linear(5, 6)).requires_grad_(False)
+    if width == 4:
+        check_widened(net, "head", "a copy")
+        return
+    with pytest.raises(UserError, match=r"a copy gives head .* than 5, which body\.0 behind it"):
+        check_widened(net, "head", "a copy")

@@ -102,12 +102,13 @@ def pair(runs: Sequence[FinishedRun], rows: Sequence[Row]) -> list[Paired]:
         runs: finished.
         rows: of :func:`hyperfed.analysis.comparison.compare`, one for each.
     """
-    return _pair([_side_of(row.label, runs, rows, [place]) for place, row in enumerate(rows)])
+    each = [(row.label, [place]) for place, row in enumerate(rows)]
+    return _pair(_sides(runs, rows, each))
 
 
 def pair_groups(runs: Sequence[FinishedRun], rows: Sequence[Row]) -> list[Paired]:
     """Does the same with all seeds of each run together, on the seeds that both have."""
-    return _pair([_side_of(group, runs, rows, own) for group, own in grouped(rows)])
+    return _pair(_sides(runs, rows, grouped(rows)))
 
 
 def pair_labelled(labelled: Mapping[str, Sequence[FinishedRun]], metric: Metric) -> list[Paired]:
@@ -123,15 +124,22 @@ def pair_labelled(labelled: Mapping[str, Sequence[FinishedRun]], metric: Metric)
     return _pair(sides)
 
 
-def _side_of(
-    label: str, runs: Sequence[FinishedRun], rows: Sequence[Row], places: Sequence[int]
-) -> _Side:
-    """Returns the side of some of all runs."""
-    first, chosen = rows[places[0]], choices(rows)
-    vals, tests = [chosen[at][1] for at in places], [rows[at].test for at in places]
-    return _side(
-        label, first.method, first.metric, [runs[at] for at in places], vals=vals, tests=tests
-    )
+def _sides(
+    runs: Sequence[FinishedRun], rows: Sequence[Row], named: Sequence[tuple[str, Sequence[int]]]
+) -> list[_Side]:
+    """Returns a side for each (label, which of the runs)."""
+    vals = [value for _, value in choices(rows)]
+    return [
+        _side(
+            label,
+            rows[own[0]].method,
+            rows[own[0]].metric,
+            [runs[at] for at in own],
+            vals=[vals[at] for at in own],
+            tests=[rows[at].test for at in own],
+        )
+        for label, own in named
+    ]
 
 
 def _side(

@@ -183,7 +183,7 @@ def trained_layers(network: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, part) for name, part in trees.trained_parts(network) if part not in beside]
 
 
-def check_last(network: nn.Module, layer: str, of: str) -> None:
+def check_widened(network: nn.Module, layer: str, of: str) -> None:
     """Refuses a frozen layer that takes what comes out of one that gets another width.
 
     The order of definition does not say what takes what: a frozen body may be defined behind the

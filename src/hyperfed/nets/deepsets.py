@@ -10,7 +10,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from hyperfed import trees
 from hyperfed.errors import UserError
-from hyperfed.nets.anatomy import check_last, mixing_norms, trained_layers
+from hyperfed.nets.anatomy import check_widened, mixing_norms, trained_layers
 from hyperfed.nets.pretrained import compute_in_own_precision
 
 
@@ -46,8 +46,8 @@ class DeepSet(nn.Module):
         bounded: whether samples are mapped onto the unit sphere and averaged.
 
     Raises:
-        UserError: the target has no linear layer, what is behind it is frozen, a size is out of
-            range, or it is bounded and batch-norm before that layer keeps no statistics.
+        UserError: the target has no linear layer, a frozen one takes what comes out of it, a size
+            is out of range, or it is bounded and batch-norm before that layer keeps no statistics.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ def _features(target: nn.Module, units: int, dtype: torch.dtype) -> nn.Module:
             "without one; choose another target, or name its head in the adapter's modules_to_save"
         )
     first, layer = linear[0]
-    check_last(target, first.partition(".")[2], "a deep set")
+    check_widened(target, first.partition(".")[2], "a deep set")
     # From the end: what is in a part is found only while the part itself is there.
     for name in reversed(dict(network.named_modules())):
         if name == first:

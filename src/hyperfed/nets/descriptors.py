@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hyperfed import trees
 from hyperfed.errors import UserError
-from hyperfed.nets.anatomy import check_last, trained_layers
+from hyperfed.nets.anatomy import check_widened, trained_layers
 from hyperfed.nets.pretrained import compute_in_own_precision
 
 
@@ -37,7 +37,8 @@ class LabelledTarget(nn.Module):
         descriptor_size: l, the length of an embedding.
 
     Raises:
-        UserError: the target has no linear layer to end with, or what is behind it is frozen.
+        UserError: the target has no linear layer to end with, or a frozen one takes what comes out
+            of its last.
     """
 
     def __init__(self, target: nn.Module, classes: int, descriptor_size: int) -> None:
@@ -64,7 +65,7 @@ class LabelledTarget(nn.Module):
                 "modules_to_save, or choose another target"
             )
         last_name, last = linear[-1]
-        check_last(target, last_name.partition(".")[2], "a descriptor network")
+        check_widened(target, last_name.partition(".")[2], "a descriptor network")
         last_now: nn.Module
         if first is None:
             last_now = _LabelledHead(last.in_features, more, descriptor_size)

@@ -52,8 +52,8 @@ def read_runs(paths: Iterable[Path]) -> list[RunRecord]:
     for path in paths:
         below = folder.find_runs(path)
         if not below:
-            shown = one_line(str(path), 100)
-            raise UserError(f"{shown} must be a run's folder or hold some, but holds none")
+            how = "holds none" if path.exists() else "is not there"
+            raise UserError(f"{path} must be a run's folder or hold some, but {how}")
         folders |= dict.fromkeys(below)
     return [read_run(each) for each in folders]
 
