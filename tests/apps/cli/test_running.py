@@ -105,6 +105,10 @@ class TestRun:
             assert "is too long" in told
             assert len(told) < 300
 
+    def test_a_path_that_is_not_there_is_told_apart_from_one_without_runs(self, cli, tmp_path):
+        assert "hold some, but holds none" in failure(cli("compare", tmp_path))
+        assert "hold some, but is not there" in failure(cli("compare", tmp_path / "gone"))
+
     def test_refuses_a_folder_that_cannot_be_made(self, cli, tmp_path):
         below = tmp_path / "a file"
         below.write_text("mine")
