@@ -6,8 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from hyperfed.data import shares
 from hyperfed.papers import measured, report
 from hyperfed.papers.measured import UNITS, Measurement
 from hyperfed.runs import config, experiments
@@ -94,6 +96,28 @@ def test_what_a_paper_has_for_one_training_in_several_tables_is_one_training_her
     for data in ("cifar10", "emnist"):
         one = settings(f"pfedla/table1.toml:{data}-10-pfedla")
         assert settings(f"pfedla/table3.toml:{data}-0") == one, data
+
+
+@pytest.mark.parametrize("table", ["table1", "table2"])
+def test_one_of_pfedlas_ten_clients_holds_as_much_as_one_of_a_hundred(table: str) -> None:
+    """On average over divisions: in each, the class that most clients hold decides."""
+
+    def of_a_client(cell: str) -> float:
+        task = config.load(str(ROOT / f"pfedla/{table}.toml:{cell}")).task
+        clients, classes = task.client_count, 100 if task.name == "cifar100" else 10
+        amounts = []
+        for seed in range(200):
+            drawn, rng = (clients, classes, task.classes_per_client), np.random.default_rng(seed)
+            if task.partition == "equal_classes":
+                dealt = shares.equal_classes(*drawn, rng)
+            else:
+                dealt = shares.majority(*drawn, rng, ratio=task.majority_ratio)
+            amounts.append(dealt.sum() / clients)
+        return task.fraction * float(np.mean(amounts))
+
+    for data in ("emnist", "fashion_mnist", "cifar10", "cifar100"):
+        few, many = (of_a_client(f"{data}-{clients}-pfedla") for clients in (10, 100))
+        assert few == pytest.approx(many, rel=0.03), data
 
 
 PFLLIB = "pfllib/fashion_mnist"
