@@ -521,3 +521,11 @@ def test_an_engine_only_has_to_answer_calls(method: str, own: dict[str, Any]) ->
             | {str(client): tree for client, tree in ours.engine.memory.items()}
         )
     torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def test_what_is_posted_to_all_alike_is_what_it_was_then() -> None:
+    engine = posting()
+    cohort, sent = opened(engine, 0, 1), {"w": torch.ones(2)}
+    pending = cohort.post(Poster.add, sent)
+    sent["w"] += 1  # as an optimiser would
+    assert pending.reply()["own"].tolist() == [[1, 1]] * 2

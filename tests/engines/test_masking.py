@@ -359,3 +359,13 @@ def test_sums_are_the_same_whoever_computes(name: str) -> None:
         assert told == {8 * len(flat(found[0]))}
     assert not torch.equal(flat(found[0]), flat(found[1]))
     torch.testing.assert_close(*found, rtol=0, atol=1e-9)
+
+
+def test_a_mean_of_those_who_are_served_is_none_of_masked_parts() -> None:
+    """Which would be of three at least."""
+    found = []
+    for sums in (Masking(5.0), None):
+        engine = LoopEngine(TASK, Client, fedavg.Config(**ONE_STEP), seed=0, masking=sums)
+        cohort = engine.cohort([0, 1], 0, training=False)
+        found.append(cohort.mean(Client.train_model, TASK.initial("base"), batches=Steps(1, 99)))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)

@@ -21,6 +21,7 @@ from hyperfed.federation import AllLostError, Each, step
 from hyperfed.methods import fedavg, fedper
 from hyperfed.methods.parts.privacy import PrivacyConfig
 from hyperfed.task import Task
+from hyperfed.training import Steps
 from hyperfed.trees import Tree
 from toys import ONE_STEP, Federation, Normed, make_task, short
 
@@ -496,3 +497,13 @@ def test_each_client_has_noise_of_its_own_where_all_are_sent_something_of_their_
     reply = cohort.ask(Client.model, Each(trees.repeat(SENT, 2)), own)
     noise = reply["w"] - SENT["w"] - own["w"]
     assert not torch.equal(noise[0], noise[1])
+
+
+def test_of_other_batches_the_same_is_another_question() -> None:
+    ours, own, told = engine(FREE), change(0.3), []
+    for batches in (Steps(1, 4), Steps(2, 4), Steps(1, 4)):
+        cohort = ours.cohort([0], 0, training=True)
+        told.append(cohort.ask(Client.vector, own, batches=batches)["vector"])
+    assert not torch.equal(told[0], told[1])
+    assert torch.equal(told[0], told[2])
+    assert len(ours.released[0]["multipliers"]) == 2

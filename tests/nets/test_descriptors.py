@@ -241,6 +241,20 @@ def test_a_standard_is_fitted_once_to_the_first_descriptor() -> None:
     assert set(fitted.state_dict()) == {"mean", "deviation"}
 
 
+@pytest.mark.parametrize("lie", [0.0, 1e-30, 90.0])
+def test_a_standard_is_not_fitted_to_who_is_far_from_all_others(lie: float) -> None:
+    descriptors = draw(4, LENGTH)
+    fitted = Standard().double().fitted(torch.cat([lie * descriptors[:1], descriptors[1:]]))
+    honest = Standard().double().fitted(descriptors[1:])
+    assert torch.equal(fitted(descriptors), honest(descriptors))
+
+
+def test_where_most_say_nothing_a_standard_changes_nothing() -> None:
+    descriptors = torch.zeros(3, LENGTH, dtype=torch.float64)
+    fitted = Standard().double().fitted(descriptors)
+    assert torch.equal(fitted(descriptors + 2), descriptors + 2)
+
+
 def test_a_standard_that_never_fits_changes_nothing() -> None:
     standard, descriptors = Standard(fit=False).double(), draw(3, LENGTH)
     assert torch.equal(standard.fitted(descriptors)(descriptors), descriptors)

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from hyperfed.errors import UserError
 from hyperfed.runs import accounts as module
 from hyperfed.runs.accounts import Accounts
 from hyperfed.runs.config import from_keys
@@ -163,3 +164,13 @@ def test_an_account_is_that_of_one_run(tmp_path: Path) -> None:
     others.read()
     with others.serving():
         assert spent(others) == {}
+
+
+@pytest.mark.parametrize("name", ["released", "served"])
+def test_a_link_to_an_account_that_is_away_is_no_account_of_nothing(
+    name: str, tmp_path: Path
+) -> None:
+    ours = accounts(tmp_path)
+    getattr(ours.folder, name).symlink_to(tmp_path / "a disk that is away")
+    with pytest.raises(UserError, match="no .*released|no .*served"):
+        ours.read()

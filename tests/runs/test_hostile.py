@@ -4,7 +4,8 @@ import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -75,6 +76,40 @@ def echo(reply: Tree, like: Tree | None, call: Call) -> Tree:
     return reply if like is None else trees.clone(like)
 
 
+def below_zero(statistic: str) -> Lie:
+    def lie(reply: Tree, like: Tree | None, call: Call) -> Tree:
+        """Moves a statistic of batch-norm to -2, whether the step returns a model or a change."""
+        if like is None:
+            return reply
+        model = _is_near(reply, like)
+        return {
+            name: leaf
+            if not name.endswith(statistic)
+            else torch.full_like(leaf, -2)
+            if model
+            else like[name] + 2
+            for name, leaf in reply.items()
+        }
+
+    return lie
+
+
+def sparing_variances(lie: Lie) -> Lie:
+    """Returns a lie that leaves batch-norm's variances, which below zero would have it lost."""
+
+    def spared(reply: Tree, like: Tree | None, call: Call) -> Tree:
+        start = like if like is not None and _is_near(reply, like) else None
+        kept = {
+            name: torch.zeros_like(leaf) if start is None else start[name]
+            for name, leaf in reply.items()
+            if name.endswith("running_var")
+        }
+        return lie(reply, like, call) | kept
+
+    return spared
+
+
+@sparing_variances
 def growing(reply: Tree, like: Tree | None, call: Call) -> Tree:
     return scaled(3.0**call.round)(reply, like, call)
 
@@ -109,6 +144,8 @@ ATTACKS: dict[str, tuple[Lie, str | None]] = {
     "one entry of 1e30": (in_one_entry(1e30), "too large"),
     "one tensor of 1e9": (in_one_tensor(1e9), "too large"),
     "1e6 times its change": (scaled(1e6), "too large"),
+    "variances below zero": (below_zero("running_var"), "below zero"),
+    "counts of batches below zero": (below_zero("num_batches_tracked"), "below zero"),
     "1e30 late in a late round": (late, "too large"),
     "-10 times its change": (scaled(-10.0), None),
     "growth below the bound": (growing, None),
@@ -130,20 +167,23 @@ def lies(monkeypatch: pytest.MonkeyPatch) -> Callable[[Lie], None]:
     return have
 
 
+@pytest.mark.parametrize("hostile", [0, HOSTILE])
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_no_lie_ends_a_run_or_leaves_it_a_state_that_is_not_finite(
-    attack: str, lies: Callable[[Lie], None], tmp_path: Path
+    attack: str, hostile: int, lies: Callable[[Lie], None], tmp_path: Path
 ) -> None:
+    """The first client, to whose descriptor PeFLL's standardisation may be fitted, is no other."""
     lie, reason = ATTACKS[attack]
     lies(lie)
+    faults = {"faults": {"hostile": [hostile]}}
     for method in ("fedavg", "pefll"):
-        run = hyperfed.train(method, make_task(Normed), out=tmp_path, **SETTINGS)
+        run = hyperfed.train(method, make_task(Normed), out=tmp_path, **SETTINGS | faults)
         assert run.summary["rounds"] == 5
         assert run.folder is not None
         tree, _ = load_state(run.folder.state)
         assert trees.finite([tree]) == [True]
         lost = {(one.client, one.reason) for e in run.evaluations for one in e.lost}
-        assert {client for client, _ in lost} <= {HOSTILE}
+        assert {client for client, _ in lost} <= {hostile}
         if reason is not None:
             assert lost
             assert all(reason in said for _, said in lost)
@@ -181,7 +221,8 @@ FRAIL = {"clip": None, "lr": 100.0}
 
 
 def lie_in_round_two(value: float) -> Lie:
-    return lambda reply, like, call: fill(value)(reply, like, call) if call.round == 2 else reply
+    lie = sparing_variances(fill(value))
+    return lambda reply, like, call: lie(reply, like, call) if call.round == 2 else reply
 
 
 @pytest.mark.parametrize(
@@ -452,3 +493,13 @@ def test_hostile_clients_and_rules_that_cannot_be() -> None:
     for key, value in (("hostile", 0.5), ("reply_bound", 1.0), ("aggregation", "mode")):
         with pytest.raises(UserError, match=f"robust.{key}"):
             config.from_keys("fedavg", {f"robust.{key}": value})
+
+
+def test_what_an_earlier_round_posted_still_waits_after_one_is_taken_back() -> None:
+    engine = Federation("fedavg", make_task()).engine
+    earlier, void = (engine.cohort([0], number, training=True) for number in (0, 1))
+    server, before = Server(engine.task.outline(), None), Snapshot()
+    engine.waiting[:] = [cast(Any, SimpleNamespace(cohort=each)) for each in (earlier, void)]
+    before.take(server)
+    before.restore(server, engine, void)
+    assert [question.cohort for question in engine.waiting] == [earlier]

@@ -23,6 +23,7 @@ from hyperfed.engines.replies import (
     DivergedError,
     NoAnswerError,
     Reply,
+    below_zero,
     checked,
     expected_structure,
     refusal,
@@ -439,6 +440,11 @@ class EngineCohort:
             for position, reply in replies.items()
         }
         reasons |= self._too_large(question, {p: r for p, r in came.items() if reasons[p] is None})
+        reasons |= {
+            position: self._impossible(question, position, reply.tree)
+            for position, reply in came.items()
+            if reasons[position] is None
+        }
         accepted: dict[int, Tree] = {}
         for position, reply in replies.items():
             call, reason = question.calls[position], reasons[position]
@@ -452,6 +458,16 @@ class EngineCohort:
             up = trees.count_bytes(reply.tree) if isinstance(reply, Reply) else 0
             self.state.exchanges.append(Exchange(question.info.name, call.client, down, up))
         question.accepted = accepted
+
+    def _impossible(self, question: Question, position: int, reply: Tree) -> str | None:
+        """Returns why no client can have come to a reply that may be of any size, or None."""
+        call, info = question.calls[position], question.info
+        if call.masked:
+            return None
+        if info.bounded != "reply":
+            return below_zero(reply, None)
+        start = promised(info, call)
+        return None if start is None else below_zero(reply, start)
 
     def _too_large(self, question: Question, replies: Mapping[int, Reply]) -> dict[int, str]:
         factor, private = self.state.reply_bound, self._engine.private

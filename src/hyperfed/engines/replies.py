@@ -32,6 +32,16 @@ UNUSABLE = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError,
 """What a server may raise that goes on from a reply which no honest client sends."""
 
 
+VARIANCE = "running_var"
+"""How batch-norm calls what must not be below zero."""
+
+STATISTICS = (VARIANCE, "num_batches_tracked")
+"""What of batch-norm no examples bring below zero."""
+
+ROUNDING = 1e-6
+"""How far below zero a difference may bring what is zero."""
+
+
 @dataclass(frozen=True)
 class Reply:
     """A reply that may still differ from those of the other clients."""
@@ -87,6 +97,24 @@ def refusal(reply: Reply | Exception, expected: Structure | None, *, finite: boo
     if expected is not None and reply.structure != expected:
         return difference(reply.structure, expected)
     return None if finite else "the reply is not finite"
+
+
+def below_zero(reply: Tree, start: Tree | None) -> str | None:
+    """Says which statistic of batch-norm a reply has below zero, or None.
+
+    With a variance below zero a model gives nothing but NaN, and with a count it may divide by 0.
+
+    Args:
+        reply: a model, or how much less each number of it is than it was.
+        start: what it was, where the reply is that difference.
+    """
+    base = dict(trees.leaves(start or {}))
+    for path, leaf in trees.leaves(reply):
+        if path.endswith(STATISTICS):
+            value = leaf if start is None else base[path].to(leaf.device) - leaf
+            if bool((value < -ROUNDING).any()):
+                return f"{one_line(path, 100)} comes below zero, which no examples bring it to"
+    return None
 
 
 def difference(came: Structure, expected: Structure) -> str:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hyperfed import trees
-from hyperfed.engines.replies import BadReplyError, difference
+from hyperfed.engines.replies import VARIANCE, BadReplyError, difference
 from hyperfed.errors import UserError
 from hyperfed.federation import StepInfo
 from hyperfed.trees import Tree
@@ -30,9 +30,6 @@ UNCOVERED = ("evaluate", "export")
 
 KEPT = 4096
 """Numbers of an answer that is kept and given again for nothing; models are not worth the space."""
-
-VARIANCE = "running_var"
-"""How batch-norm calls what must not be below zero."""
 
 
 def is_covered(info: StepInfo) -> bool:

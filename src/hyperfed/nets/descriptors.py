@@ -217,7 +217,9 @@ class LabelMap(nn.Module):
 class Standard(nn.Module):
     """Standardises descriptors by two numbers fitted once, to the first descriptor ever seen.
 
-    So does the code of PeFLL's authors. The numbers are buffers: a checkpoint holds them.
+    So does the code of PeFLL's authors. One whose deviation is not within ten times that of the
+    median client is passed over, so that nobody decides alone how all models start. The numbers
+    are buffers: a checkpoint holds them.
 
     Args:
         fit: False for a module that never fits and changes nothing.
@@ -235,8 +237,14 @@ class Standard(nn.Module):
         """Returns itself where it is fitted, else a copy fitted to the first of (C, l)."""
         if self.deviation > 0:
             return self
-        copied = copy.deepcopy(self)
-        copied.mean, copied.deviation = descriptors[0].mean(), descriptors[0].std()
+        copied, deviation = copy.deepcopy(self), descriptors.std(dim=1)
+        usual = deviation.median()
+        like_others = (usual <= 10 * deviation) & (deviation <= 10 * usual) & (deviation > 0)
+        if not like_others.any():  # most say nothing
+            copied.deviation = torch.ones_like(usual)
+            return copied
+        first = int(like_others.nonzero()[0])
+        copied.mean, copied.deviation = descriptors[first].mean(), deviation[first]
         return copied
 
     def forward(self, descriptors: Tensor) -> Tensor:

@@ -693,3 +693,29 @@ def test_without_a_policy_nothing_is_noted(tmp_path: Path) -> None:
     bare = Site(Shard(TASK, range(4)), tmp_path, fedavg.Client, fedavg.Config(), seed=0)
     assert isinstance(asked(bare, batches=Steps(1, 1)), dict)
     assert not (tmp_path / "audit.jsonl").exists()
+
+
+@pytest.mark.parametrize("split", ["val", "test"])
+def test_the_smallest_evaluation_is_of_the_smaller_split(split: str, tmp_path: Path) -> None:
+    here = site_in(tmp_path, smallest_evaluation=6)
+    few = [rows[:5] for rows in getattr(TASK, split)]
+    here.source = Shard(replace(TASK, **{split: few}), range(4))
+    told = str(asked(here, "evaluate"))
+    assert "counts of an evaluation must be of 6 examples at least here, came 5" in told
+
+
+def test_a_batch_is_no_larger_than_what_its_client_has(tmp_path: Path) -> None:
+    here = site_in(tmp_path, smallest_batch=8, smallest_reply=1)
+    told = str(asked(here, client=1, batches=Steps(20, 64)))
+    assert "a batch must be of 8 examples at least here, came 7" in told
+
+
+def test_a_model_whose_logits_all_move_alike_says_the_same_of_all(tmp_path: Path) -> None:
+    alike = MODEL | {"head.weight": torch.ones_like(MODEL["head.weight"])}
+    told = str(asked(site_in(tmp_path), "evaluate", model=alike))
+    assert "this one says the same of all" in told
+
+
+def test_who_has_too_few_to_reply_may_be_fine_tuned(tmp_path: Path) -> None:
+    answer = asked(site_in(tmp_path), "finetune", client=1, batches=HONEST)
+    assert answer == {}

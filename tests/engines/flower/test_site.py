@@ -434,3 +434,10 @@ def test_each_client_must_say_its_size_where_there_are_several() -> None:
         enrol([introduction("a")], run=1, sizes=("S", "L"))
     frame = enrol([introduction("a", size="L")], run=1, sizes=("S", "L")).frame
     assert frame.sizes == ("L",)
+
+
+def test_a_client_is_called_by_its_own_name(tmp_path: Path) -> None:
+    """Its memory and its account are kept by that."""
+    answer = site_in(tmp_path).answer(request(1, 0, names={0: NAMES[1]})).answers[0]
+    assert isinstance(answer, UserError)
+    assert RAN == []
