@@ -4,6 +4,7 @@ A server is told the :class:`Outline`, a client reads its own :class:`Split`.
 """
 
 import copy
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from hyperfed import metrics, training, trees
 from hyperfed.errors import UserError, nearest
 from hyperfed.metrics import Metric
+from hyperfed.system.randomness import seeded
 from hyperfed.training import Batch
 from hyperfed.trees import Model
 
@@ -171,6 +173,23 @@ class Task:
         """Returns the initial weights of a target: parameters and buffers that are not frozen."""
         return trees.model_of(self.models[size])
 
+    def made_up(self, count: int) -> tuple[Tensor, Tensor]:
+        """Returns as many examples as are asked for, and what is to be learned of them.
+
+        They are drawn from nobody's: always the same, on the CPU.
+        """
+        draw = torch.Generator().manual_seed(0)
+        shape, dtype = (count, *self.x.shape[1:]), self.x.dtype
+        if dtype.is_floating_point:
+            x = torch.randn(shape, generator=draw, dtype=dtype)
+        else:  # of tokens, the first are in any vocabulary
+            most = 256 if dtype == torch.uint8 else 2
+            x = torch.randint(0, most, shape, generator=draw, dtype=dtype)
+        y = torch.arange(count) % self.classes if self.classes else torch.zeros(count)
+        if self.y.ndim > 1:  # one for every token
+            y = y[:, None].expand(count, *self.y.shape[1:])
+        return x, y.to(self.y.dtype)
+
     def outline(self) -> "Outline":
         """Returns what a server may know of this task.
 
@@ -184,7 +203,22 @@ class Task:
             )
         known, of_tokens = len(self.known), self.y.ndim > 1
         novel, of_each_class = self.novel - self.newcomers, self.without_classes() is None
-        return Outline(self.models, known, self.classes, novel, of_tokens, of_each_class)
+        trial = self._trial()
+        return Outline(self.models, known, self.classes, novel, of_tokens, of_each_class, trial)
+
+    def _trial(self) -> Batch | None:
+        """Returns made-up examples as targets take them, None where they cannot be made ready.
+
+        There are as many as no length of an example is, so that what takes the one for the other
+        fails.
+        """
+        lengths = self.x.shape[1:]
+        x, y = self.made_up(next(count for count in itertools.count(3) if count not in lengths))
+        with seeded(0, "trial"):
+            try:
+                return Batch(self.transform(x.to(self.x.device)), y)
+            except Exception:  # a user's own need not take what is made up
+                return None
 
     def without_classes(self) -> str | None:
         """Returns a size of which the target has fewer outputs than there are classes, if any.
@@ -228,7 +262,8 @@ class Outline:
 
     ``clients`` take part in training; ``novel`` are those of which it is known that they will join.
     ``of_tokens`` says that an example has a label for every token, ``of_each_class`` that the
-    targets have an output for each class.
+    targets have an output for each class. ``trial`` has made-up examples to try networks on; None
+    where they cannot be made ready.
     """
 
     models: Mapping[str, nn.Module]
@@ -237,6 +272,7 @@ class Outline:
     novel: int = 0
     of_tokens: bool = False
     of_each_class: bool = True
+    trial: Batch | None = None
 
     @property
     def dtype(self) -> torch.dtype:

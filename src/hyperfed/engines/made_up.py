@@ -15,15 +15,7 @@ def made_up(task: Task, *, novel: int | None = None) -> Task:
         task: whose targets and clients; none of its examples is read.
         novel: novel clients beside the known ones; as many as in ``task`` where None.
     """
-    draw = torch.Generator().manual_seed(0)
-    shape, dtype = (EXAMPLES, *task.x.shape[1:]), task.x.dtype
-    if dtype.is_floating_point:
-        x = torch.randn(shape, generator=draw, dtype=dtype)
-    else:  # of tokens, the first are in any vocabulary
-        x = torch.randint(0, 256 if dtype == torch.uint8 else 2, shape, generator=draw, dtype=dtype)
-    y = torch.arange(EXAMPLES) % task.classes if task.classes else torch.zeros(EXAMPLES)
-    if task.y.ndim > 1:  # one for every token
-        y = y[:, None].expand(EXAMPLES, *task.y.shape[1:])
+    x, y = task.made_up(EXAMPLES)
     novel = task.novel if novel is None else novel
     rows = [torch.arange(EXAMPLES)] * (len(task.known) + novel)
     first = next(iter(task.models))
@@ -31,7 +23,7 @@ def made_up(task: Task, *, novel: int | None = None) -> Task:
     return Task(
         name=task.name,
         x=x,
-        y=y.to(task.y.dtype),
+        y=y,
         train=rows,
         val=rows,
         test=rows,

@@ -60,6 +60,7 @@ from hyperfed.methods.parts.hypernet_training import HyperNetConfig, Reduction, 
 from hyperfed.methods.parts.privacy import PrivacyConfig
 from hyperfed.nets.deepsets import DeepSet
 from hyperfed.nets.hypernets import HyperNet
+from hyperfed.nets.trial import check_it_runs
 from hyperfed.privacy import sensitivity
 from hyperfed.training import Epochs, LocalConfig, Steps, fit, regression
 from hyperfed.trees import (
@@ -192,7 +193,17 @@ class Client(federation.Client):
     def networks(outline: Outline, config: Config) -> dict[str, nn.Module]:
         """Returns the encoder; with several target sizes, on the trunk of the first."""
         target, length = next(iter(outline.models.values())), config.length(outline.clients)
-        return {"encoder": DeepSet(target, length, config.encoder_units, config.bounded)}
+        encoder = DeepSet(target, length, config.encoder_units, config.bounded)
+        if (tried := outline.trial) is not None:
+            check_it_runs(
+                encoder,
+                target,
+                tried.x,
+                gives=(length,),
+                of="a deep set",
+                instead="or choose another method",
+            )
+        return {"encoder": encoder}
 
     @step(like="model", bounded="reply")
     def train_model(self, model: Model) -> Model:

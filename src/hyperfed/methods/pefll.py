@@ -28,6 +28,7 @@ from hyperfed.methods.parts.hypernet_training import descend
 from hyperfed.methods.parts.presets import DEFAULT
 from hyperfed.nets.descriptors import LabelledTarget, LabelMap, Standard
 from hyperfed.nets.hypernets import HyperNet
+from hyperfed.nets.trial import check_it_runs
 from hyperfed.training import Batch, Batches, Epochs, LocalConfig, Steps, fit
 from hyperfed.trees import Model, Tree
 
@@ -136,7 +137,19 @@ class Client(federation.Client):
         net: nn.Module = LabelMap(outline.classes, length)
         if config.descriptor_net == "target":
             net = LabelledTarget(target, outline.classes, length)
-        return {"descriptor_net": trees.cast(net, outline.dtype)}
+        net = trees.cast(net, outline.dtype)
+        if (tried := outline.trial) is not None:
+            check_it_runs(
+                net,
+                target,
+                tried.x,
+                tried.y,
+                gives=(len(tried.y), length),
+                of="a descriptor network",
+                instead='describe clients by their labels alone (descriptor_net = "linear"), or '
+                "choose another method",
+            )
+        return {"descriptor_net": net}
 
     @step(bounded="reply")
     @torch.no_grad()  # its gradient comes in a step of its own
