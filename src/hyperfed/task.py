@@ -212,11 +212,12 @@ class Task:
         There are as many as no length of an example is, so that what takes the one for the other
         fails.
         """
-        lengths = self.x.shape[1:]
-        x, y = self.made_up(next(count for count in itertools.count(3) if count not in lengths))
+        task = self.on_features()  # those are computed once, and take long
+        lengths = task.x.shape[1:]
+        x, y = task.made_up(next(count for count in itertools.count(3) if count not in lengths))
         with seeded(0, "trial"):
             try:
-                return Batch(self.transform(x.to(self.x.device)), y)
+                return Batch(task.transform(x.to(task.x.device)), y)
             except Exception:  # a user's own need not take what is made up
                 return None
 

@@ -415,6 +415,34 @@ def test_novel_is_a_number_or_a_fraction_below_1():
         assert task.novel == number
 
 
+class IdleAtTheEnd(nn.Module):
+    """Keeps a projection behind its head that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.projection = nn.Linear(2, 3), nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x)
+
+
+class AuxiliaryAtTheEnd(IdleAtTheEnd):
+    """Uses it in training."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x) + (0 * self.projection(x).sum() if self.training else 0)
+
+
+class IdleBefore(nn.Sequential):
+    """Keeps one before its head."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(2, 2), nn.Linear(2, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self[1](x)
+
+
 class Recurrent(nn.Module):
     def __init__(self):
         super().__init__()
@@ -455,6 +483,11 @@ def stacked_in_an_array():
     return rows
 
 
+@pytest.mark.parametrize("net", [AuxiliaryAtTheEnd, IdleBefore])
+def test_a_layer_that_is_idle_elsewhere_or_in_evaluation_alone_is_let_be(net: Network) -> None:
+    assert from_arrays(X[:, :2], Y, client=CLIENT, model=net).models["base"](torch.ones(1, 2)).ndim
+
+
 @pytest.mark.parametrize(
     ("odd", "told"),
     [
@@ -476,6 +509,7 @@ def stacked_in_an_array():
         ({"model": lambda: None}, "got one that makes None"),
         ({"model": {}}, "model must be a network, or one for each size"),
         ({"model": Recurrent}, "must return a tensor, got tuple"),
+        ({"model": IdleAtTheEnd}, "use the layer that it defines last, .* but projection has no"),
         ({"model": Turning}, "real parameters and buffers .* but turn is torch.complex64; keep"),
         ({"model": nn.Identity, "x": torch.ones(12, 3)}, "must have parameters to train"),
         ({"x": [[1.0], [1.0, 2.0]] * 6}, "x must be one array, with rows of one shape"),

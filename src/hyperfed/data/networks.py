@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hyperfed import trees
+from hyperfed.nets.anatomy import trained_layers
 from hyperfed.nets.pretrained import compute_in_own_precision, with_plain_output
 from hyperfed.system.randomness import seeded
 from hyperfed.task import BASE
@@ -142,6 +143,12 @@ def try_out(
             )
             continue
         given[size] = output
+        if idle := _idle_at_the_end(network, batch, seed):
+            problems.append(
+                f"model {size!r} must use the layer that it defines last, which is taken for the "
+                f"one that gives the output, but {idle} has no part in what it gives; define the "
+                f"output's layer last, or leave {idle} out"
+            )
         if wanted is not None and not (_fits(output, *wanted) and len(output) == len(batch)):
             own = len(usual) < 2
             amounts = wanted[-1] and output.numel() == len(batch) and not own
@@ -154,6 +161,28 @@ def try_out(
                 + (f", or pass a {usual[0]} of your own, too" if own else "")
             )
     return given
+
+
+def _idle_at_the_end(network: nn.Module, batch: Tensor, seed: int) -> str:
+    """Returns the name of the layer that is defined last where no output depends on it, else ""."""
+    tried = trees.copied(network)
+    layers = trained_layers(tried)
+    if not layers:
+        return ""
+    name, last = layers[-1]
+    weights = [*trees.parameters_of(last).values()]
+    for training in (False, True):  # a network may have an output for training alone
+        with seeded(seed, "trial"):
+            try:
+                output = tried.train(training)(batch)
+            except Exception:  # such as of batch-norm, of one example
+                continue
+        if not (isinstance(output, Tensor) and output.requires_grad):
+            return ""
+        found = torch.autograd.grad(output.sum(), weights, allow_unused=True)
+        if any(one is not None for one in found):
+            return ""
+    return name
 
 
 def try_functions(
