@@ -22,6 +22,17 @@ about = json.loads(said["hyperfed"])
 model = program.module()
 
 
+def examples(raw: Any) -> torch.Tensor:
+    x = torch.tensor(raw)
+    if x.shape[1:] != example.shape[1:] or not len(x):
+        shape = ", ".join(map(str, ["examples", *example.shape[1:]]))
+        raise ValueError(f"examples must have shape ({shape}), came {tuple(x.shape)}")
+    taken = x.to(example.dtype)
+    if not example.is_floating_point() and not torch.equal(taken.double(), x.double()):
+        raise ValueError(f"numbers must be whole, as {example.dtype} has them, came others")
+    return taken
+
+
 def answer(output: torch.Tensor) -> list[Any]:
     classes = about["classes"]
     if not classes or output.ndim < 2 or output.shape[-1] < classes:
@@ -37,13 +48,18 @@ def called(number: Any) -> Any:
 
 class Answer(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        x = torch.tensor(json.loads(body), dtype=example.dtype)
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        try:
+            x = examples(json.loads(body))
+        except (ValueError, TypeError, RuntimeError, OverflowError) as error:
+            return self.say(400, {"error": str(error)})
         with torch.no_grad():
-            found = answer(model(x))
-        self.send_response(200)
+            self.say(200, answer(model(x)))
+
+    def say(self, status: int, told: Any) -> None:
+        self.send_response(status)
         self.end_headers()
-        self.wfile.write(json.dumps(found).encode())
+        self.wfile.write(json.dumps(told).encode())
 
 
 server = HTTPServer(("127.0.0.1", int(sys.argv[2])), Answer)

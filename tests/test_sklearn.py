@@ -35,6 +35,14 @@ def test_scikit_learns_own_checks(estimator, check):
     check(estimator)
 
 
+def test_settings_may_ask_for_progress_and_a_layer_must_have_units() -> None:
+    x, y, client = two_clients()
+    shown = classifier(rounds=1, settings=QUICK | {"progress": True}).fit(x, y, client=client)
+    assert shown.run_.round == 1
+    with pytest.raises(UserError, match="hidden must be at least 1, got 0"):
+        classifier(hidden=0).fit(x, y, client=client)
+
+
 def two_clients(seed: int = 0) -> tuple[Any, Any, Any]:
     """What one calls "yes" is "no" to the other: no common model can be right for both."""
     rng = np.random.default_rng(seed)

@@ -93,6 +93,8 @@ class Personalized(BaseEstimator):  # type: ignore[misc]
                 "method must give each client one network to predict by, which "
                 f"{', '.join(NO_ONE_NETWORK)} do not, got {self.method}; choose another"
             )
+        if self.model is None and self.hidden < 1:
+            raise UserError(f"hidden must be at least 1, got {self.hidden}; raise it")
         owners = _owners(client, len(X))
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         shape = X.shape[1] if X.ndim == 2 else X.shape[1:]
@@ -106,12 +108,15 @@ class Personalized(BaseEstimator):  # type: ignore[misc]
             seed=seed,
             name=type(self).__name__,
         )
-        keys = {"rounds": self.rounds, "evaluate_every": self.rounds, "seed": seed}
+        keys = {
+            "rounds": self.rounds,
+            "evaluate_every": self.rounds,
+            "seed": seed,
+            "progress": False,
+        }
         if self.validation_fraction:
             keys["evaluate_every"] = max(1, self.rounds // 10)
-        self.run_ = hyperfed.train(
-            self.method, task, progress=False, **{**keys, **(self.settings or {})}
-        )
+        self.run_ = hyperfed.train(self.method, task, **{**keys, **(self.settings or {})})
         self.clients_ = list(dict.fromkeys(owners))
         self._models: dict[Hashable, nn.Module] = {}
         return self

@@ -64,6 +64,12 @@ def test_the_round_that_is_tried_out_is_short(monkeypatch: pytest.MonkeyPatch) -
     assert min(config.rounds, config.evaluate_every) > 1
 
 
+def test_a_round_that_loses_everybody_is_told() -> None:
+    config = from_keys("pfedhn", KEYS | {"faults": {"nan": 1.0}})
+    with pytest.raises(UserError, match=r"every client was lost: .* is not finite"):
+        describe(config, make_task())
+
+
 def test_names_what_the_server_learns() -> None:
     assert set(of("pefll", make_task()).server) == {"descriptor_net", "hyper_net"}
 

@@ -160,6 +160,35 @@ class Choosing(nn.Module):
         return output if output.sum().item() > 0 else -output
 
 
+class ByExample(nn.Module):
+    """Goes through the examples of a batch one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(50, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.one(row.flatten()) for row in x])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("net", "told"),
+    [
+        (ByExample, "onnx, but PyTorch says: it takes 2 examples alone, and no other number;"),
+        (Choosing, "onnx, but PyTorch says: Could not guard on data-dependent expression"),
+    ],
+)
+def test_a_program_for_onnx_takes_batches_of_any_size_or_none_is_written(
+    net: type[nn.Module], told: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("onnxscript", reason="NOT TESTED: pip install 'hyperfed[onnx]'")
+    task = images(net)
+    with pytest.raises(UserError, match=told):
+        export_model(task.models["base"], task, tmp_path / "model.onnx")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("name", "told"),
     [
@@ -184,14 +213,17 @@ def test_what_onnx_needs_is_told(tmp_path, monkeypatch):
         export_model(task.models["base"], task, tmp_path / "model.onnx")
 
 
-def served(path: Path, rows: Tensor, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What the example answers to raw rows."""
+def served(path: Path, rows: Tensor | str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What the example answers to raw rows, or to what is written."""
     answers: list[Any] = []
+    body = (rows if isinstance(rows, str) else json.dumps(rows.tolist())).encode()
 
     def ask(url: str) -> None:
-        body = json.dumps(rows.tolist()).encode()
-        with urllib.request.urlopen(url, data=body, timeout=60) as reply:
-            answers.append(json.loads(reply.read()))
+        try:
+            with urllib.request.urlopen(url, data=body, timeout=60) as reply:
+                answers.append(json.loads(reply.read()))
+        except urllib.error.HTTPError as refused:
+            answers.append((refused.code, json.loads(refused.read())["error"]))
 
     def serve_once(server: HTTPServer) -> None:
         asking = Thread(target=ask, args=[f"http://127.0.0.1:{server.server_port}"])
@@ -213,6 +245,27 @@ def test_the_example_serves_what_was_exported(tmp_path, monkeypatch):
     hyperfed.export_model(task.models["base"], task, path)
     found = expected(task.models["base"], task).argmax(1).tolist()
     assert served(path, task.x, monkeypatch) == found
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("", "Expecting value"),
+        ("{", "Expecting property name"),
+        ('"x"', "invalid data type"),
+        ("[]", "must have shape (examples, 2, 5, 5), came (0,)"),
+        ("[[1, 2]]", "must have shape (examples, 2, 5, 5), came (1, 2)"),
+        (json.dumps([[[[0.5] * 5] * 5] * 2]), "must be whole, as torch.uint8 has them"),
+        (json.dumps([[[[-1] * 5] * 5] * 2]), "must be whole, as torch.uint8 has them"),
+        (json.dumps([[[[256] * 5] * 5] * 2]), "must be whole, as torch.uint8 has them"),
+    ],
+)
+def test_the_example_says_what_is_wrong_with_a_request(body, told, tmp_path, monkeypatch):
+    task, path = images(), tmp_path / "model.pt2"
+    hyperfed.export_model(task.models["base"], task, path)
+    status, error = served(path, body, monkeypatch)
+    assert (status, told in error) == (400, True), error
 
 
 @pytest.mark.filterwarnings("ignore")

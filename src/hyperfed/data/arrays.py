@@ -98,9 +98,15 @@ def targets(
     of_tokens = tokens and several and y.dtype != torch.bool and not y.is_floating_point()
     if y.ndim != 1 and not of_tokens:
         or_of_tokens = ", or (N, T) for labels of tokens" if tokens else ""
+        remedy = "flatten it, or take y.argmax(1) where a row has a 1 for its label"
+        if several and y.is_floating_point() and not _is_one_hot(y):
+            remedy = (
+                "there is one target for an example: train a task for each column, or, where these "
+                "are labels of which several may hold, give them as integers, with a loss and a "
+                "score of your own"
+            )
         problems.append(
-            f"y must have shape (N,){or_of_tokens}, got {tuple(y.shape)} {y.dtype}; flatten it, or "
-            "take y.argmax(1) where a row has a 1 for its label"
+            f"y must have shape (N,){or_of_tokens}, got {tuple(y.shape)} {y.dtype}; {remedy}"
         )
         return y, classes or 0
     if y.is_floating_point():
@@ -485,6 +491,11 @@ def _check_numbers(array: Any, name: str) -> None:
             f"{name} must hold numbers, got dtype {array.dtype}; convert it, or encode categories "
             "as integers (numpy.unique(labels, return_inverse=True)[1] numbers labels)"
         )
+
+
+def _is_one_hot(y: Tensor) -> bool:
+    """Returns whether each row of (N, K) has a single one, and zeros beside it."""
+    return bool(((y == 0) | (y == 1)).all() and (y.sum(dim=1) == 1).all())
 
 
 def _check_finite(name: str, values: Tensor, problems: list[str]) -> None:

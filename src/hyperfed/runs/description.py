@@ -70,6 +70,11 @@ def describe(config: RunConfig, task: Task | None = None) -> Description:
         learned = {name: part for name, part in vars(run.server).items() if _is_learned(part)}
         server = {name: _count(trees.parameters_of(part)) for name, part in learned.items()}
         next(run.train())
+        if run.lost_everybody:
+            raise UserError(
+                "a run to describe must have a first round that somebody is left of, but in it "
+                f"every client was lost: {run.lost_everybody}"
+            )
         models = run.task.models
         return Description(
             targets={size: _count(trees.parameters_of(net)) for size, net in models.items()},

@@ -210,6 +210,9 @@ def _onnx(portable: Portable, example: Tensor, about: str) -> bytes:
             dynamic_shapes=_any_batch(),
         )
         assert program is not None, "dynamo=True returns one"
+        (given,) = program.model.graph.inputs
+        if isinstance(given.shape[0], int):  # as by a loop over examples
+            raise ValueError(f"it takes {given.shape[0]} examples alone, and no other number")
         program.model.metadata_props["hyperfed"] = about
         written: bytes = program.model_proto.SerializeToString()
     return written
@@ -225,7 +228,10 @@ def _traced(format: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # whatever a user's network has PyTorch raise is to be told
-        reason = str(error).strip().splitlines() or [type(error).__name__]
+        first = error
+        while first.__cause__ is not None and isinstance(first.__cause__, Exception):
+            first = first.__cause__  # of the exporter for ONNX, which says only that it failed
+        reason = str(first).strip().splitlines() or [type(first).__name__]
         raise UserError(
             f"a model must be traceable for format={format}, but PyTorch says: {reason[0]}; change "
             "the network, or choose format=safetensors"
@@ -235,12 +241,14 @@ def _traced(format: str) -> Iterator[None]:
 @contextmanager
 def _quietly() -> Iterator[None]:
     """Keeps to itself what PyTorch warns itself of while it traces."""
-    log = logging.getLogger("torch.onnx")
-    before = log.level
-    log.setLevel(logging.ERROR)
+    logs = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "torch.fx")]
+    before = [log.level for log in logs]
+    for log in logs:
+        log.setLevel(logging.CRITICAL)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        log.setLevel(before)
+        for log, level in zip(logs, before, strict=True):
+            log.setLevel(level)

@@ -433,6 +433,11 @@ class Run(Served):
         self._best = Best(self.round, value, server, dict(self.engine.memory), now)
 
     @property
+    def lost_everybody(self) -> str:
+        """Why every client was lost in the latest round, where no round has had any; else ""."""
+        return "" if self._rounds.answered else self._rounds.nobody
+
+    @property
     def _chosen_by(self) -> str:
         """The name of the number that makes a round the best."""
         return self.config.best.replace("accuracy", self.task.metric.name)
@@ -444,9 +449,8 @@ class Run(Served):
 
     def _finish(self) -> None:
         """Evaluates novel clients with the best round's state and writes the summary."""
-        if not self._rounds.answered:
-            told = f"every client was lost in every round: {self._rounds.nobody}"
-            raise LostEverybodyError(told)
+        if self.lost_everybody:
+            raise LostEverybodyError(f"every client was lost in every round: {self.lost_everybody}")
         best = self.best.round
         if not self.best.val["there"].any():
             client, reason = (missed := self.evaluations[-1].missed[0]).client, missed.reason

@@ -141,7 +141,8 @@ class TrainedMethod:
         if self._best is None:
             raise UserError(
                 "a run to use must have come to its first evaluation, but is at round "
-                f"{self.round}; train or resume it"
+                f"{self.round}; train or resume it or, where it is in training, wait for the "
+                "checkpoint that comes after that"
             )
         return self._best
 
