@@ -212,6 +212,16 @@ def test_classes_are_counted_as_by_bincount() -> None:
     assert training.count_classes(torch.tensor([[1, -100], [-1, 1]]), 2).tolist() == [0, 2]
 
 
+@pytest.mark.parametrize("examples", [49, 1_000_003])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_counts_come_back_whole_from_rates(examples: int, dtype: torch.dtype) -> None:
+    """One 49th, times 49, is less than one."""
+    count = torch.tensor([*range(50), examples], dtype=torch.float64)
+    rate = (count / examples).to(dtype)
+    found = training.counts_of(rate[None], torch.tensor([examples]))
+    assert torch.equal(found, count[None])
+
+
 def test_the_mean_loss_is_that_of_all_examples_in_evaluation_mode() -> None:
     net, (first, second, *_) = module(Normed), batches()
     short = Batch(second.x[:3], second.y[:3])

@@ -398,6 +398,27 @@ def test_exploration_falls_until_only_the_best_are_sent() -> None:
     assert half[9] == [5]  # 0.5 - 9 * 0.05 is left
 
 
+def test_exploration_falls_by_as_much_in_each_round_and_ends() -> None:
+    """Not by as large a share, of which one draw would tell nothing."""
+    falling = {"exploration": 1.0, "exploration_decay": 0.25, "candidates": 3}
+    found = [draws(4, [0], seed, **falling) for seed in range(40)]
+    assert found == [[[5, 4, 3]]] * 40
+
+
+def test_each_place_explores_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[bool]] = []
+
+    def fill_places(ranked: list[int], at_random: list[int], explores: list[bool]) -> list[int]:
+        seen.append(explores)
+        return fedfomo_fill_places(ranked, at_random, explores)
+
+    monkeypatch.setattr(fedfomo, "fill_places", fill_places)
+    for number in range(40):
+        draws(number, [0], exploration=0.5, exploration_decay=0.0, candidates=3)
+    assert {sum(row) for row in seen} == {0, 1, 2, 3}
+    assert 45 < sum(map(sum, seen)) < 75  # of 120
+
+
 def test_exploration_is_by_default_that_of_the_authors_command() -> None:
     ours = fedfomo.Config()
     assert (ours.exploration, ours.exploration_decay) == (0.3, 0.05)

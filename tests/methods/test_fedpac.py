@@ -214,6 +214,12 @@ def test_clients_that_are_all_alike_have_weights() -> None:
     torch.testing.assert_close(share.sum(dim=1), torch.ones(3).double())
 
 
+def test_a_variance_that_rounding_makes_negative_is_none() -> None:
+    """As of a client whose examples are all alike."""
+    share = combining_weights(torch.zeros(2, 1, 1), torch.tensor([-1e-9, 1.0]))
+    torch.testing.assert_close(share, torch.tensor([[1.0, 0.0], [1.0, 0.0]]).double())
+
+
 def test_the_model_travels_once_each_way() -> None:
     """With the first message; the second has the centroids and which there are."""
     task = make_task()

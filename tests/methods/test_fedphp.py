@@ -326,6 +326,30 @@ def test_buffers_are_inherited_and_the_teacher_uses_its_own() -> None:
     assert found["norm.num_batches_tracked"].dtype == torch.int64
 
 
+def test_the_teachers_features_are_those_of_its_own_statistics() -> None:
+    """The student's are those of the batch."""
+    ours = after_three_rounds(make_task(Normed), transfer="mmd")
+    task, memory = ours.task, trees.clone(ours.engine.memory[1]["inherited"])
+    received = trees.clone(ours.server.model["base"])
+    x, y = task.x[task.train[1]], task.y[task.train[1]]
+    names = [name for name, _ in task.models["base"].named_parameters()]
+    leaves = {name: received[name].clone().requires_grad_() for name in names}
+
+    def features(model: Model, mean: Tensor, variance: Tensor) -> Tensor:
+        body = x @ model["body.weight"].T + model["body.bias"]
+        normed = (body - mean) / (variance + 1e-5).sqrt()
+        return torch.tanh(normed * model["norm.weight"] + model["norm.bias"])
+
+    body = x @ leaves["body.weight"].T + leaves["body.bias"]
+    learned = features(leaves, body.mean(0), body.var(0, correction=0))
+    taught = features(memory, memory["norm.running_mean"], memory["norm.running_var"])
+    labels = F.cross_entropy(learned @ leaves["head.weight"].T + leaves["head.bias"], y)
+    ((1 - LAMBDA) * labels + LAMBDA * discrepancy(learned, taught)).backward()
+    trained = {name: leaf.detach() - LR * leaf.grad for name, leaf in leaves.items()}
+    ours.round([1], 3)
+    close({name: ours.server.model["base"][name] for name in names}, trained)
+
+
 @pytest.mark.parametrize("net", [TwoLayers, Normed])
 def test_a_model_goes_down_and_a_model_comes_up_and_one_is_kept(net: type[nn.Module]) -> None:
     ours = Federation("fedphp", make_task(net), **SETTINGS)

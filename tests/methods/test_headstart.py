@@ -277,6 +277,22 @@ def test_momentum_and_weight_decay_are_not_of_the_matrices_that_make_models() ->
     close(nets[0].state_dict(), nets[1].state_dict())
 
 
+def test_momentum_and_weight_decay_are_of_what_makes_features_and_descriptors() -> None:
+    settings = SETTINGS | {"momentum": 0.9, "weight_decay": 0.1}
+    federation = Federation("headstart", make_task(), **settings)
+    standard: list[Tensor] = []
+    speed: dict[str, Tensor] = {}
+    for number in range(3):
+        before = trees.detach(parameters(federation))
+        expected = expected_after(federation, [0, 1, 3], number, standard)
+        for name in (name for name in expected if rate(name) == 0.5):
+            by = (before[name] - expected[name]) / 0.5 + 0.1 * before[name]
+            speed[name] = 0.9 * speed.get(name, 0) + by
+            expected[name] = before[name] - 0.5 * speed[name]
+        federation.round([0, 1, 3], number)
+        close(trees.detach(parameters(federation)), expected)
+
+
 def test_descriptors_are_as_they_are_made_where_they_are_not_to_be_standardised() -> None:
     federation = Federation("headstart", make_task(), **SETTINGS, standardize=False)
     federation.round([0, 1, 3])
@@ -430,14 +446,11 @@ def test_one_batch_that_describes_who_is_served_is_whole_and_its_labels_are_told
     assert any((told(hidden, client, 99, y) < 0).all() for client in range(4))  # were it training
 
 
-@pytest.mark.parametrize(("novel_lr", "clip"), [(0.6, None), (1.0, 1e-3)])
-def test_newcomers_are_fitted_from_where_they_were_seen_each_as_if_alone(
-    novel_lr: float, clip: float | None
-) -> None:
+def check_the_fit_of_newcomers(novel_lr: float, clip: float | None, **settings: Any) -> None:
     """Gradient descent on a newcomer's loss by its descriptor; the networks and others stay."""
     task = make_task(novel=2)
     own = {"novel_rounds": 3, "novel_lr": novel_lr, "batch_size": 99, "lr": 30.0}
-    federation = Federation("headstart", task, **SETTINGS | own)
+    federation = Federation("headstart", task, **SETTINGS | own | settings)
     server = federation.server
     for number in range(3):
         federation.round([0, 1], number)
@@ -467,6 +480,18 @@ def test_newcomers_are_fitted_from_where_they_were_seen_each_as_if_alone(
     x, y = task.x[task.train[1]], task.y[task.train[1]]
     look = server.descriptor_net(x, y).mean(0, keepdim=True).detach()
     close(server.descriptors_of(known), look)
+
+
+@pytest.mark.parametrize(("novel_lr", "clip"), [(0.6, None), (1.0, 1e-3)])
+def test_newcomers_are_fitted_from_where_they_were_seen_each_as_if_alone(
+    novel_lr: float, clip: float | None
+) -> None:
+    check_the_fit_of_newcomers(novel_lr, clip)
+
+
+def test_newcomers_are_fitted_by_plain_steps() -> None:
+    """Momentum and weight decay are of the networks alone."""
+    check_the_fit_of_newcomers(0.6, None, momentum=0.9, weight_decay=0.1)
 
 
 def test_few_exchanges_find_what_the_look_at_a_newcomer_missed() -> None:

@@ -99,7 +99,7 @@ def check_the_choice_of_lambda() -> None:
     assert len(set(chosen)) > 1
 
 
-@pytest.mark.parametrize("batch", [512, 2])
+@pytest.mark.parametrize("batch", [512, 4, 2])
 def test_lambda_is_each_clients_best_on_its_validation_examples(
     batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

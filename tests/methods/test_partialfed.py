@@ -86,9 +86,9 @@ def strategy_by_hand(
     return logits
 
 
-def check_adaptive_rounds() -> set[tuple[bool, ...]]:
+def check_adaptive_rounds(**settings: Any) -> set[tuple[bool, ...]]:
     """Rounds of client 0 from a strategy it has learned already; returns the choices it made."""
-    ours, choices = after_two_rounds(**ADAPTIVE), set()
+    ours, choices = after_two_rounds(**ADAPTIVE | settings), set()
     logits = torch.zeros(2, 2, dtype=torch.float64)
     others = torch.Generator().manual_seed(5)
     for number in range(2, 8):
@@ -118,6 +118,11 @@ def check_adaptive_rounds() -> set[tuple[bool, ...]]:
 
 def test_the_adaptive_strategy_descends_the_loss_of_the_mixture_and_draws_a_hard_choice() -> None:
     assert len(check_adaptive_rounds()) > 2  # of the four
+
+
+def test_a_strategy_is_learned_by_plain_steps() -> None:
+    """Momentum is of the model's training, of which there is one step here."""
+    check_adaptive_rounds(local_momentum=0.9)
 
 
 def check_the_frequencies() -> None:

@@ -85,6 +85,21 @@ def test_a_round_is_the_matrix_formula_averaged_uniformly(server_lr: float) -> N
     check_a_round(server_lr)
 
 
+def test_each_local_round_begins_without_momentum() -> None:
+    task = make_quadratic_task()
+    federation = Federation("pfedme", task, **STEPS | {"local_momentum": 0.9})
+    w = theta = vector(task.outline().initial())
+    federation.round([2])
+    for rows in islice(batches(task, 2, 0), 4):
+        a, b = quadratic(task, rows)
+        speed = torch.zeros_like(w)
+        for _ in range(3):
+            speed = 0.9 * speed + a @ theta - b + LAMBDA * (theta - w)
+            theta = theta - RATE * speed
+        w = w - ETA * LAMBDA * (w - theta)
+    close(vector(federation.server.model["base"]), w)
+
+
 def all_data(**settings: Any) -> Federation:
     """One local round on all data, theta solved to the end."""
     solved = {"local_steps": 1, "batch_size": 10_000, "inner_steps": 400}

@@ -37,6 +37,14 @@ def test_the_median_of_each_coordinate(count: int) -> None:
     np.testing.assert_allclose(by_rule("median", tree, weight), np.median(rows, axis=0), rtol=1e-14)
 
 
+def test_the_middle_of_two_large_numbers_is_finite() -> None:
+    """Their sum is not."""
+    large = torch.finfo(torch.float32).max
+    with aggregating(Rule("median")):
+        found = weighted_mean({"w": torch.full((2, 1), large)}, torch.ones(2))
+    assert found["w"].item() == large
+
+
 @pytest.mark.parametrize(("hostile", "cut"), [(0.0, 0), (0.1, 1), (0.25, 2), (0.29, 3), (0.49, 3)])
 def test_the_trimmed_mean_leaves_out_the_ceiling_on_each_side(hostile: float, cut: int) -> None:
     tree, weight, rows = clients()
@@ -78,6 +86,16 @@ def test_krum_of_three_looks_at_the_nearest_alone() -> None:
     rows = torch.tensor([10.0, 0.0, 1.0], dtype=torch.float64)[:, None]
     with aggregating(Rule("krum", 0.25)):
         assert weighted_mean({"w": rows}, torch.ones(3))["w"].item() == 0  # by two it were 1
+
+
+def test_krum_tells_many_apart_that_are_nearly_alike() -> None:
+    """More than 25, of whom PyTorch would find the distances by a product of matrices."""
+    rows = 1e6 + 1e-3 * np.random.default_rng(0).normal(size=(30, 4))
+    square = ((rows[:, None] - rows) ** 2).sum(axis=2)
+    scores = np.sort(square, axis=1)[:, 1 : 30 - 8 - 1].sum(axis=1)  # the first is its own
+    with aggregating(Rule("krum", 0.25)):
+        found = weighted_mean({"w": torch.from_numpy(rows)}, torch.ones(30))["w"]
+    np.testing.assert_array_equal(found.numpy(), rows[scores.argmin()])
 
 
 def test_norm_clip_is_the_mean_of_clipped_differences_from_the_median() -> None:

@@ -53,10 +53,9 @@ def test_what_does_not_vary_is_not_divided_by_zero() -> None:
     close(ours.server.describe(cohort)[0], expected)
 
 
-@pytest.mark.parametrize("net", [TwoLayers, NormedInputs])
-def test_the_encoders_averaged_change_is_descended_by_adam(net: Any) -> None:
-    """FedAdam by its formulas; statistics of batch-norm are no change, they are averaged."""
-    learning = {"phase_one_rounds": 3}
+def check_fedadam(net: Any, **settings: Any) -> None:
+    """By its formulas; statistics of batch-norm are no change, they are averaged."""
+    learning = settings | {"phase_one_rounds": 3}
     theirs = learning | {"encoder_optimizer": "adam", "encoder_server_lr": 0.03}
     ours, average = (federation(net=net, settings=own) for own in (theirs, learning))
     names = set(trees.parameters_of(ours.server.encoder))
@@ -76,6 +75,16 @@ def test_the_encoders_averaged_change_is_descended_by_adam(net: Any) -> None:
             v = second[name] / (1 - 0.999 ** (number + 1))
             expected[name] = before[name] - 0.03 * m / (v.sqrt() + 1e-8)
         close(encoder_of(ours), expected)
+
+
+@pytest.mark.parametrize("net", [TwoLayers, NormedInputs])
+def test_the_encoders_averaged_change_is_descended_by_adam(net: Any) -> None:
+    check_fedadam(net)
+
+
+def test_fedadam_has_no_weight_decay() -> None:
+    """That of the server is the hypernetwork's."""
+    check_fedadam(TwoLayers, weight_decay=0.1)
 
 
 def test_the_encoder_has_the_momentum_and_decay_of_local_training() -> None:

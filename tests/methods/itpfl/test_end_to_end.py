@@ -69,6 +69,23 @@ def test_end_to_end_is_the_one_piece_gradient(clients: list[int], settings: dict
     check_end_to_end(clients, **settings)
 
 
+def test_end_to_end_an_averaged_encoder_descends_by_plain_steps() -> None:
+    """Momentum and weight decay are the hypernetwork's."""
+    settings = {"momentum": 0.9, "weight_decay": 0.1, "phase_one_rounds": 3}
+    ours = federation(settings={"encoder": "end_to_end"} | settings)
+    for number in range(3):
+        leaves = {name: value.requires_grad_() for name, value in encoder_of(ours).items()}
+        made = ours.server.hyper_net(encode(leaves, inputs(ours, 2))[None])
+        loss = ours.config.local_lr * client_loss(ours.task, 2, trees.take(made, 0))
+        pulled = torch.autograd.grad(loss, list(leaves.values()))
+        expected = {
+            name: (value - ours.config.encoder_lr * by).detach()
+            for (name, value), by in zip(leaves.items(), pulled, strict=True)
+        }
+        ours.round([2], number)
+        close(encoder_of(ours), expected)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_end_to_end_a_client_lost_on_the_way_equals_one_never_sampled(
     reduction: str, monkeypatch: pytest.MonkeyPatch

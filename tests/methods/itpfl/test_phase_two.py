@@ -24,7 +24,7 @@ from methods.itpfl.checks import (
     inputs,
     state,
 )
-from toys import make_task
+from toys import client_loss, close, make_task
 
 
 @pytest.mark.parametrize(
@@ -49,6 +49,23 @@ def test_momentum_and_weight_decay_of_the_two_phases_are_apart() -> None:
     for each in (ours, other):  # resumed within phase 2, it goes on with the same momentum
         each.round([0, 2], 2)
     torch.testing.assert_close(state(ours), state(other), rtol=0, atol=0)
+
+
+def test_phase_two_descends_with_the_momentum_and_decay_of_the_server() -> None:
+    ours = federation(settings={"momentum": 0.9, "weight_decay": 0.1})
+    ours.round([0, 1, 2], 0)
+    config, speed = ours.config, dict[str, Tensor]()
+    for number in (1, 2, 3):
+        named = dict(ours.server.novel_net.named_parameters())
+        made = ours.server.novel_net(encode(encoder_of(ours), inputs(ours, 1))[None])
+        loss = config.local_lr * client_loss(ours.task, 1, trees.take(made, 0))
+        gradients = torch.autograd.grad(loss, list(named.values()))
+        expected = {}
+        for (name, value), gradient in zip(named.items(), gradients, strict=True):
+            speed[name] = 0.9 * speed.get(name, 0) + gradient + 0.1 * value.detach()
+            expected[name] = value.detach() - config.lr * speed[name]
+        ours.round([1], number)
+        close(trees.detach(dict(ours.server.novel_net.named_parameters())), expected)
 
 
 def test_phase_two_goes_on_from_its_own_network() -> None:

@@ -13,6 +13,7 @@ from hyperfed.methods.parts.contrast import (
     Distance,
     contrastive_loss,
     distances,
+    mean_discrepancy,
 )
 
 ROWS, CLASSES = 4, 3
@@ -145,3 +146,13 @@ def test_moon_is_the_loss_of_its_paper_on_cosine_similarities() -> None:
 def test_regularization_is_the_mean_distance_to_the_positive_model() -> None:
     found = contrastive_loss(NEAR, FAR, LABELS, "regularization", margin=0.1, temperature=0.5)
     assert found.item() == pytest.approx(1.0)
+
+
+def test_the_discrepancy_of_features_that_are_nearly_alike_is_not_lost_in_rounding() -> None:
+    """As it would be of squares far larger than their differences."""
+    source = torch.Generator().manual_seed(0)
+    ours, theirs = 10 + 1e-3 * torch.randn(2, 32, 16, generator=source)
+    theirs = theirs + 1e-3
+    exact = mean_discrepancy(ours.double(), theirs.double())
+    found = mean_discrepancy(ours, theirs)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-2, atol=0)
