@@ -170,19 +170,33 @@ def _idle_at_the_end(network: nn.Module, batch: Tensor, seed: int) -> str:
     if not layers:
         return ""
     name, last = layers[-1]
-    weights = [*trees.parameters_of(last).values()]
+    weights = {*map(id, trees.parameters_of(last).values())}
     for training in (False, True):  # a network may have an output for training alone
         with seeded(seed, "trial"):
             try:
                 output = tried.train(training)(batch)
             except Exception:  # such as of batch-norm, of one example
                 continue
-        if not (isinstance(output, Tensor) and output.requires_grad):
-            return ""
-        found = torch.autograd.grad(output.sum(), weights, allow_unused=True)
-        if any(one is not None for one in found):
+        if not (isinstance(output, Tensor) and output.requires_grad) or weights & _leaves(output):
             return ""
     return name
+
+
+def _leaves(output: Tensor) -> set[int]:
+    """Returns the ids of the tensors that a differentiable output was computed from.
+
+    The graph is read, and nothing is differentiated.
+    """
+    found, seen, ahead = set[int](), set[Any](), [output.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            found.add(id(leaf))
+        ahead += [before for before, _ in node.next_functions]
+    return found
 
 
 def try_functions(
