@@ -138,7 +138,7 @@ class Client(federation.Client):
         if config.descriptor_net == "target":
             net = LabelledTarget(target, outline.classes, length)
         net = trees.cast(net, outline.dtype)
-        if (tried := outline.trial) is not None:
+        if (tried := outline.trial) is not None and config.descriptor_net == "target":
             check_it_runs(
                 net,
                 target,

@@ -33,14 +33,16 @@ def check_it_runs(
     Raises:
         UserError: it fails, or gives something else.
     """
-    here = [value.cpu() for value in inputs]
+    # Where the target is: what is frozen may be large, and is shared by the copies there.
+    device = next(target.parameters()).device
+    here = [value.to(device) for value in inputs]
     with torch.no_grad(), seeded(0, "trial"):
         try:
-            trees.copied(target).cpu().eval()(here[0])
+            trees.copied(target).eval()(here[0])
         except Exception:
             return
         try:
-            given = tuple(trees.copied(network).cpu().eval()(*here).shape)
+            given = tuple(trees.copied(network).to(device).eval()(*here).shape)
         except Exception as error:  # whatever a user's layers raise is to be told
             came = f"fails ({type(error).__name__}: {error})"
         else:
