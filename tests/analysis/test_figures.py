@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from matplotlib.figure import Figure
 
-from finished_runs import Finished, finished
+from finished_runs import Finished, evaluation, finished
 from hyperfed.analysis.comparison import compare
 from hyperfed.analysis.differences import differences, table
 from hyperfed.analysis.figures import TOGETHER, curve, draw_accuracy
@@ -72,6 +72,58 @@ def test_many_runs_have_axes_of_their_own_the_best_first(tmp_path, monkeypatch):
     assert drawn_at == [[50.0, 90.0, 100.0], *[[50.0, 100.0]] * TOGETHER]
     medians = [line.get_xdata()[0] for line in clients.lines]
     assert medians == [90.0, *[75.0] * TOGETHER]
+
+
+def of_seed(method: str, seed: int, right: int, best: int = 10) -> Finished:
+    """A run whose clients have so many of ten right, first half of them and then all."""
+    run = moved(finished(method, seed, best_round=best, test_accuracy=right / 10))
+    told = [evaluation(e.round, e.split, [right * e.round // 20, right]) for e in run.evaluations]
+    moved_by = [replace(e, bytes_up=seed * 10**6) for e in told]
+    return replace(run, evaluations=tuple(moved_by))
+
+
+def test_seeds_are_one_curve_of_their_mean_with_a_band_from_lowest_to_highest(
+    tmp_path, monkeypatch
+):
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    runs = [of_seed("a", 0, 4), of_seed("b", 0, 6), of_seed("a", 1, 8, best=20), of_seed("a", 2, 6)]
+    runs.append(runs[2])  # a seed that ran twice counts once
+    draw_accuracy(runs, tmp_path / "a.png", "mb")
+    left, right = drawn[0].axes
+    of_a, of_b = left.lines
+    assert (of_a.get_label(), of_b.get_label()) == ("a", "b")
+    assert of_a.get_ydata().tolist() == pytest.approx([45.0, 60.0])
+    assert of_a.get_xdata().tolist() == pytest.approx([1.0, 1.0])  # of four runs
+    assert (of_a.get_markevery(), of_b.get_markevery()) == ([0, 1], [0])
+    (band,) = left.collections
+    heights = sorted({round(float(y), 6) for _, y in band.get_paths()[0].vertices})
+    assert heights == [30.0, 40.0, 60.0, 80.0]
+    clients = [sorted(points.get_offsets()[:, 1].tolist()) for points in right.collections]
+    assert clients == [[20.0, 30.0, 40.0, 60.0, 80.0, 80.0, 80.0, 80.0], [30.0, 60.0]]
+    assert left.get_title().startswith("Mean and range over seeds; ")
+    several = [of_seed(f"m{i}", seed, 4 + seed) for i in range(TOGETHER) for seed in range(2)]
+    draw_accuracy(several, tmp_path / "b.png")
+    assert len(drawn[1].axes) == 2
+    draw_accuracy([*several, *runs], tmp_path / "c.png")
+    titles = [axes.get_title() for axes in drawn[2].axes if axes.get_title()]
+    assert titles == ["a  60.0 %", "b  60.0 %", *(f"m{i}  45.0 %" for i in range(TOGETHER))]
+
+
+def test_long_names_are_in_the_legend_alone_or_take_lines_of_a_title(tmp_path, monkeypatch):
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    runs = [finished(f"a method whose name is long, {i}") for i in range(TOGETHER + 1)]
+    draw_accuracy(runs[:3], tmp_path / "a.png")
+    _, right = drawn[0].axes
+    assert [text.get_text() for text in right.get_xticklabels()] == [""] * 3
+    assert right.get_xlabel() == "method, as above"
+    (legend,) = drawn[0].legends
+    assert [text.get_text() for text in legend.get_texts()] == [
+        f"a method whose name is long, {i}" for i in range(3)
+    ]
+    draw_accuracy(runs, tmp_path / "b.png")
+    assert drawn[1].axes[0].get_title() == "a method whose name is long, 0\n75.0 %"
 
 
 def test_a_best_round_without_a_test_value_has_no_mark(tmp_path, monkeypatch):

@@ -2,16 +2,20 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
+from textwrap import fill
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from hyperfed.analysis.budgets import AXES, axis_of
-from hyperfed.analysis.comparison import Row, compare, metric_of
-from hyperfed.analysis.statistics import scores
+from hyperfed.analysis.comparison import Row, compare, grouped, metric_of
+from hyperfed.analysis.seeds import spread_of
+from hyperfed.analysis.statistics import by_seed, scores
 from hyperfed.errors import UserError
 from hyperfed.metrics import Metric
 from hyperfed.runs.drawing import COLOURS, look, new_figure, save
+from hyperfed.runs.measures import Number
 from hyperfed.runs.records import FinishedRun
 
 if TYPE_CHECKING:
@@ -19,10 +23,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TOGETHER = 8
-"""Runs that one pair of axes shows; each of more has axes of its own."""
+"""Curves that one pair of axes shows; each of more has axes of its own."""
 
 ACROSS = 6
 """Axes side by side."""
+
+WIDTH, TITLE = 110, 34
+"""Letters that go into a line of a legend, and of a title of one of many axes."""
 
 OF_A_CLIENT = "test {} of a client"
 """What an axis of clients' values is called; the metric stands in the brackets."""
@@ -48,7 +55,9 @@ def curve(run: FinishedRun, row: Row, axis: str) -> list[tuple[float, float]]:
 def draw_accuracy(runs: Sequence[FinishedRun], path: Path, axis: str = "rounds") -> None:
     """Draws the test metric along an axis, and that of each client at the best validation round.
 
-    More than ``TOGETHER`` runs have axes of their own, before the others in grey, the best first.
+    Runs that differ by their seeds alone are one curve, of their mean, with a band from the lowest
+    seed to the highest. More than ``TOGETHER`` curves have axes of their own, before the others in
+    grey, the best first.
 
     Args:
         runs: at least one, each with an evaluation on test examples.
@@ -61,10 +70,10 @@ def draw_accuracy(runs: Sequence[FinishedRun], path: Path, axis: str = "rounds")
     """
     rows = compare(runs)
     drawn = [
-        _Drawn(run, row, curve(run, row, axis), [*scores(run).shown.values()])
-        for run, row in zip(runs, rows, strict=True)
+        _of_seeds(name, [runs[number] for number in own], [rows[number] for number in own], axis)
+        for name, own in grouped(rows)
     ]
-    draw = _together if len(runs) <= TOGETHER else _apart
+    draw = _together if len(drawn) <= TOGETHER else _apart
     figure = draw(drawn, metric_of(rows), axis)
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
@@ -73,45 +82,80 @@ def draw_accuracy(runs: Sequence[FinishedRun], path: Path, axis: str = "rounds")
 
 
 class _Drawn(NamedTuple):
-    """A run, its curve, and what each of its clients came to."""
+    """Runs that differ by their seeds alone, as they are drawn.
 
-    run: FinishedRun
-    row: Row
-    points: Sequence[tuple[float, float]]
+    Attributes:
+        name: of the method, with settings where that is needed to tell it from others.
+        seeds: how many there are.
+        test: the mean over seeds of what they came to.
+        curve: (place on the axis, mean, lowest and highest seed) of each evaluation.
+        marked: which of these some run's best validation round is.
+        clients: what each client of each run came to.
+    """
+
+    name: str
+    seeds: int
+    test: Number
+    curve: Sequence[tuple[float, float, float, float]]
+    marked: Sequence[int]
     clients: Sequence[float]
+
+
+def _of_seeds(name: str, runs: Sequence[FinishedRun], rows: Sequence[Row], axis: str) -> _Drawn:
+    seeds = [row.seed for row in rows]
+    curves = [
+        {
+            int(r): point
+            for (r, _), point in zip(curve(*one, "rounds"), curve(*one, axis), strict=True)
+        }
+        for one in zip(runs, rows, strict=True)
+    ]
+    shared = [r for r in curves[0] if all(r in other for other in curves)]
+    drawn = []
+    for r in shared:
+        places, values = zip(*(points[r] for points in curves), strict=True)
+        of_seeds = by_seed(zip(seeds, values, strict=True)).values()
+        drawn.append((fmean(places), fmean(of_seeds), min(of_seeds), max(of_seeds)))
+    best = {row.best_round for row in rows}
+    test = spread_of(seeds, [row.test for row in rows])
+    return _Drawn(
+        name,
+        len(set(seeds)),
+        None if test is None else test.mean,
+        drawn,
+        [place for place, r in enumerate(shared) if r in best],
+        [value for run in runs for value in scores(run).shown.values()],
+    )
 
 
 def _together(drawn: Sequence[_Drawn], metric: Metric, axis: str) -> "Figure":
     """Draws all curves into one pair of axes, and a box and a point for each client beside it."""
-    figure = new_figure(10, 4)
+    names = [one.name for one in drawn]
+    across = max(1, WIDTH // (6 + max(map(len, names))))  # 6 for its line
+    figure = new_figure(10, 4 + 0.25 * -(-len(drawn) // across))
     left, right = figure.subplots(1, 2, sharey=True)
     for index, one in enumerate(drawn):
         _line(left, index, one)
         _box(right, index, one.clients)
-    left.set_title("All clients; marked: best validation round", fontsize="medium")
+    what = _over_seeds(drawn) or "All clients"
+    left.set_title(f"{what}; marked: best validation round", fontsize="medium")
     _name_horizontal(left, axis)
     left.set_ylabel(metric.axis())
-    left.legend(frameon=False)
-    labels = [one.row.label for one in drawn]
-    crowded = sum(map(len, labels)) > 60
-    right.set_xticks(
-        range(len(labels)),
-        labels,
-        rotation=30 if crowded else 0,
-        ha="right" if crowded else "center",
-    )
+    crowded = sum(map(len, names)) > 60  # the legend tells them by their colours and markers, too
+    right.set_xticks(range(len(names)), [""] * len(names) if crowded else names)
     right.set_title("Each client, at the best validation round", fontsize="medium")
-    right.set_xlabel("method")
+    right.set_xlabel("method, as above" if crowded else "method")
     right.set_ylabel(metric.axis(OF_A_CLIENT))
     right.tick_params(labelleft=True)  # shared axes hide them
     for axes in (left, right):
         axes.grid(axis="y", color="0.9")
+    figure.legend(frameon=False, loc="outside upper center", ncols=across)  # curves may be anywhere
     return figure
 
 
 def _apart(drawn: Sequence[_Drawn], metric: Metric, axis: str) -> "Figure":
-    """Draws each run into axes of its own, and below them a line of clients for each."""
-    ordered = sorted(drawn, key=lambda one: metric.order(one.row.test), reverse=True)
+    """Draws each curve into axes of its own, and below them a line of clients for each."""
+    ordered = sorted(drawn, key=lambda one: metric.order(one.test), reverse=True)
     down = -(-len(drawn) // ACROSS)
     heights = [1.7 * down + 0.6, 0.24 * len(drawn) + 0.9]
     figure = new_figure(12, sum(heights))
@@ -123,32 +167,36 @@ def _apart(drawn: Sequence[_Drawn], metric: Metric, axis: str) -> "Figure":
             continue
         here = ordered[place]
         for other in drawn:
-            axes.plot(*zip(*other.points, strict=True), color="0.85", linewidth=0.6, zorder=1)
+            places, means, *_ = zip(*other.curve, strict=True)
+            axes.plot(places, means, color="0.85", linewidth=0.6, zorder=1)
         _line(axes, 0, here)
-        axes.set_title(f"{here.row.label}  {metric.told(here.row.test)}", fontsize=8)
+        axes.set_title(fill(f"{here.name}  {metric.told(here.test)}", TITLE), fontsize=8)
         axes.tick_params(labelsize=7)
+    above.suptitle(_over_seeds(drawn), fontsize=9)
     above.supxlabel(AXES[axis][0], fontsize=9)
     above.supylabel(metric.axis(), fontsize=9)
     line = below.subplots()
     for place, one in enumerate(ordered):
         _dots(line, len(ordered) - 1 - place, one.clients)
-    line.set_yticks(range(len(ordered)), [one.row.label for one in reversed(ordered)], fontsize=8)
+    line.set_yticks(range(len(ordered)), [one.name for one in reversed(ordered)], fontsize=8)
     line.set_ylim(-0.7, len(ordered) - 0.3)
     line.set_xlabel(f"{metric.axis(OF_A_CLIENT)}, at the best validation round; bar: median")
     line.grid(axis="x", color="0.9")
     return figure
 
 
+def _over_seeds(drawn: Sequence[_Drawn]) -> str:
+    """Returns what is said of curves; nothing where each is of one seed."""
+    return "Mean and range over seeds" if max(one.seeds for one in drawn) > 1 else ""
+
+
 def _line(axes: "Axes", index: int, one: _Drawn) -> None:
-    """Draws a curve, with a marker at the best validation round, if it was tested."""
-    tested = [e for e in one.run.evaluations if e.split == "test" and e.main.value is not None]
-    axes.plot(
-        *zip(*one.points, strict=True),
-        **look(index, "linestyle", "marker"),
-        markevery=[place for place, e in enumerate(tested) if e.round == one.row.best_round],
-        label=one.row.label,
-        zorder=2,
-    )
+    """Draws a curve, with a marker at best validation rounds that were tested, and its band."""
+    places, means, least, most = zip(*one.curve, strict=True)
+    own = look(index, "linestyle", "marker")
+    axes.plot(places, means, **own, markevery=one.marked, label=one.name, zorder=2)
+    if one.seeds > 1:
+        axes.fill_between(places, least, most, color=own["color"], alpha=0.15, linewidth=0)
 
 
 def _name_horizontal(axes: "Axes", axis: str) -> None:
