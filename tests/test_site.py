@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 
 
+@pytest.mark.xdist_group("records")  # which are all read for the first page
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_a_methods_page_says_what_every_setting_means(method: str) -> None:
     page = site_pages.method_page(method)
@@ -35,6 +36,7 @@ def test_a_methods_page_says_what_every_setting_means(method: str) -> None:
     assert "=False" not in page
 
 
+@pytest.mark.xdist_group("records")
 @pytest.mark.parametrize(
     ("paper", "column", "method", "why"),
     [
