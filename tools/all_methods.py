@@ -19,8 +19,9 @@ its server or of what clients train besides, has then three for that, around its
 local rate chosen. Where the best of a rate is the least or greatest that was tried, a third or
 three times of it is tried as well, until it is not. Rates are chosen by the best round's accuracy
 on the validation data of a division (a seed) that no record is of; three federations take those of
-one that differs from them in a number alone. All other settings are a method's defaults. A newcomer
-who trains does so for as many steps as each of the others on average.
+one that differs from them in a number alone. All other settings are a method's defaults, but that
+the servers of pFedHN and pFedHN-PC step by the mean over a round's clients, by which their rates
+were searched. A newcomer who trains does so for as many steps as each of the others on average.
 """
 
 import argparse
