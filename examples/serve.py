@@ -10,7 +10,7 @@ there are classes, the answer has the numbers that come out.
 
 import json
 import sys
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ def examples(raw: Any) -> torch.Tensor:
         shape = ", ".join(map(str, ["examples", *example.shape[1:]]))
         raise ValueError(f"examples must have shape ({shape}), came {tuple(x.shape)}")
     taken = x.to(example.dtype)
+    if not torch.isfinite(taken).all():
+        raise ValueError(f"numbers must be finite as {example.dtype}, came others")
     if not example.is_floating_point() and not torch.equal(taken.double(), x.double()):
         raise ValueError(f"numbers must be whole, as {example.dtype} has them, came others")
     return taken
@@ -47,10 +49,11 @@ def called(number: Any) -> Any:
 
 
 class Answer(BaseHTTPRequestHandler):
+    timeout = 10  # seconds: who sends half of a request holds up nobody but itself
+
     def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         try:
-            x = examples(json.loads(body))
+            x = examples(json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0)))))
         except (ValueError, TypeError, RuntimeError, OverflowError) as error:
             return self.say(400, {"error": str(error)})
         with torch.no_grad():
@@ -62,6 +65,6 @@ class Answer(BaseHTTPRequestHandler):
         self.wfile.write(json.dumps(told).encode())
 
 
-server = HTTPServer(("127.0.0.1", int(sys.argv[2])), Answer)
+server = ThreadingHTTPServer(("127.0.0.1", int(sys.argv[2])), Answer)
 print(f"http://127.0.0.1:{server.server_port}", flush=True)
 server.serve_forever()

@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import socket
 import sys
 import urllib.request
 from collections.abc import Callable
@@ -213,23 +214,33 @@ def test_what_onnx_needs_is_told(tmp_path, monkeypatch):
         export_model(task.models["base"], task, tmp_path / "model.onnx")
 
 
-def served(path: Path, rows: Tensor | str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What the example answers to raw rows, or to what is written."""
+def served(path: Path, rows: Tensor | str, monkeypatch: pytest.MonkeyPatch, **headers: str) -> Any:
+    """What the example answers to raw rows, or to what is written, while another is half done."""
     answers: list[Any] = []
     body = (rows if isinstance(rows, str) else json.dumps(rows.tolist())).encode()
 
     def ask(url: str) -> None:
         try:
-            with urllib.request.urlopen(url, data=body, timeout=60) as reply:
+            asked = urllib.request.Request(url, data=body, headers=headers)
+            with urllib.request.urlopen(asked, timeout=60) as reply:
                 answers.append(json.loads(reply.read()))
         except urllib.error.HTTPError as refused:
             answers.append((refused.code, json.loads(refused.read())["error"]))
 
     def serve_once(server: HTTPServer) -> None:
         asking = Thread(target=ask, args=[f"http://127.0.0.1:{server.server_port}"])
-        asking.start()
-        server.handle_request()
-        asking.join()
+        with socket.create_connection(("127.0.0.1", server.server_port)) as half:
+            half.sendall(b"POST / HTTP/1.1\r\nContent-Length: 9\r\n\r\n[")
+            server.handle_request()
+            asking.start()
+            server.handle_request()
+            asking.join()
+            half.setblocking(False)
+            with pytest.raises(BlockingIOError):  # nobody has waited until it was given up
+                half.recv(1)
+            half.setblocking(True)
+            half.sendall(b"        ")
+            assert half.recv(12) == b"HTTP/1.0 400"
         server.server_close()
 
     monkeypatch.setattr(HTTPServer, "serve_forever", serve_once)
@@ -266,6 +277,19 @@ def test_the_example_says_what_is_wrong_with_a_request(body, told, tmp_path, mon
     hyperfed.export_model(task.models["base"], task, path)
     status, error = served(path, body, monkeypatch)
     assert (status, told in error) == (400, True), error
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("body", ["[[NaN, 1]]", "[[1, -Infinity]]", "[[1e39, 0]]"])
+def test_the_example_refuses_numbers_that_are_not_finite(body, tmp_path, monkeypatch):
+    x, client = np.random.default_rng(0).normal(size=(12, 2)), np.arange(12) % 2
+    net, path = nn.Linear(2, 2), tmp_path / "model.pt2"
+    task = from_arrays(x, np.arange(12) // 2 % 2, client=client, model=lambda: net)
+    hyperfed.export_model(net, task, path)
+    told = (400, "numbers must be finite as torch.float32, came others")
+    assert served(path, body, monkeypatch) == told
+    status, error = served(path, "", monkeypatch, **{"Content-Length": "x"})
+    assert (status, "invalid literal" in error) == (400, True)
 
 
 @pytest.mark.filterwarnings("ignore")
