@@ -14,6 +14,7 @@ from hyperfed.engines.local.loop import LoopEngine
 from hyperfed.errors import UserError
 from hyperfed.methods import METHODS
 from hyperfed.nets import LeNet
+from hyperfed.runs import watched as watched_rounds
 from hyperfed.runs.config import from_keys
 from hyperfed.system.randomness import generator, seeded
 from hyperfed.training import Batch, Sgd, arithmetic, fit, supervised
@@ -95,7 +96,7 @@ def test_a_run_computes_and_evaluates_in_it_and_keeps_float32(engine: str) -> No
 
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_every_method_computes_in_it_and_loses_nobody(
-    method: str, monkeypatch: pytest.MonkeyPatch
+    method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     lower: set[tuple[str, str]] = set()  # what a client sent or remembered in bfloat16
     run_call = LoopEngine._run
@@ -123,6 +124,8 @@ def test_every_method_computes_in_it_and_loses_nobody(
     assert not [part.missed for part in [*run.evaluations, run.evaluate_novel()] if part.missed]
     assert run.summary["always_lost"] is None
     assert not lower
+    # Nor does it change what checkpoints leave out, or draw what no seed decides.
+    assert [record for record in caplog.records if record.name == watched_rounds.__name__] == []
     held = trees.leaves(run.server.state(optimizers=False))
     assert not [name for name, value in held if value.dtype is torch.bfloat16]
 

@@ -639,9 +639,10 @@ class Server:
     """The server half of a method. A method's own Server fills in the two functions below.
 
     Attributes that are modules, optimisers, tensors or trees of tensors are its state: they are
-    what a checkpoint holds. Everything else must follow from ``outline`` and ``config``. Modules
-    and optimisers are made here; a tensor or a tree may first come in a round. What an optimiser
-    moves it moves in place, so that it is given copies: ``trees.clone(outline.initial(size))``.
+    what a checkpoint holds. Everything else must follow from ``outline`` and ``config``; a run
+    warns of what changes in a round and is none of these. Modules and optimisers are made here, and
+    keep their shapes; a tensor or a tree may first come in a round. What an optimiser moves it
+    moves in place, so that it is given copies: ``trees.clone(outline.initial(size))``.
     """
 
     def __init__(self, outline: Outline, config: Any) -> None:

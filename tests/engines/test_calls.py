@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from hyperfed import federation, trees
-from hyperfed.engines.calls import Call, execute, find_step
+from hyperfed.engines.calls import LOOKED_AT, Call, execute, find_step
 from hyperfed.engines.local.loop import LoopEngine
 from hyperfed.engines.local.vmap import VmappedEngine
 from hyperfed.engines.replies import BadReplyError, difference
 from hyperfed.federation import AllLostError, Each, step
 from hyperfed.functional import forward
+from hyperfed.runs.rounds import PATIENCE
 from hyperfed.system.randomness import generator
 from hyperfed.training import Batches, Epochs, Steps
 from hyperfed.trees import Tree, structure
@@ -280,6 +281,11 @@ class Writing(federation.Client):
         return model
 
     @step(like="model")
+    def adds_uncounted(self, model: Tree) -> Tree:
+        model["w"].data.add_(1)
+        return model
+
+    @step(like="model")
     def adds_to_copies(self, model: Tree) -> Tree:
         self.memory["inner"]["n"] = self.memory["inner"]["n"].clone().add_(1)
         return {"w": trees.clone(model)["w"].add_(1)}
@@ -321,6 +327,23 @@ def test_who_writes_into_what_others_hold_is_lost(kind: type[LoopEngine], each: 
     )
     engine.commit(cohort)
     assert torch.equal(sent["w"], now)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [LoopEngine, VmappedEngine])
+def test_writes_that_no_version_counts_show_in_as_many_rounds_as_a_run_waits(
+    kind: type[LoopEngine], dtype: torch.dtype
+) -> None:
+    assert LOOKED_AT == PATIENCE
+    engine = kind(make_task(), Writing, None, seed=0)
+    sent = {"w": torch.tensor([torch.nan, 1.0], dtype=dtype)}
+    for number in (0, LOOKED_AT - 1):
+        cohort = engine.cohort([0, 1], number, training=True)
+        with pytest.raises(AllLostError, match=r"in place .* adds_uncounted did"):
+            cohort.ask(Writing.adds_uncounted, sent)
+    unharmed = engine.cohort([0, 1], 0, training=True)
+    unharmed.ask(Writing.keeps, sent)
+    assert unharmed.there == [0, 1]  # not a number is what it was
 
 
 def test_what_was_made_in_inference_mode_can_be_sent() -> None:

@@ -2,15 +2,17 @@
 
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
 
+from hyperfed import federation
 from hyperfed.engines.calls import Answer, Call
 from hyperfed.engines.local.loop import LoopEngine
 from hyperfed.engines.local.vmap import VmappedEngine
 from hyperfed.engines.memories import Memories
-from hyperfed.federation import AllLostError, step
+from hyperfed.federation import AllLostError, Each, step
 from hyperfed.trees import Tree
 from probe import Client, engine_of
 from toys import make_task
@@ -31,6 +33,37 @@ def test_an_uncommitted_cohort_leaves_no_trace() -> None:
     engine = engine_of()
     engine.cohort([0], 0, training=False).ask(Client.remember)
     assert engine.memory == {}
+
+
+class Keeping(federation.Client):
+    """Remembers what it was sent, as it came, and what has a graph."""
+
+    @step
+    def keep(self, model: Tree) -> Tree:
+        last = self.memory.get("last", model["w"])
+        learned = model["w"].detach().clone().requires_grad_()
+        self.memory |= {"last": model["w"], "double": 2 * learned}
+        return {"last": last}
+
+
+@pytest.mark.parametrize("each", [True, False])
+@pytest.mark.parametrize("kind", [LoopEngine, VmappedEngine])
+def test_what_a_client_remembers_does_not_move_with_the_server(
+    kind: type[LoopEngine], *, each: bool
+) -> None:
+    """Which moves its own tensors in place, and sends them as they are."""
+    engine = kind(make_task(), Keeping, None, seed=0)
+    model = torch.zeros(2, 3) if each else torch.zeros(3)
+    payload: Any = Each({"w": model}) if each else {"w": model}
+    for number in range(3):
+        cohort = engine.cohort([0, 1], number, training=True)
+        reply = cohort.ask(Keeping.keep, payload)
+        assert reply["last"].tolist() == [[max(0, number - 1)] * 3] * 2
+        engine.commit(cohort)
+        model += 1
+    for kept in engine.memory.values():
+        assert kept["last"].tolist() == [2.0] * 3
+        assert not any(leaf.requires_grad for leaf in kept.values())
 
 
 def written(count: int) -> Answer:

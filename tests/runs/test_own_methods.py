@@ -4,6 +4,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from pydantic.dataclasses import dataclass
@@ -75,6 +76,94 @@ def test_what_a_server_moves_itself_and_what_first_comes_in_a_round_are_resumed(
     assert run.folder is not None
     resumed = hyperfed.resume(run.folder.path, make_task(novel=1))
     assert recorded(resumed) == recorded(whole)
+
+
+class Counting(Server):
+    """Keeps what changes where no checkpoint has it."""
+
+    def __init__(self, outline: Outline, config: Any) -> None:
+        super().__init__(outline, config)
+        self.times, self.deltas, self.sums = 0, [], {"of": {"w": torch.zeros(1)}, "count": 0}
+        self.first, self.same, self.lazy = torch.zeros(()), ["a", 1.5], None
+
+    def round(self, clients: Cohort) -> None:
+        super().round(clients)
+        self.times += 1
+        self.deltas.append(self.delta)
+        self.sums["of"]["w"] += 1
+        self.first = self.first + 1
+        self.lazy = self.lazy or "made once"
+        self.new = clients.round
+
+
+def test_what_no_checkpoint_keeps_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    METHODS["mine"].Server = Counting  # type: ignore[attr-defined]
+    hyperfed.train("mine", make_task(), **KEYS)
+    told = [record.args for record in caplog.records if "checkpoints leave it" in record.message]
+    assert told == [("times", 1), ("deltas", 1), ("sums", 1), ("new", 2)]
+
+
+@pytest.mark.parametrize("library", ["PyTorch", "NumPy"])
+def test_draws_that_no_seed_decides_are_told_once(
+    library: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    draw = {"PyTorch": lambda: torch.rand(1), "NumPy": lambda: np.random.rand(1)}[library]
+    train = Client.train_model
+
+    @step(bounded="reply")
+    def train_model(self: Client, model: Model) -> Tree:
+        draw()
+        return train(self, model)
+
+    monkeypatch.setattr(Client, "train_model", train_model)
+    hyperfed.train("mine", make_task(), **KEYS)
+    told = [record.args for record in caplog.records if "global generator" in record.message]
+    assert told == [(1, library)]
+
+
+class Growing(Server):
+    """Has learned something of another shape, or type, than it was made with."""
+
+    norms = torch.zeros(0)
+
+    def __init__(self, outline: Outline, config: Any) -> None:
+        super().__init__(outline, config)
+        self.norms = type(self).norms
+
+    def round(self, clients: Cohort) -> None:
+        super().round(clients)
+        self.norms = torch.cat([self.norms.float(), torch.ones(1)])
+
+
+@pytest.mark.parametrize(
+    ("made", "told"), [(torch.zeros(0), r"shape \(0,\)"), (torch.zeros(1).int(), r"torch\.int32")]
+)
+def test_a_server_that_no_checkpoint_could_be_opened_with_is_told_after_a_round(
+    made: torch.Tensor, told: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(Growing, "norms", made)
+    METHODS["mine"].Server = Growing  # type: ignore[attr-defined]
+    with pytest.raises(UserError, match=rf"norms of the server's state must keep .*{told}"):
+        hyperfed.train("mine", make_task(), **KEYS, out=tmp_path)
+
+
+def test_a_run_whose_folder_lost_its_checkpoints_begins_anew_to_the_end(tmp_path: Path) -> None:
+    run = Run.start(config.from_keys("mine", KEYS), tmp_path, make_task())
+    assert run.folder is not None
+    run.folder.state.parent.rmdir()
+    assert hyperfed.resume(run.folder.path, make_task()).summary["rounds"] == 4
+
+
+@dataclass(frozen=True)
+class WithFunction(LocalConfig):
+    scale: Any = abs
+
+
+def test_a_setting_that_no_file_can_hold_leaves_no_folder(tmp_path: Path) -> None:
+    METHODS["mine"].Config = WithFunction  # type: ignore[attr-defined]
+    with pytest.raises(UserError, match=r"which a file can hold, .* scale=<built-in function abs>"):
+        hyperfed.train("mine", make_task(), **KEYS, out=tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 class Undecorated(LocalConfig):

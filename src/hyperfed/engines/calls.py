@@ -24,6 +24,10 @@ from hyperfed.training import Batches
 from hyperfed.trees import Tree
 from hyperfed.trees.checkpoints import dumps
 
+LOOKED_AT = 10
+"""Rounds in which what a step was handed is looked at by value, too. A run gives up after as many
+in which nobody succeeded."""
+
 
 @dataclass(frozen=True)
 class Call:
@@ -166,6 +170,8 @@ def execute(
     batches = draw(call, client, task, seed).split_with_sizes(lengths)
 
     noise = noise_of(call, seed, secret=secret)
+    handed = tensors_of(*call.payload, memory, scratch)
+    before = values(handed, call, client)
     answer = perform(
         call,
         task=task,
@@ -182,6 +188,8 @@ def execute(
             call.released, lambda sigma: call.question(sigma, data(call.client)), noise, limits
         ),
     )
+    check_unwritten(call.step, before, values(handed, call, client))
+    answer = replace(answer, memory=_own(answer.memory, call.payload))
     written = {n: kept for n, kept in answer.memory.items() if not same(kept, memory.get(n))}
     check_tree(written, does="remember")
     finite = all(trees.finite([written]))
@@ -328,6 +336,22 @@ def perform(
     return Answer(trees.detach(reply), built.memory, built.scratch, released, remembers)
 
 
+def _own(kept: Tree, sent: Sequence[Tree]) -> Tree:
+    """Returns what a client keeps for later rounds without what is the server's, or has a graph.
+
+    In one process what is sent may be the server's own tensors, which its optimiser moves in place.
+    """
+    servers = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(*sent)}
+
+    def own(leaf: object) -> object:
+        if not isinstance(leaf, Tensor):
+            return leaf  # which is told where it is checked
+        alone = leaf.detach() if leaf.requires_grad else leaf
+        return alone.clone() if alone.untyped_storage().data_ptr() in servers else alone
+
+    return trees.tree_map(own, kept)
+
+
 def tensors_of(*held: Tree) -> list[Tensor]:
     """Returns all tensors of some trees; a scratch may hold other things, too."""
     every: Iterator[object] = (leaf for tree in held for _, leaf in trees.leaves(tree))
@@ -346,8 +370,20 @@ def versions(tensors: Sequence[Tensor]) -> list[int]:
         return []
 
 
-def check_unwritten(step: str, before: Sequence[int], after: Sequence[int]) -> None:
-    """Finds out by :func:`versions` whether a step has left what it was handed as it was.
+def values(tensors: Sequence[Tensor], call: Call, client: type[Client]) -> list[str]:
+    """Returns a hash of what a step was handed, which shows writes that no version counts.
+
+    These are such as by ``x.data`` or ``x.numpy()``. It takes time, so that only training is looked
+    at, and that in no more rounds than a run waits for some client to succeed.
+    """
+    _, info = find_step(client, call.step)
+    return [] if info.evaluates or call.round >= LOOKED_AT else [hash_of(*tensors)]
+
+
+def check_unwritten(
+    step: str, before: Sequence[int] | Sequence[str], after: Sequence[int] | Sequence[str]
+) -> None:
+    """Finds out by :func:`versions` or :func:`values` whether what a step was handed is as it was.
 
     Raises:
         PermissionError: it has not.

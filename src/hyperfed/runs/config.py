@@ -23,7 +23,7 @@ from typing import Any, get_args, get_type_hints
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, PydanticSerializationError
 
 from hyperfed.data.tasks import TaskConfig
 from hyperfed.engines import EngineConfig, Faults
@@ -175,10 +175,20 @@ def to_dict(config: RunConfig | Mapping[str, Any]) -> dict[str, Any]:
     """Returns all settings as nested dicts of plain values, with the keys that users write.
 
     Those of a record are such already.
+
+    Raises:
+        UserError: a method's own setting is of a type that no file can hold.
     """
     if isinstance(config, Mapping):
         return dict(config)
-    plain = TypeAdapter(RunConfig).dump_python(config, mode="json")
+    try:
+        plain = TypeAdapter(RunConfig).dump_python(config, mode="json")
+    except PydanticSerializationError as error:
+        named = ", ".join(f"{name}={value!r}" for name, value in vars(config.settings).items())
+        raise UserError(
+            f"settings must be numbers, words, or lists of these, which a file can hold, but among "
+            f"those of {config.method} is another, in {named}: {error}"
+        ) from error
     settings = plain.pop("settings")
     if config.task.source == "python":  # of which the other settings say nothing
         plain["task"] = {key: plain["task"][key] for key in _OF_PYTHON}

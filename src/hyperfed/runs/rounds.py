@@ -18,6 +18,7 @@ from hyperfed.runs.rollback import Snapshot, is_finite
 from hyperfed.runs.settings import RunConfig, cohort_size
 from hyperfed.runs.tally import Tally
 from hyperfed.runs.trained import TrainedMethod
+from hyperfed.runs.watched import Watched
 from hyperfed.task import Task
 from hyperfed.trees.aggregation import Rule
 
@@ -55,7 +56,7 @@ class Rounds:
         self.nobody = ""
         self._run = run
         self._charged = charged
-        self._before = Snapshot()
+        self._before, self._watched = Snapshot(), Watched()
         self._failures = 0
 
     def train(self, clients: Sequence[int]) -> Mapping[int, str]:
@@ -90,7 +91,7 @@ class Rounds:
         try:
             if few := self._too_few(cohort):
                 cohort.give_up(few)
-            with self._aggregating(cohort):
+            with self._aggregating(cohort), self._watched.round(server, self._run.round + 1):
                 server.round(cohort)
             self._failures, self.answered = 0, True
             if not is_finite(server):

@@ -107,6 +107,7 @@ class Run(Served):
         self._rounds = Rounds(self, self._charged)
         self._reporter = Reporter(self)
         self._accounting = self._on_the_disk
+        self._made = self._leaves()
         self._commit = commit()  # of the code that runs, whatever is checked out later
 
     def __repr__(self) -> str:
@@ -132,6 +133,7 @@ class Run(Served):
         """
         trackers.check(config.track)
         run = cls(config, task)
+        configuration.to_dict(run.config)  # raises before there is a folder
         run.folder = RunFolder.create(out, experiment or config.method, config.seed, datetime.now())
         configuration.dump(run.config, run.folder.config)
         return run
@@ -211,6 +213,7 @@ class Run(Served):
                     "hyperfed.resume(device=...)"
                 )
             folder.clean()
+            folder.state.parent.mkdir(exist_ok=True)
             run = cls._open(folder, task, moved, config)
             # First, so that what a kill leaves here can be gone on with by either settings.
             folder.summary.unlink(missing_ok=True)
@@ -339,6 +342,8 @@ class Run(Served):
             self._within = True
             with self._computing():
                 self._one_round()
+            if self.round == 1:  # and not when hours are over
+                self._check_leaves()
             now = self.done or self.round % self.config.evaluate_every == 0
             if now:
                 self._reporter.tell("evaluating")
@@ -567,9 +572,25 @@ class Run(Served):
         except UNUSABLE as error:
             raise unfit(error) from error
 
+    def _leaves(self) -> set[tuple[str, tuple[int, ...], Any]]:
+        """Returns path, shape and dtype of what the server has learned."""
+        return {leaf for leaf in trees.structure(self._state(optimizers=False)) if leaf[2]}
+
+    def _check_leaves(self) -> None:
+        """Raises where no server made by the settings could go on from this one's checkpoint."""
+        if lacking := self._made - self._leaves():
+            name, shape, dtype = min(lacking, key=str)
+            raise UserError(
+                f"{name} of the server's state must keep the shape {shape} and the type {dtype} "
+                f"that it was made with, as checkpoints are opened by another server, but has not "
+                f"after round {self.round}; make it with those that it will have, or let it first "
+                "come in a round"
+            )
+
     def _checkpoint(self) -> None:
         if self.folder is None:
             return
+        self._check_leaves()
         tree: Tree = {"server": self._state(), "memory": keyed(self.engine.memory)}
         if self.engine.released:
             tree["released"] = keyed(self.engine.released)
@@ -628,10 +649,8 @@ class Run(Served):
 
     def _load(self, tree: Tree, meta: Mapping[str, Any]) -> None:
         saved = [tree["server"], *([tree["best"]["server"]] if "best" in tree else [])]
-        ours = trees.structure(self.server.state(optimizers=False))
-        leaves = {each for each in ours if each[2]}  # a tree without any may get some
-        for state in saved:
-            if strange := leaves - {*trees.structure(state)}:
+        for state in saved:  # a tree without any leaf may get some
+            if strange := self._made - {*trees.structure(state)}:
                 raise ValueError(f"the server must have {min(map(str, strange))}")
         self.server.load(trees.to(tree["server"], self.engine.device))
         self.engine.memory = numbered(tree["memory"])

@@ -33,6 +33,7 @@ from hyperfed.engines.calls import (
     noise_of,
     perform,
     tensors_of,
+    values,
     versions,
 )
 from hyperfed.engines.local.draws import Draws, OwnError
@@ -267,7 +268,7 @@ class VmappedEngine(LoopEngine):
             warnings.filterwarnings("ignore", "There is a performance drop")
             stacked = self._stacked(kind, calls)
             handed = tensors_of(stacked["payload"], stacked["memory"], stacked["scratch"])
-            before = versions(handed)
+            before, told = versions(handed), values(handed, first, self.client)
             if self.graphs is None:
                 answer = together(stacked)
             else:
@@ -275,6 +276,7 @@ class VmappedEngine(LoopEngine):
                 # A recording is of any round, and draws nothing: its draws would be those of one.
                 answer = self.graphs.run(key, stacked, together, vmap(of))
         check_unwritten(first.step, before, versions(handed))
+        check_unwritten(first.step, told, values(handed, first, self.client))
         # What is remembered must not keep the tensors of all clients alive.
         return [
             Answer(
