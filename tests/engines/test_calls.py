@@ -329,14 +329,16 @@ def test_who_writes_into_what_others_hold_is_lost(kind: type[LoopEngine], each: 
     assert torch.equal(sent["w"], now)
 
 
+@pytest.mark.parametrize("each", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", [LoopEngine, VmappedEngine])
 def test_writes_that_no_version_counts_show_in_as_many_rounds_as_a_run_waits(
-    kind: type[LoopEngine], dtype: torch.dtype
+    kind: type[LoopEngine], dtype: torch.dtype, *, each: bool
 ) -> None:
     assert LOOKED_AT == PATIENCE
     engine = kind(make_task(), Writing, None, seed=0)
-    sent = {"w": torch.tensor([torch.nan, 1.0], dtype=dtype)}
+    model = torch.tensor([torch.nan, 1.0], dtype=dtype)
+    sent: Any = Each({"w": model.expand(2, 2).clone()}) if each else {"w": model}
     for number in (0, LOOKED_AT - 1):
         cohort = engine.cohort([0, 1], number, training=True)
         with pytest.raises(AllLostError, match=r"in place .* adds_uncounted did"):

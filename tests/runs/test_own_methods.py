@@ -85,6 +85,7 @@ class Counting(Server):
         super().__init__(outline, config)
         self.times, self.deltas, self.sums = 0, [], {"of": {"w": torch.zeros(1)}, "count": 0}
         self.first, self.same, self.lazy = torch.zeros(()), ["a", 1.5], None
+        self.becomes: Any = 0
 
     def round(self, clients: Cohort) -> None:
         super().round(clients)
@@ -93,7 +94,7 @@ class Counting(Server):
         self.sums["of"]["w"] += 1
         self.first = self.first + 1
         self.lazy = self.lazy or "made once"
-        self.new = clients.round
+        self.new, self.becomes = clients.round, torch.zeros(())
 
 
 def test_what_no_checkpoint_keeps_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -124,7 +125,7 @@ def test_draws_that_no_seed_decides_are_told_once(
 class Growing(Server):
     """Has learned something of another shape, or type, than it was made with."""
 
-    norms = torch.zeros(0)
+    norms, grows = torch.zeros(0), 0
 
     def __init__(self, outline: Outline, config: Any) -> None:
         super().__init__(outline, config)
@@ -132,19 +133,27 @@ class Growing(Server):
 
     def round(self, clients: Cohort) -> None:
         super().round(clients)
-        self.norms = torch.cat([self.norms.float(), torch.ones(1)])
+        if clients.round >= self.grows:
+            self.norms = torch.cat([self.norms.float(), torch.ones(1)])
 
 
 @pytest.mark.parametrize(
-    ("made", "told"), [(torch.zeros(0), r"shape \(0,\)"), (torch.zeros(1).int(), r"torch\.int32")]
+    ("made", "grows", "told"),
+    [
+        (torch.zeros(0), 0, r"shape \(0,\) .* after round 1"),
+        (torch.zeros(1).int(), 0, r"torch\.int32 .* after round 1"),
+        (torch.zeros(0), 1, r"shape \(0,\) .* after round 3"),  # where its state is written
+    ],
 )
 def test_a_server_that_no_checkpoint_could_be_opened_with_is_told_after_a_round(
-    made: torch.Tensor, told: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    made: torch.Tensor, grows: int, told: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(Growing, "norms", made)
+    monkeypatch.setattr(Growing, "grows", grows)
     METHODS["mine"].Server = Growing  # type: ignore[attr-defined]
+    keys = KEYS | {"checkpoint_every": 3}
     with pytest.raises(UserError, match=rf"norms of the server's state must keep .*{told}"):
-        hyperfed.train("mine", make_task(), **KEYS, out=tmp_path)
+        hyperfed.train("mine", make_task(), **keys, out=tmp_path)
 
 
 def test_a_run_whose_folder_lost_its_checkpoints_begins_anew_to_the_end(tmp_path: Path) -> None:
