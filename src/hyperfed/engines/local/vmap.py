@@ -33,7 +33,6 @@ from hyperfed.engines.calls import (
     noise_of,
     perform,
     tensors_of,
-    values,
     versions,
 )
 from hyperfed.engines.local.draws import Draws, OwnError
@@ -268,7 +267,7 @@ class VmappedEngine(LoopEngine):
             warnings.filterwarnings("ignore", "There is a performance drop")
             stacked = self._stacked(kind, calls)
             handed = tensors_of(stacked["payload"], stacked["memory"], stacked["scratch"])
-            before, told = versions(handed), values(handed, first, self.client)
+            before = versions(handed)
             if self.graphs is None:
                 answer = together(stacked)
             else:
@@ -276,7 +275,6 @@ class VmappedEngine(LoopEngine):
                 # A recording is of any round, and draws nothing: its draws would be those of one.
                 answer = self.graphs.run(key, stacked, together, vmap(of))
         check_unwritten(first.step, before, versions(handed))
-        check_unwritten(first.step, told, values(handed, first, self.client))
         # What is remembered must not keep the tensors of all clients alive.
         return [
             Answer(
