@@ -223,3 +223,19 @@ def test_what_cannot_be_compared_so_is_told() -> None:
     untested = replace(done, evaluations=tuple(e for e in late if e.split == "val"))
     with pytest.raises(UserError, match="evaluated on test data, but one was not"):
         budget_of("mb", [untested])
+
+
+def test_what_is_pooled_of_older_records_is_not_the_accuracy():
+    scores = {5: [0.5, 0.5, 0.5], 10: [0.4, 0.4, 1.0], 15: [0.3, 0.6, 0.6], 20: [0, 0, 0]}
+    done = scored(run(), "zeroed_accuracy", scores)
+    older = tuple(
+        replace(
+            e,
+            client_zeroed_accuracy=(),
+            client_accuracy=(1 / e.round,) * 3,
+            client_masked_accuracy=(1 / e.round,) * 3,
+        )
+        for e in done.evaluations
+    )
+    (row,) = compare([within(replace(done, evaluations=older), Budget("rounds", 15))])
+    assert row.best_round == 10

@@ -13,7 +13,14 @@ from scipy import stats
 
 from finished_runs import Finished, evaluation, finished
 from hyperfed.analysis import paired
-from hyperfed.analysis.comparison import compare, difference, groups, saw_the_same, table
+from hyperfed.analysis.comparison import (
+    compare,
+    difference,
+    groups,
+    most_alike,
+    saw_the_same,
+    table,
+)
 from hyperfed.analysis.differences import differences
 from hyperfed.analysis.figures import draw_accuracy
 from hyperfed.analysis.statistics import Difference
@@ -550,3 +557,10 @@ def test_runs_are_named_by_the_settings_that_tell_most_of_them_apart():
         "fedavg a=1 b=1 d=0",
         "fedavg a=1 b=1 d=1",
     ]
+
+
+def test_a_seed_does_not_make_runs_unlike():
+    runs = [finished(method, seed) for method, seed in (("pfedhn", 0), ("local", 0), ("local", 1))]
+    for run, cohort in zip(runs, (0.1, 0.2, 0.1), strict=True):
+        run.config["cohort"] = cohort
+    assert most_alike(runs[0], runs[1:]) == [1, 0]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from hyperfed.data import division
 from hyperfed.data.corruptions import corrupt_novel
 from hyperfed.data.division import novel_dealt_anew
 from hyperfed.data.shift import nearest_total_variation
@@ -144,3 +145,13 @@ def test_only_images_can_be_corrupted(tmp_path):
     )
     with pytest.raises(UserError, match=r"only images can be corrupted, .* got shape \(\d+, 5\)"):
         build(config, seed=0)
+
+
+def test_novel_clients_are_dealt_by_streams_of_their_own(monkeypatch):
+    asked, real = [], division.random_source
+    monkeypatch.setattr(division, "random_source", lambda *of: asked.append(of) or real(*of))
+    config = TaskConfig(clients=8, novel=2, partition="dirichlet", val=0.1, test=0.1)
+    dealt = divide(config, made(), 3)
+    novel_dealt_anew(dealt, replace(config, novel_alpha=1.0), made(), 3)
+    assert len({*asked}) == len(asked) == 5
+    assert {seed for seed, _ in asked} == {3}

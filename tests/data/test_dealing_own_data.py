@@ -5,9 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from hyperfed.data import arrays, datasets
 from hyperfed.data.division import fitted
+from hyperfed.data.own import from_arrays
 from hyperfed.data.roster import Frame, Member, Roster
 from hyperfed.data.tasks import TaskConfig, build, remote, settings_of
 from hyperfed.errors import UserError
@@ -133,3 +135,9 @@ def test_clients_at_sites_are_called_as_their_sites_call_them() -> None:
     same, other = (next(net.parameters()) for net in nets)
     assert torch.equal(next(task.models["base"].parameters()), same)
     assert not torch.equal(same, other)
+
+
+def test_validation_and_test_have_the_fractions_that_each_was_given() -> None:
+    x, y = torch.zeros(20, 2), torch.arange(20) % 2
+    task = from_arrays(x, y, client=[0] * 20, model=nn.Linear(2, 2), val=0.1, test=0.3)
+    assert [len(split[0]) for split in (task.train, task.val, task.test)] == [12, 2, 6]

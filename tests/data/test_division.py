@@ -7,6 +7,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from hyperfed.data import division
 from hyperfed.data.partitions import keep_few
 from hyperfed.data.tasks import TaskConfig, build, divide
 from hyperfed.errors import UserError
@@ -417,3 +418,21 @@ def test_clients_of_classes_that_are_named():
     for wrong in ({"partition": "iid"}, {"clients": 4}):
         with pytest.raises(ValidationError, match="one set for each client, got partition="):
             TaskConfig(**given | wrong, class_sets=sets)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"partition": "iid"},
+        {"partition": "shuffled"},
+        {"partition": "pfllib", "val": 0.1},
+        {"partition": "dirichlet"},
+    ],
+)
+def test_each_draw_has_a_stream_of_its_own(keys, monkeypatch):
+    asked, real = [], division.random_source
+    monkeypatch.setattr(division, "random_source", lambda *of: asked.append(of) or real(*of))
+    divide(TaskConfig(fraction=0.9, clients=5, **keys), made(), 3)
+    assert len({*asked}) == len(asked) > 1
+    assert {seed for seed, _ in asked} == {3}

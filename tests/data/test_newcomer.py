@@ -165,3 +165,10 @@ def test_a_newcomers_data_must_fit(x, y, message):
     task = from_arrays(X, Y, client=CLIENT, model=linear())
     with pytest.raises(UserError, match=message):
         newcomer(task, x, y)
+
+
+def test_who_has_other_labels_is_another_newcomer():
+    """Whose draws, and kept answers, are by this fingerprint."""
+    task = from_arrays(X, Y, client=CLIENT, model=linear)
+    labels = (None, Y[:4], np.roll(Y[:4], 1))
+    assert len({newcomer(task, X[:4], y).fingerprint for y in labels}) == 3

@@ -238,3 +238,9 @@ def test_chosen_classes_give_each_client_its_own_in_equal_amounts():
         with pytest.raises(UserError, match=r"class_sets must give each client classes of 0\.\.3"):
             shares.chosen_classes(sets, 4)
     assert not shares.chosen_classes([[2], [2]], 3, [5, 5, 0]).any()  # nobody is left to train
+
+
+def test_which_classes_a_client_has_follows_from_the_seed():
+    sources = map(np.random.default_rng, range(5))
+    held = {(shares.class_shares(10, 10, 2, source) > 0).tobytes() for source in sources}
+    assert len(held) == 5

@@ -2,10 +2,12 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from hyperfed.analysis.statistics import Spread
 from hyperfed.errors import UserError
 from hyperfed.nets.targets import build_target
 from hyperfed.papers import measured, origin, reproduction
@@ -325,3 +327,18 @@ def test_a_table_that_measures_what_no_summary_has_is_refused(folder: Path) -> N
         collected(folder)
     with pytest.raises(UserError, match=r"measures\.test\.metric must be one of"):
         reproduction.find("made/table1", folder / "experiments", "*")
+
+
+def test_records_that_count_come_first(folder: Path) -> None:
+    record(folder, "local", 0, [6, 6, 6, 6], rounds=3)
+    record(folder, "local", 1, [6, 6, 6, 6])
+    groups = measured.alike(collected(folder)[0]["made/table1", "digits-local"])
+    assert [group[0].counts for group in groups] == [True, False]
+
+
+def test_the_band_is_of_decimal_numbers() -> None:
+    """1.5 points are between these, and a little more in binary."""
+    assert 64.4 - 62.9 > 1.5
+    first: Any = SimpleNamespace(origin=SimpleNamespace(scale=1, superseded=""), differing={})
+    of = Spread(64.4, None, 1), Published(62.9)
+    assert measured._verdict(first, "test_accuracy", *of, judged=True).reproduced

@@ -270,3 +270,12 @@ def test_of_a_grid_the_best_point_alone_is_among_the_numbers_reproduced(folder: 
     for rate, correct in (("0.1", 6), ("0.2", 7), ("0.3", 5)):
         record(folder, f"fedavg-local_lr{rate}", 0, [correct] * 4)
     assert row(written(folder, "report.md"), "`made/table1`")[3:] == ["3", "3", "0 of 1"]
+
+
+def test_gains_are_over_the_local_that_counts(folder: Path) -> None:
+    make_table(folder, TABLE + '\n[rows.alone]\nabout = "Alone"\nset.method = "local"\n')
+    record(folder, "local", 0, [1, 1, 1, 1], rounds=3)  # first, but of other settings
+    record(folder, "alone", 0, [5, 4, 5, 5])
+    record(folder, "fedavg", 0, [6, 6, 6, 6])
+    cells = row(written(folder, "report.md"), "FedAvg")
+    assert any(cell.startswith("+12.5") for cell in cells), cells

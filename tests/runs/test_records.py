@@ -260,3 +260,20 @@ def test_an_evaluation_is_a_plain_value():
     assert evaluation() == evaluation()
     assert isinstance(evaluation(), Evaluation)
     assert hash(evaluation()) == hash(evaluation())
+
+
+def test_what_counts_among_few_classes_is_over_examples_too():
+    found = records.summarise(
+        round=1,
+        split="val",
+        clients=[0, 1],
+        count=[2, 8],
+        correct=[1.0, 1.0],
+        loss=[0.0, 0.0],
+        masked_correct=[2.0, 0.0],
+        zeroed_correct=[0.0, 8.0],
+        bytes_down=0,
+        bytes_up=0,
+        seconds=0.0,
+    )
+    assert (found.masked_accuracy, found.zeroed_accuracy) == (0.2, 0.8)

@@ -171,7 +171,7 @@ def execute(
 
     noise = noise_of(call, seed, secret=secret)
     handed = tensors_of(*call.payload, memory, scratch)
-    before = values(handed, call, client)
+    before = copied(handed, call, client)
     answer = perform(
         call,
         task=task,
@@ -188,10 +188,11 @@ def execute(
             call.released, lambda sigma: call.question(sigma, data(call.client)), noise, limits
         ),
     )
-    check_unwritten(call.step, before, values(handed, call, client))
-    answer = replace(answer, memory=_own(answer.memory, call.payload))
+    check_unwritten(call.step, as_before=all(map(_is_as_before, handed, before)))
     written = {n: kept for n, kept in answer.memory.items() if not same(kept, memory.get(n))}
     check_tree(written, does="remember")
+    # What it was sent may be the server's own tensors, which an optimiser moves in place.
+    answer = replace(answer, memory=answer.memory | trees.clone(written))
     finite = all(trees.finite([written]))
     if private is None:
         if not finite:
@@ -324,7 +325,7 @@ def perform(
     handed = tensors_of(*call.payload, memory, scratch)
     before = versions(handed)
     reply = step(built, *call.payload)
-    check_unwritten(call.step, before, versions(handed))
+    check_unwritten(call.step, as_before=before == versions(handed))
     check_tree(reply)
     if info.deferrable and not same(built.memory, memory):
         raise PermissionError(
@@ -334,22 +335,6 @@ def perform(
     released = built.releases.kept if isinstance(built.releases, Releases) else {}
     remembers = bool(built.memory)
     return Answer(trees.detach(reply), built.memory, built.scratch, released, remembers)
-
-
-def _own(kept: Tree, sent: Sequence[Tree]) -> Tree:
-    """Returns what a client keeps for later rounds without what is the server's, or has a graph.
-
-    In one process what is sent may be the server's own tensors, which its optimiser moves in place.
-    """
-    servers = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(*sent)}
-
-    def own(leaf: object) -> object:
-        if not isinstance(leaf, Tensor):
-            return leaf  # which is told where it is checked
-        alone = leaf.detach() if leaf.requires_grad else leaf
-        return alone.clone() if alone.untyped_storage().data_ptr() in servers else alone
-
-    return trees.tree_map(own, kept)
 
 
 def tensors_of(*held: Tree) -> list[Tensor]:
@@ -370,25 +355,29 @@ def versions(tensors: Sequence[Tensor]) -> list[int]:
         return []
 
 
-def values(tensors: Sequence[Tensor], call: Call, client: type[Client]) -> list[str]:
-    """Returns a hash of what a step was handed, which shows writes that no version counts.
+def copied(tensors: Sequence[Tensor], call: Call, client: type[Client]) -> list[Tensor]:
+    """Returns copies of what a step is handed, to see writes by that no version counts.
 
     These are such as by ``x.data`` or ``x.numpy()``. It takes time, so that only training is looked
     at, and that in no more rounds than a run waits for some client to succeed.
     """
     _, info = find_step(client, call.step)
-    return [] if info.evaluates or call.round >= LOOKED_AT else [hash_of(*tensors)]
+    looked_at = not info.evaluates and call.round < LOOKED_AT
+    return [tensor.detach().clone() for tensor in tensors] if looked_at else []
 
 
-def check_unwritten(
-    step: str, before: Sequence[int] | Sequence[str], after: Sequence[int] | Sequence[str]
-) -> None:
-    """Finds out by :func:`versions` or :func:`values` whether what a step was handed is as it was.
+def _is_as_before(now: Tensor, before: Tensor) -> bool:
+    """Returns whether two tensors have the same values, of which some may be no numbers."""
+    return torch.equal(now, before) or torch.equal(now.nan_to_num(), before.nan_to_num())
+
+
+def check_unwritten(step: str, *, as_before: bool) -> None:
+    """Finds out whether what a step was handed is as it was.
 
     Raises:
         PermissionError: it has not.
     """
-    if before != after:
+    if not as_before:
         raise PermissionError(
             "a step must not write in place into what it was sent or what its client keeps, in "
             f"memory or scratch, which others hold too, but {step} did; make new tensors, as by "

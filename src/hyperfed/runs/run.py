@@ -47,7 +47,7 @@ from hyperfed.runs.trained import Best, TrainedMethod, here, unfit
 from hyperfed.system.devices import CPU
 from hyperfed.system.locks import Lock
 from hyperfed.system.provenance import commit, versions
-from hyperfed.trees import Tree
+from hyperfed.trees import Tree, state
 from hyperfed.trees.checkpoints import load_latest, load_state, previous, save_latest
 
 if TYPE_CHECKING:
@@ -573,8 +573,9 @@ class Run(Served):
             raise unfit(error) from error
 
     def _leaves(self) -> set[tuple[str, tuple[int, ...], Any]]:
-        """Returns path, shape and dtype of what the server has learned."""
-        return {leaf for leaf in trees.structure(self._state(optimizers=False)) if leaf[2]}
+        """Returns path, shape and dtype of what the server has learned; reads no reply for that."""
+        tensors = state.of(vars(self.server), optimizers=False)
+        return {leaf for leaf in trees.structure(tensors) if leaf[2]}
 
     def _check_leaves(self) -> None:
         """Raises where no server made by the settings could go on from this one's checkpoint."""
@@ -649,8 +650,10 @@ class Run(Served):
 
     def _load(self, tree: Tree, meta: Mapping[str, Any]) -> None:
         saved = [tree["server"], *([tree["best"]["server"]] if "best" in tree else [])]
-        for state in saved:  # a tree without any leaf may get some
-            if strange := self._made - {*trees.structure(state)}:
+        ours = trees.structure(self.server.state(optimizers=False))
+        leaves = {each for each in ours if each[2]}  # a tree without any may get some
+        for server in saved:
+            if strange := leaves - {*trees.structure(server)}:
                 raise ValueError(f"the server must have {min(map(str, strange))}")
         self.server.load(trees.to(tree["server"], self.engine.device))
         self.engine.memory = numbered(tree["memory"])

@@ -441,3 +441,12 @@ def test_a_client_is_called_by_its_own_name(tmp_path: Path) -> None:
     answer = site_in(tmp_path).answer(request(1, 0, names={0: NAMES[1]})).answers[0]
     assert isinstance(answer, UserError)
     assert RAN == []
+
+
+def test_images_of_newcomers_normalise_nobody() -> None:
+    def site(name: str, mean: float, *, novel: bool) -> Introduction:
+        member = Member(name, 4, 0, 0, novel=novel)
+        return Introduction((member,), (1, 8, 8), "torch.uint8", 2, 4, (mean,), (0.1,))
+
+    sites = [site("a", 0.25, novel=False), site("b", 0.75, novel=True)]
+    assert enrol(sites, run=1).frame.mean == (0.25,)

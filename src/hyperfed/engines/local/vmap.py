@@ -274,7 +274,7 @@ class VmappedEngine(LoopEngine):
                 key = kind, *self._lengths(first), len(calls)
                 # A recording is of any round, and draws nothing: its draws would be those of one.
                 answer = self.graphs.run(key, stacked, together, vmap(of))
-        check_unwritten(first.step, before, versions(handed))
+        check_unwritten(first.step, as_before=before == versions(handed))
         # What is remembered must not keep the tensors of all clients alive.
         return [
             Answer(
