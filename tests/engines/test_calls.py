@@ -312,11 +312,12 @@ def test_who_writes_into_what_others_hold_is_lost(kind: type[LoopEngine], each: 
     first = engine.cohort([0, 1], 0, training=True)
     first.ask(Writing.count)
     engine.commit(first)
+    later = LOOKED_AT  # where values are not looked at
     for wrong, payloads in ((Writing.adds_to_memory, ()), (Writing.adds_to_model, (payload,))):
-        cohort = engine.cohort([0, 1], 1, training=True)
+        cohort = engine.cohort([0, 1], later, training=True)
         with pytest.raises(AllLostError, match=f"must not write in place .* {wrong.__name__} did"):
             cohort.ask(wrong, *payloads)
-    cohort = engine.cohort([0, 1], 1, training=True)
+    cohort = engine.cohort([0, 1], later, training=True)
     cohort.ask(Writing.keeps, payload)  # another message has brought what is the server's own
     with pytest.raises(AllLostError, match=r"memory or scratch, .* but adds_to_scratch did"):
         cohort.ask(Writing.adds_to_scratch)
