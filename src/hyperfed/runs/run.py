@@ -44,10 +44,11 @@ from hyperfed.runs.settings import RunConfig, check_clients, cohort_size
 from hyperfed.runs.status import Reporter
 from hyperfed.runs.tally import always_lost
 from hyperfed.runs.trained import Best, TrainedMethod, here, unfit
+from hyperfed.runs.watched import check_leaves, leaves
 from hyperfed.system.devices import CPU
 from hyperfed.system.locks import Lock
 from hyperfed.system.provenance import commit, versions
-from hyperfed.trees import Tree, state
+from hyperfed.trees import Tree
 from hyperfed.trees.checkpoints import load_latest, load_state, previous, save_latest
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ class Run(Served):
         self._rounds = Rounds(self, self._charged)
         self._reporter = Reporter(self)
         self._accounting = self._on_the_disk
-        self._made = self._leaves()
+        self._made = leaves(self.server)
         self._commit = commit()  # of the code that runs, whatever is checked out later
 
     def __repr__(self) -> str:
@@ -343,7 +344,7 @@ class Run(Served):
             with self._computing():
                 self._one_round()
             if self.round == 1:  # and not when hours are over
-                self._check_leaves()
+                check_leaves(self.server, self._made, self.round)
             now = self.done or self.round % self.config.evaluate_every == 0
             if now:
                 self._reporter.tell("evaluating")
@@ -572,26 +573,10 @@ class Run(Served):
         except UNUSABLE as error:
             raise unfit(error) from error
 
-    def _leaves(self) -> set[tuple[str, tuple[int, ...], Any]]:
-        """Returns path, shape and dtype of what the server has learned; reads no reply for that."""
-        tensors = state.of(vars(self.server), optimizers=False)
-        return {leaf for leaf in trees.structure(tensors) if leaf[2]}
-
-    def _check_leaves(self) -> None:
-        """Raises where no server made by the settings could go on from this one's checkpoint."""
-        if lacking := self._made - self._leaves():
-            name, shape, dtype = min(lacking, key=str)
-            raise UserError(
-                f"{name} of the server's state must keep the shape {shape} and the type {dtype} "
-                f"that it was made with, as checkpoints are opened by another server, but has not "
-                f"after round {self.round}; make it with those that it will have, or let it first "
-                "come in a round"
-            )
-
     def _checkpoint(self) -> None:
         if self.folder is None:
             return
-        self._check_leaves()
+        check_leaves(self.server, self._made, self.round)
         tree: Tree = {"server": self._state(), "memory": keyed(self.engine.memory)}
         if self.engine.released:
             tree["released"] = keyed(self.engine.released)
@@ -651,9 +636,9 @@ class Run(Served):
     def _load(self, tree: Tree, meta: Mapping[str, Any]) -> None:
         saved = [tree["server"], *([tree["best"]["server"]] if "best" in tree else [])]
         ours = trees.structure(self.server.state(optimizers=False))
-        leaves = {each for each in ours if each[2]}  # a tree without any may get some
+        made = {each for each in ours if each[2]}  # a tree without any may get some
         for server in saved:
-            if strange := leaves - {*trees.structure(server)}:
+            if strange := made - {*trees.structure(server)}:
                 raise ValueError(f"the server must have {min(map(str, strange))}")
         self.server.load(trees.to(tree["server"], self.engine.device))
         self.engine.memory = numbered(tree["memory"])

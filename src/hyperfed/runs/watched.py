@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hyperfed import trees
+from hyperfed.errors import UserError
 from hyperfed.federation import Server
 from hyperfed.trees import state
 
@@ -53,6 +55,31 @@ class Watched:
         if what not in self._told:
             self._told.add(what)
             log.warning(message, *arguments)
+
+
+Leaves = set[tuple[str, tuple[int, ...], Any]]
+"""Path, shape and dtype of each."""
+
+
+def leaves(server: Server) -> Leaves:
+    """Returns what a server has learned, without reading replies that wait for that."""
+    learned = trees.structure(state.of(vars(server), optimizers=False))
+    return {leaf for leaf in learned if leaf[2]}
+
+
+def check_leaves(server: Server, made: Leaves, number: int) -> None:
+    """Finds out whether another server, as it was made, could go on from a checkpoint of this one.
+
+    Raises:
+        UserError: it could not, after so many rounds.
+    """
+    if lacking := made - leaves(server):
+        name, shape, dtype = min(lacking, key=str)
+        raise UserError(
+            f"{name} of the server's state must keep the shape {shape} and the type {dtype} that "
+            "it was made with, as checkpoints are opened by another server, but has not after "
+            f"round {number}; make it with those that it will have, or let it first come in a round"
+        )
 
 
 def _left_out(server: Server) -> dict[str, Any]:
