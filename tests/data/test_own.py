@@ -511,6 +511,14 @@ def test_a_layer_that_is_idle_elsewhere_or_in_evaluation_alone_is_let_be(net: Ne
         ({"model": Recurrent}, "must return a tensor, got tuple"),
         ({"model": IdleAtTheEnd}, "use the layer that it defines last, .* but projection has no"),
         ({"model": Turning}, "real parameters and buffers .* but turn is torch.complex64; keep"),
+        (
+            {"model": lambda: nn.Linear(2, 3).bfloat16()},
+            "float32 or float64 parameters .*, but weight is torch.bfloat16; make it float32, and",
+        ),
+        (  # as a head that PEFT trains whole, on a network that was loaded in half precision
+            {"model": lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3).half())},
+            "are trained, but 1.weight is torch.float16",
+        ),
         ({"model": nn.Identity, "x": torch.ones(12, 3)}, "must have parameters to train"),
         ({"x": [[1.0], [1.0, 2.0]] * 6}, "x must be one array, with rows of one shape"),
         ({"x": {"a": torch.ones(6, 2)}}, "x must be one array .* of all .*, got dict; put it"),

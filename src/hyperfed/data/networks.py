@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from hyperfed import trees
 from hyperfed.nets.anatomy import trained_layers
-from hyperfed.nets.pretrained import compute_in_own_precision, with_plain_output
+from hyperfed.nets.pretrained import HALF, compute_in_own_precision, with_plain_output
 from hyperfed.system.randomness import seeded
 from hyperfed.task import BASE
 
@@ -108,17 +108,25 @@ def try_out(
     """
     given = {}
     for size, network in models.items():
-        if not trees.parameters_of(network):
+        trained = trees.parameters_of(network)
+        if not trained:
             problems.append(
                 f"model {size!r} must have parameters to train, but has none or all are frozen; "
                 "set requires_grad of some"
             )
-        moving = {**trees.parameters_of(network), **trees.buffers_of(network)}
+        moving = {**trained, **trees.buffers_of(network)}
         if unreal := [name for name, value in moving.items() if value.is_complex()]:
             problems.append(  # a mean of them would be that of their real parts
                 f"model {size!r} must have real parameters and buffers where they are not frozen, "
                 f"but {unreal[0]} is {moving[unreal[0]].dtype}; keep torch.view_as_real of it, and "
                 "take torch.view_as_complex of that in forward"
+            )
+            continue
+        if half := [name for name, value in trained.items() if value.dtype in HALF]:
+            problems.append(  # small steps vanish in it, and PyTorch's fused SGD goes astray
+                f"model {size!r} must have float32 or float64 parameters where they are trained, "
+                f"but {half[0]} is {trained[half[0]].dtype}; make it float32, and set "
+                "precision=bf16 to compute in bfloat16"
             )
             continue
         try:
