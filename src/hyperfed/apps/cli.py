@@ -9,6 +9,7 @@ import errno
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated
 
@@ -56,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: of the command line; this process's own where None.
     """
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.encoding.lower() != "utf-8":
+        sys.stdout.reconfigure(errors="replace")  # nothing is lost for want of a ±
     try:
         app([_at_home(each) for each in (sys.argv[1:] if arguments is None else arguments)])
     except UserError as error:

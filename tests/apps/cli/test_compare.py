@@ -1,7 +1,9 @@
 """``hyperfed compare``: rows, means over seeds, budgets, figures, and what is not compared."""
 
+import io
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,14 @@ class TestCompare:
         assert row.pop("paired") == row.pop("paired_over_seeds") == paired
         assert row.pop("settings")["method.local_steps"] == 2
         assert row == {name: summary[name] for name in row}
+
+    def test_a_terminal_without_all_letters_is_told_the_rest(self, trained, monkeypatch):
+        said = io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(said, encoding="ascii"))
+        with pytest.raises(SystemExit, match="0"):
+            main(["compare", str(trained)])
+        sys.stdout.flush()
+        assert " ? " in said.getvalue().decode("ascii")  # the ± of accuracy per client
 
     def test_warns_where_the_data_differ_and_draws(self, cli, trained, other, tmp_path):
         figure, page = tmp_path / "figure.png", tmp_path / "page.html"

@@ -48,7 +48,7 @@ def read(path: Path | None) -> Policy:
             "none; write what it says into one"
         )
     try:
-        table = toml.loads(path.read_text())
+        table = toml.loads(path.read_text(encoding="utf-8"))
         # Lists of TOML become tuples as those of JSON do, and nothing else is converted.
         policy: Policy = _POLICY.validate_json(_POLICY_JSON.dump_json(table), strict=True)
     except ValidationError as error:

@@ -209,12 +209,14 @@ def _submit(
         home, app = Path(scratch) / "home", Path(scratch) / "hyperfed"
         home.mkdir()
         app.mkdir()
-        (home / "config.toml").write_text(link.connection())
-        (app / "pyproject.toml").write_text(APP.format(version=hyperfed.__version__, server=server))
+        (home / "config.toml").write_text(link.connection(), encoding="utf-8")
+        (app / "pyproject.toml").write_text(
+            APP.format(version=hyperfed.__version__, server=server), encoding="utf-8"
+        )
         settings = toml.dumps(configuration.to_dict(config))
         values = {"settings": settings, "folder": str(folder.resolve())}
         given = Path(scratch) / "run.toml"
-        given.write_text(toml.dumps(values))
+        given.write_text(toml.dumps(values), encoding="utf-8")
         started = _flwr(home, "run", str(app), "run", "--run-config", str(given))
         if not started.get("success") or "run-id" not in started:
             raise UserError(

@@ -44,7 +44,7 @@ class Diary:
 
     def _count(self, client: str, path: Path) -> None:
         today = datetime.now(UTC).date().isoformat()
-        known = json.loads(path.read_text()) if lexists(path) else {}
+        known = json.loads(path.read_text(encoding="utf-8")) if lexists(path) else {}
         day = max(today, known.get("day", ""))  # a clock that is set back gives nothing back
         counts = known["clients"] if known.get("day", "") == day else {}
         if counts.get(client, 0) >= self._policy.evaluations_per_day:

@@ -111,7 +111,7 @@ class Store:
                 it says may be dropped is not what the server knows now.
         """
         path = self._folder / "latest.json"
-        latest = json.loads(path.read_text()) if lexists(path) else [0, 0]
+        latest = json.loads(path.read_text(encoding="utf-8")) if lexists(path) else [0, 0]
         if [session, serial] < latest:
             raise SupersededError(
                 f"message {serial} of session {session} came after message {latest[1]} of session "
@@ -138,7 +138,7 @@ class Store:
         if not lexists(path):
             atomic_write(path, json.dumps(now).encode())
             return
-        known = json.loads(path.read_text())
+        known = json.loads(path.read_text(encoding="utf-8"))
         for kind, values in now.items():
             common = values.keys() & known[kind].keys()
             if changed := [name for name in sorted(common) if values[name] != known[kind][name]]:
@@ -162,7 +162,7 @@ class Store:
         """
         path = self._folder / file_name(client) / "data"
         if lexists(path):
-            if path.read_text() != digest:
+            if path.read_text(encoding="utf-8") != digest:
                 raise RefusedError(
                     f"client {client} must go on with the examples that it began this run with, in "
                     "their order, but has others; put those back, or start a new run"
