@@ -7,7 +7,7 @@ LIBRARIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "flower": ("flwr==1.41.0",),
         "mlflow": ("mlflow>=2.16",),
-        "onnx": ("onnx>=1.17", "onnxscript>=0.3"),
+        "onnx": ("onnx>=1.20", "onnxscript>=0.6.2"),
         "ray": ("ray>=2.40",),
         "tensorboard": ("tensorboard>=2.17",),
         "wandb": ("wandb>=0.19.10",),
