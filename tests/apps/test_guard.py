@@ -1,12 +1,16 @@
 """A run in a process of its own: how the one that waits leaves, and what it leaves behind."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hyperfed.apps import guard
 from processes import linux
 
 pytestmark = linux
@@ -93,3 +97,12 @@ def found() -> Any:
 def test_who_waits_leaves_as_the_run_ended(case: str, found: Any) -> None:
     code, lines, stays = CASES[case][2]
     assert found[case] == [code, lines, False, stays]
+
+
+def test_a_process_left_behind_may_be_called_anything(tmp_path: Path) -> None:
+    odd = tmp_path / os.fsdecode(b"\xff) 1 2")
+    odd.symlink_to(shutil.which("cat") or "")
+    with subprocess.Popen([odd], stdin=subprocess.PIPE) as left:
+        assert b"\xff" in Path(f"/proc/{left.pid}/comm").read_bytes()
+        assert left.pid in guard._children()
+        left.communicate()

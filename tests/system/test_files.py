@@ -1,11 +1,14 @@
 """Files are replaced whole or not at all."""
 
+import ast
 import os
 import resource
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import hyperfed
 from hyperfed.data import partition_files
 from hyperfed.engines.flower.diary import told_by
 from hyperfed.engines.flower.store import check_writable
@@ -13,6 +16,20 @@ from hyperfed.errors import UserError
 from hyperfed.runs import config
 from hyperfed.runs.folder import RunFolder
 from hyperfed.system.files import append_line, atomic_write
+
+
+def test_text_is_read_and_written_in_utf_8_whatever_the_locale():
+    package = Path(hyperfed.__file__).parent
+    calls = [
+        (path.name, node.lineno, {keyword.arg for keyword in node.keywords})
+        for path in package.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_bytes()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in {"read_text", "write_text"}
+    ]
+    assert len(calls) > 5
+    assert [(name, line) for name, line, given in calls if "encoding" not in given] == []
 
 
 def test_a_file_is_replaced_from_bytes_or_by_a_function(tmp_path):

@@ -103,7 +103,7 @@ def _children() -> list[int]:
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has just ended
             # The name, in brackets, may contain anything.
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            fields = (folder / "stat").read_bytes().rpartition(b")")[2].split()
             if int(fields[1]) == os.getpid():
                 found.append(int(folder.name))
     return found

@@ -635,10 +635,8 @@ class Run(Served):
 
     def _load(self, tree: Tree, meta: Mapping[str, Any]) -> None:
         saved = [tree["server"], *([tree["best"]["server"]] if "best" in tree else [])]
-        ours = trees.structure(self.server.state(optimizers=False))
-        made = {each for each in ours if each[2]}  # a tree without any may get some
         for server in saved:
-            if strange := made - {*trees.structure(server)}:
+            if strange := self._made - {*trees.structure(server)}:
                 raise ValueError(f"the server must have {min(map(str, strange))}")
         self.server.load(trees.to(tree["server"], self.engine.device))
         self.engine.memory = numbered(tree["memory"])

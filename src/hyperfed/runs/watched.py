@@ -64,7 +64,7 @@ Leaves = set[tuple[str, tuple[int, ...], Any]]
 def leaves(server: Server) -> Leaves:
     """Returns what a server has learned, without reading replies that wait for that."""
     learned = trees.structure(state.of(vars(server), optimizers=False))
-    return {leaf for leaf in learned if leaf[2]}
+    return {leaf for leaf in learned if leaf[2]}  # a tree without any may get some
 
 
 def check_leaves(server: Server, made: Leaves, number: int) -> None:
