@@ -57,6 +57,8 @@ $(READY): $(USABLE)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@
 
+# A terminal that lacks a letter of the table, such as ±, is told the rest.
+run: export PYTHONIOENCODING ?= :replace
 run: $(USABLE)
 	$(BIN)/python examples/digits.py
 
