@@ -2,6 +2,7 @@
 
 import runpy
 import sys
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -140,3 +141,30 @@ def test_a_method_with_a_rate_beside_the_local_one_has_it_searched(name: str) ->
     tried = second_rates(name)
     assert {key for rates in tried for key in rates} == ({"lr"} if "lr" in others else others)
     assert not tried or tried[0].items() <= default.items()  # the default comes first
+
+
+RESULTS = ROOT / "results"
+RECORDS = [
+    path for name in FEDERATIONS for path in sorted((RESULTS / name).glob("*/seed0/config.toml"))
+]
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: "/".join(path.parts[-4:-2]))
+def test_a_record_has_the_defaults_of_now_but_for_its_rates(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So whoever changes a default is told which records are of another."""
+    federation, name, *_ = path.relative_to(RESULTS).parts
+
+    def configured(method: str, /, out: Path | None, **keys: Any) -> Any:
+        return config.to_dict(config.from_keys(method, keys))
+
+    monkeypatch.setattr(hyperfed, "train", configured)
+    now: Any = train(name, FEDERATIONS[federation], 0, {})
+    then = config.to_dict(config.load(str(path)))
+    named = tomllib.loads(path.read_text(encoding="utf-8"))["method"]  # others came afterwards
+    searched = {key for key in named if key.endswith("lr")}
+    for table in (now, then):
+        table["method"] = {key: table["method"][key] for key in named.keys() - searched}
+    for key in ("method", "rounds", "cohort", "evaluate_every", "best", "serve"):
+        assert then[key] == now[key]
