@@ -130,9 +130,10 @@ def test_a_cell_that_leaves_the_clients_out_has_those_of_its_data() -> None:
     assert measured.differing(settings(name="digits", clients=7), digits) == {
         "task.clients": ("7", "20")
     }
-    other = settings(**own | {"partition": "dirichlet"})
-    told = measured.differing(other, measured.flat(settings(name=own["name"])))
-    assert told.keys() == {"task.partition"}
+    left_out = measured.flat(settings(name=own["name"]))
+    for key, value in {"partition": "dirichlet", "features": "x,y"}.items():  # not left to data
+        told = measured.differing(settings(**own | {key: value}), left_out)
+        assert told.keys() == {f"task.{key}"}
 
 
 def test_a_record_is_of_the_cell_that_it_names_or_after_which_its_folder_is_called(
