@@ -70,8 +70,8 @@ def test_a_training_is_owed_for_each_seed_without_a_record_of_any_of_its_cells(
     assert told({})[0] == ["`made/table1`", "0", "0", "–", "4"]
     one = {("made/table1", "b-local"): [record(1), record(0, counts=False)]}
     assert told(one, LOCAL, FEDAVG)[0] == ["`made/table1`", "4", "3", "3.5", "1"]
-    other = {("made/table2", "b-local"): [record(1)]}
-    assert told(other, LOCAL, FEDAVG)[0][2] == "4"
+    for name, other in [("made/table2", record(1)), ("made/table1", record(5))]:
+        assert told({(name, "b-local"): [other]}, LOCAL, FEDAVG)[0][2] == "4"
     every = Estimate("made/table1", tuple(table.cells), 1200.0, "made/table1:a-local")
     assert told({}, every)[-1] == ["all", "2", "2", "2,400", "0"]
     assert told({("made/table1", "a-local"): [record(0), record(1)]}, every) == []
