@@ -1,11 +1,9 @@
 """A site's policy holds against a server that departs from the protocol."""
 
-import fcntl
 import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import datetime
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -14,19 +12,15 @@ import pytest
 import torch
 from torch import nn
 
+from engines.flower.policed import CONSTANT, FRAME, HONEST, MODEL, TASK, asked, log, site_in
 from engines.flower.sites import DirectLink, remote
 from hyperfed import trees
 from hyperfed.data.examples import fingerprint_of_frozen
 from hyperfed.data.own import mean_squared_error, minus_squared_error
-from hyperfed.data.roster import Frame
 from hyperfed.engines import calls
-from hyperfed.engines.calls import Call
-from hyperfed.engines.flower import diary
 from hyperfed.engines.flower.engine import FlowerEngine
 from hyperfed.engines.flower.policy import Policy, RefusedError
 from hyperfed.engines.flower.site import Shard, Site
-from hyperfed.engines.flower.wire import Request, pack_request, unpack_response
-from hyperfed.errors import UserError
 from hyperfed.methods import (
     METHODS,
     fedala,
@@ -42,51 +36,8 @@ from hyperfed.methods import (
 from hyperfed.runs.evaluation import evaluate
 from hyperfed.system.randomness import seeded
 from hyperfed.training import Epochs, Steps
-from hyperfed.trees import Tree, frozen_of, model_of
+from hyperfed.trees import Tree, frozen_of
 from toys import Federation, Normed, Stemmed, make_task
-
-TASK = make_task(examples=(12, 7, 20, 9), novel=1)
-FRAME = Frame(known=3, novel=1, shape=(5,), dtype="torch.float64", classes=3)
-MODEL = TASK.initial("base")
-CONSTANT = {name: leaf * name.endswith("bias") for name, leaf in MODEL.items()}
-
-
-def site_in(
-    folder: Path,
-    method: Any = fedavg,
-    config: Any = None,
-    count: Any = (),
-    seed: int = 0,
-    **changes: Any,
-) -> Site:
-    policy = replace(Policy(methods=("fedavg", "itpfl"), smallest_batch=4), **changes)
-    source, settings = Shard(TASK, range(4)), config or method.Config(local_lr=0.1)
-    name = method.__name__.rpartition(".")[2]
-    options = {"seed": seed, "method": name, "policy": policy, "metrics": count}
-    return Site(source, folder, method.Client, settings, **options)
-
-
-def asked(
-    site: Site,
-    step: str = "train_model",
-    client: int = 0,
-    model: Tree = MODEL,
-    batches: Any = None,
-    **changes: Any,
-) -> Tree | Exception:
-    """The answer to one call; ``serial`` is also its cohort."""
-    serial, payload = changes.pop("serial", 1), changes.pop("payload", (model,))
-    call = Call(serial, 0, client, step, payload, batches)
-    made = Request(1, 10, serial, FRAME, {client: f"{client:06d}"}, [call], {}, {}, [serial])
-    content = pack_request(replace(made, **changes))
-    return unpack_response(site.handle(content)).answers[0]
-
-
-def log(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "audit.jsonl").read_text().splitlines()]
-
-
-HONEST = Steps(20, 8)
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
@@ -496,82 +447,6 @@ def test_a_message_that_is_too_large_is_not_read(tmp_path: Path) -> None:
         asked(site_in(tmp_path, largest_message=100), batches=HONEST)
 
 
-def test_a_client_is_evaluated_so_often_a_day_in_all_runs_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    days = ["2026-01-01"] * 4 + ["2025-12-31", "2026-01-02"]
-    answers = []
-    for serial, day in enumerate(days, 1):
-        with monkeypatch.context() as then:
-            then.setattr(diary, "datetime", _Frozen(day))
-            limited = site_in(tmp_path, evaluations_per_day=2)
-            answers.append(asked(limited, "evaluate", serial=serial, run=serial, session=serial))
-    answered = [isinstance(answer, dict) for answer in answers]
-    assert answered == [True, True, False, False, False, True]
-    assert str(answers[3]).endswith("a client must be evaluated 2 times a day at most")
-    assert (
-        "and evaluations.json of its site's state counts on until 2026-01-01, which its clock has"
-    ) in str(answers[4])
-    (tmp_path / "evaluations.json").unlink()
-    with monkeypatch.context() as then:
-        then.setattr(diary, "datetime", _Frozen("2025-12-31"))
-        again = asked(site_in(tmp_path, evaluations_per_day=2), "evaluate", serial=8, session=8)
-    assert isinstance(again, dict)
-    other = asked(site_in(tmp_path, evaluations_per_day=2), "evaluate", 1, serial=9, session=99)
-    assert isinstance(other, dict)
-
-
-def test_evaluations_of_two_runs_at_once_are_counted_one_by_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each in a process of its own, which would both read the count before either writes it."""
-    waits = []
-
-    def written_while_others_wait(path: Path, content: bytes) -> None:
-        with (tmp_path / "lock").open("w") as file, pytest.raises(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        waits.append(content)
-
-    monkeypatch.setattr(diary, "atomic_write", written_while_others_wait)
-    diary.Diary(tmp_path, Policy()).evaluate("a")
-    assert len(waits) == 1
-
-
-def test_notes_of_two_processes_are_written_one_by_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Or both would begin a new log, and one fail, or cut off what the other has just noted."""
-    waits = []
-
-    def written_while_others_wait(path: Path, line: bytes) -> None:
-        with (tmp_path / "lock").open("w") as file, pytest.raises(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        waits.append(line)
-
-    monkeypatch.setattr(diary, "append_line", written_while_others_wait)
-    diary.Diary(tmp_path, Policy()).note(decision="answered")
-    assert len(waits) == 1
-
-
-@pytest.mark.parametrize("name", ["evaluations.json", "run-1/latest.json"])
-def test_a_link_to_what_is_gone_is_not_taken_for_nothing(name: str, tmp_path: Path) -> None:
-    assert isinstance(asked(site_in(tmp_path, evaluations_per_day=1), "evaluate"), dict)
-    (tmp_path / name).unlink()
-    (tmp_path / name).symlink_to("/a/disk/that/is/away")
-    told = asked(site_in(tmp_path, evaluations_per_day=1), "evaluate", serial=2)
-    assert str(told) == "FileNotFoundError: its site's audit log says more"
-
-
-class _Frozen:
-    """A clock that stands."""
-
-    def __init__(self, day: str) -> None:
-        self._day = day
-
-    def now(self, zone: Any) -> Any:
-        return datetime.fromisoformat(self._day)
-
-
 def test_a_bounded_setting_that_is_no_number_is_outside() -> None:
     policy = Policy(settings={"epsilon": (0.01, 1.0)})
     policy.check_run("itpfl", itpfl.Config(epsilon=0.5))
@@ -582,117 +457,6 @@ def test_a_bounded_setting_that_is_no_number_is_outside() -> None:
 def test_the_smallest_evaluation_is_of_each_split(tmp_path: Path) -> None:
     told = str(asked(site_in(tmp_path, smallest_evaluation=7), "evaluate"))
     assert "counts of an evaluation must be of 7 examples at least here, came 6" in told
-
-
-def test_a_reply_that_depends_on_no_example_needs_none_behind_it(tmp_path: Path) -> None:
-    start = {"embedding": torch.zeros(4)}
-    here = site_in(tmp_path, pfedhn, pfedhn.Config(), methods=("pfedhn",), smallest_reply=10**6)
-    assert asked(here, "draw_embedding", 3, start)["embedding"].shape == (4,)
-    told = str(asked(here, "train_model", 3, MODEL, serial=2))
-    assert "a reply must be of 1000000 examples at least here" in told
-
-
-def test_a_site_has_a_budget_whatever_a_run_says(tmp_path: Path) -> None:
-    settings = itpfl.Config(epsilon=0.3, budget=1e9, embedding_size=6)
-    encoder = _encoder(settings)
-    answers = []
-    for serial in range(1, 4):
-        here = site_in(tmp_path, itpfl, settings, epsilon=0.31, delta=0.01, smallest_reply=5)
-        model = {name: leaf + serial * 1e-9 for name, leaf in encoder.items()}
-        answers.append(asked(here, "describe", 3, model, serial=serial, run=serial))
-    assert [isinstance(answer, dict) for answer in answers] == [True, False, False]
-    assert "within epsilon 0.31 at delta 0.01" in str(answers[1])
-
-
-@pytest.mark.parametrize(
-    ("step", "batches"),
-    [
-        ("describe", None),
-        ("describe_batch", Steps(1, 12)),
-        ("train_encoder", HONEST),
-        ("train_model", HONEST),
-        ("encoder_gradient", None),
-    ],
-)
-def test_a_novel_client_says_nothing_without_noise_where_a_method_has_some(
-    step: str, batches: Any, tmp_path: Path
-) -> None:
-    settings = itpfl.Config(embedding_size=6)
-    here = site_in(tmp_path, itpfl, settings, smallest_reply=5)
-    encoder, embedding = _encoder(settings), {"embedding": torch.zeros(6).double()}
-    sent: dict[str, tuple[Tree, ...]] = {
-        "describe": (encoder,),
-        "describe_batch": (encoder,),
-        "train_encoder": (encoder, embedding),
-        "train_model": (MODEL,),
-        "encoder_gradient": ({"descriptor": embedding["embedding"]},),
-    }
-    told = asked(here, step, 3, payload=sent[step], batches=batches)
-    assert isinstance(told, Exception)
-    assert f"a novel client must answer {step} with noise; set epsilon" in str(told)
-    if step != "encoder_gradient":  # who trains is asked it first of what it is to go back through
-        assert isinstance(asked(here, step, 2, payload=sent[step], batches=batches, serial=2), dict)
-
-
-@pytest.mark.parametrize("step", ["evaluate", "keep"])
-def test_a_novel_client_without_noise_is_counted_and_handed_its_model(
-    step: str, tmp_path: Path
-) -> None:
-    here = site_in(tmp_path, itpfl, itpfl.Config(embedding_size=6), smallest_reply=5)
-    assert isinstance(asked(here, step, 3), dict)
-
-
-def test_a_novel_client_of_a_method_that_has_no_noise_is_served(tmp_path: Path) -> None:
-    here = site_in(tmp_path, smallest_reply=5)
-    assert isinstance(asked(here, "train_model", 3, batches=Steps(2, 9)), dict)
-
-
-def _encoder(settings: Any) -> Tree:
-    return model_of(itpfl.Client.networks(TASK.outline(), settings)["encoder"])
-
-
-def test_the_audit_log_says_what_was_asked_and_is_never_rewritten(tmp_path: Path) -> None:
-    here = site_in(tmp_path, largest_log=700)
-    for serial in range(1, 6):
-        asked(here, batches=HONEST, serial=serial)
-    files = sorted(tmp_path.glob("audit*.jsonl"))
-    entries = [json.loads(line) for path in files for line in path.read_text().splitlines()]
-    assert len(files) > 1
-    assert [entry["message"] for entry in sorted(entries, key=lambda e: e["message"])] == [
-        1, 2, 3, 4, 5,
-    ]  # fmt: skip
-    size = sum(leaf.numel() * leaf.element_size() for leaf in MODEL.values())
-    assert {**entries[0], "time": "", "message": 0} == {
-        "time": "",
-        "run": 1,
-        "session": 10,
-        "message": 0,
-        "round": 0,
-        "client": "000000",
-        "step": "train_model",
-        "bytes_in": size,
-        "bytes_out": size,
-        "examples": 12,
-        "decision": "answered",
-    }
-    assert all(path.stat().st_mode & 0o077 == 0 for path in files)
-
-
-def test_nothing_is_answered_that_cannot_be_noted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any) -> None:
-        raise UserError("no space left")
-
-    monkeypatch.setattr(diary, "append_line", full)
-    with pytest.raises(UserError, match="no space left"):
-        asked(site_in(tmp_path), batches=HONEST)
-
-
-def test_without_a_policy_nothing_is_noted(tmp_path: Path) -> None:
-    bare = Site(Shard(TASK, range(4)), tmp_path, fedavg.Client, fedavg.Config(), seed=0)
-    assert isinstance(asked(bare, batches=Steps(1, 1)), dict)
-    assert not (tmp_path / "audit.jsonl").exists()
 
 
 @pytest.mark.parametrize("split", ["val", "test"])

@@ -7,14 +7,7 @@ from torch import Tensor
 
 from hyperfed.system.randomness import seeded
 from hyperfed.task import Task
-from toys import (
-    ONE_STEP,
-    Federation,
-    Normed,
-    TwoLayers,
-    client_loss,
-    make_task,
-)
+from toys import ONE_STEP, Federation, Normed, TwoLayers, client_loss, make_task
 
 CLOSE: dict[str, Any] = {"rtol": 1e-8, "atol": 1e-12}
 SERVER: dict[str, Any] = {"embedding_size": 6, "hidden": 7, "lr": 0.5}

@@ -6,13 +6,7 @@ import pytest
 import torch
 
 from methods.pfedla.checks import CLOSE, SERVER, two_sizes
-from toys import (
-    ONE_STEP,
-    Federation,
-    client_loss,
-    make_task,
-    torch_sgd,
-)
+from toys import ONE_STEP, Federation, client_loss, make_task, torch_sgd
 
 
 @pytest.mark.parametrize("retain", [0, 1])

@@ -13,13 +13,7 @@ from hyperfed.errors import UserError
 from hyperfed.nets import LeNet, PFedLACNN
 from hyperfed.task import Task
 from methods.pfedla.checks import CLOSE, LAYERS, SERVER, mixture_of, trained_federation
-from toys import (
-    FEATURES,
-    ONE_STEP,
-    Federation,
-    Normed,
-    make_task,
-)
+from toys import FEATURES, ONE_STEP, Federation, Normed, make_task
 
 
 @pytest.mark.parametrize("retain", [0, 1, 2, 3])

@@ -23,15 +23,7 @@ from methods.pfedla.checks import (
     trained_federation,
     two_sizes,
 )
-from toys import (
-    CLASSES,
-    FEATURES,
-    ONE_STEP,
-    Federation,
-    TwoLayers,
-    logits,
-    make_task,
-)
+from toys import CLASSES, FEATURES, ONE_STEP, Federation, TwoLayers, logits, make_task
 
 
 def check_one_round(clients: list[int], retain: int = 0, **settings: Any) -> None:

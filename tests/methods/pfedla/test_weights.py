@@ -15,14 +15,7 @@ from hyperfed.runs.config import from_keys
 from hyperfed.system.randomness import seeded
 from hyperfed.task import Task
 from methods.pfedla.checks import CLOSE, LAYERS, SERVER, trained_federation
-from toys import (
-    FEATURES,
-    PLAIN,
-    Federation,
-    Normed,
-    TwoLayers,
-    make_task,
-)
+from toys import FEATURES, PLAIN, Federation, Normed, TwoLayers, make_task
 
 
 def with_weights(federation: Any, logits: Tensor) -> Any:
