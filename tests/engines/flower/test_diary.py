@@ -42,10 +42,17 @@ def test_a_client_is_evaluated_so_often_a_day_in_all_runs_together(
     assert isinstance(other, dict)
 
 
-def test_evaluations_of_two_runs_at_once_are_counted_one_by_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("written_by", "write"),
+    [
+        ("atomic_write", lambda of_site: of_site.evaluate("a")),
+        ("append_line", lambda of_site: of_site.note(decision="answered")),
+    ],
+)
+def test_two_processes_write_one_by_one(
+    written_by: str, write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each in a process of its own, which would both read the count before either writes it."""
+    """Or both read a count before either writes it, or begin a log and cut off each other's."""
     waits = []
 
     def written_while_others_wait(path: Path, content: bytes) -> None:
@@ -53,24 +60,8 @@ def test_evaluations_of_two_runs_at_once_are_counted_one_by_one(
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         waits.append(content)
 
-    monkeypatch.setattr(diary, "atomic_write", written_while_others_wait)
-    diary.Diary(tmp_path, Policy()).evaluate("a")
-    assert len(waits) == 1
-
-
-def test_notes_of_two_processes_are_written_one_by_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Or both would begin a new log, and one fail, or cut off what the other has just noted."""
-    waits = []
-
-    def written_while_others_wait(path: Path, line: bytes) -> None:
-        with (tmp_path / "lock").open("w") as file, pytest.raises(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        waits.append(line)
-
-    monkeypatch.setattr(diary, "append_line", written_while_others_wait)
-    diary.Diary(tmp_path, Policy()).note(decision="answered")
+    monkeypatch.setattr(diary, written_by, written_while_others_wait)
+    write(diary.Diary(tmp_path, Policy()))
     assert len(waits) == 1
 
 
