@@ -102,7 +102,11 @@ def test_who_waits_leaves_as_the_run_ended(case: str, found: Any) -> None:
 def test_a_process_left_behind_may_be_called_anything(tmp_path: Path) -> None:
     odd = tmp_path / os.fsdecode(b"\xff) 1 2")
     odd.symlink_to(shutil.which("cat") or "")
-    with subprocess.Popen([odd], stdin=subprocess.PIPE) as left:
+    with subprocess.Popen([odd], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as left:
+        assert left.stdin is not None
+        assert left.stdout is not None
+        left.stdin.write(b"x")
+        assert left.stdout.read(1) == b"x"  # before it runs, it may be called after who began it
         assert b"\xff" in Path(f"/proc/{left.pid}/comm").read_bytes()
         assert left.pid in guard._children()
         left.communicate()

@@ -347,6 +347,19 @@ def test_losses_are_told_by_name(tmp_path: Path) -> None:
     assert all(f"client {name} (" in log for name in lost)
 
 
+def test_a_log_says_that_a_run_was_aborted_while_it_was_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_: hyperfed.Task) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(hyperfed.Task, "__repr__", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        hyperfed.train("fedavg", make_task(), out=tmp_path, **QUICK)
+    (log,) = tmp_path.glob("*/*/log.txt")
+    assert log.read_text().endswith("aborted after round 0\n")
+
+
 def test_who_was_lost_in_every_round_is_named_at_the_end(tmp_path: Path) -> None:
     """Of one example nothing knows a variance, so ann cannot train."""
 

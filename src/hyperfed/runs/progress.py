@@ -56,11 +56,13 @@ def watch(run: "Run", show: bool = True, told: Callable[["Progress"], None] | No
         UserError: the disk refuses a record. The run can be resumed once it does not.
     """
     log = _Log(run.folder)
-    log.write(f"{run.config.method} on {run.task.name}: {run.round} of {run.config.rounds} rounds")
-    if not run.round and len(run.task.x):  # of examples that are at sites it knows none
-        for line in repr(run.task).splitlines():
-            log.write(line)
     try:
+        log.write(
+            f"{run.config.method} on {run.task.name}: {run.round} of {run.config.rounds} rounds"
+        )
+        if not run.round and len(run.task.x):  # of examples that are at sites it knows none
+            for line in repr(run.task).splitlines():
+                log.write(line)
         _train(run, log, show, told)
     except KeyboardInterrupt:
         log.write_if_possible(f"aborted after round {run.round}")
