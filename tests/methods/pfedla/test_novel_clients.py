@@ -1,4 +1,4 @@
-"""Novel clients of pFedLA: the mean of all models, of their size, and steps of their own."""
+"""Novel clients of pFedLA and HeurpFedLA: the mean of all models, of their size, own steps."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The update of pFedLA, by one-piece autograd, with its mutants, and of several sizes."""
+"""The update of pFedLA and HeurpFedLA by one-piece autograd, its mutants, and several sizes."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,4 @@
-"""The weights of pFedLA: the limits, who weighs more, and what records have of them."""
+"""The weights of pFedLA and HeurpFedLA: limits, who weighs more, what records have of them."""
 
 import json
 from pathlib import Path
