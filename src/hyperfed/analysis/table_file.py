@@ -2,13 +2,15 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-
-from pandas import DataFrame
+from typing import TYPE_CHECKING
 
 from hyperfed.analysis.comparison import Row, metric_of
 from hyperfed.analysis.seeds import over_seeds
 from hyperfed.runs.remarks import megabytes
 from hyperfed.system.files import atomic_write, check_suffix
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 SUFFIXES = (".csv", ".tex")
 
@@ -29,6 +31,8 @@ def write_table(rows: Sequence[Row], path: Path) -> None:
     """
     check_suffix(path, SUFFIXES, "table")
     if path.suffix == ".csv":
+        from pandas import DataFrame
+
         text = DataFrame([row.by_name for row in rows]).to_csv(index=False)
     else:
         table = _printed(rows)
@@ -38,8 +42,10 @@ def write_table(rows: Sequence[Row], path: Path) -> None:
     atomic_write(path, text.encode())
 
 
-def _printed(rows: Sequence[Row]) -> DataFrame:
+def _printed(rows: Sequence[Row]) -> "DataFrame":
     """Returns means and deviations over seeds in words, without columns that nobody has."""
+    from pandas import DataFrame
+
     metric, groups = metric_of(rows), over_seeds(rows)
     spreads = {
         metric.axis("test {}"): [one.test for one in groups],
