@@ -166,6 +166,10 @@ def test_sums_of_targets_that_cannot_be_are_told() -> None:
     assert said(4.0, 5.0) is not None  # of two numbers that sum to 4, squares sum to 8 at least
     assert said(0.0, -1.0) is not None
     assert said(0.0, -1.0, of=0.0) is not None
+    both = {"count": torch.tensor(2.0).double(), "targets": torch.tensor([[3.0, 3], [5, 5]])}
+    assert why_not("targets", both, None) is None
+    both["targets"][0, 1] = 4  # of two numbers, each is to be possible
+    assert why_not("targets", both, None) == "targets 7 and squares 10"
 
 
 def test_more_right_than_were_predicted_cannot_be() -> None:

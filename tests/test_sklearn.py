@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import sklearn
 import torch
+from sklearn.metrics import r2_score
 from sklearn.model_selection import cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
@@ -267,6 +268,22 @@ def test_a_newcomer_gets_a_regressor(regressor):
     x, _, _ = two_clients(2)
     y = 500 + 80 * x[:, 1]  # which no client has
     assert regressor.personalize(x, y).score(x, y) > 0.9
+
+
+def test_a_regressor_forecasts_several_numbers_each_in_its_unit():
+    x, y, client = rising()
+    several = np.stack([y, 7 - y / 1000, np.full(120, 3.0)], axis=1)
+    options = {"hidden": 8, "rounds": 10, "settings": QUICK, "random_state": 0}
+    fitted = PersonalizedRegressor("local", **options).fit(x, several, client=client)
+    found = fitted.predict(x, client=client)
+    assert found.shape == (120, 3)
+    assert fitted.scale_[2] == 1
+    np.testing.assert_allclose(fitted.scale_[:2], several[:, :2].std(axis=0), rtol=1e-12)
+    each = r2_score(several, found, multioutput="raw_values")
+    assert min(each[:2]) > 0.8
+    assert fitted.score(x, several, client=client) == pytest.approx(each.mean())
+    newcomer = fitted.personalize(x[:20], several[:20])
+    assert newcomer.predict(x).shape == (120, 3)
 
 
 def test_targets_that_are_all_the_same_are_what_is_predicted():

@@ -482,7 +482,7 @@ class Client:
         score, classes = self._task.score, self.classes
         totals = torch.zeros(4, dtype=torch.float64, device=self.device)
         more = {
-            kind: totals.new_zeros(metrics.shape(kind, classes))
+            kind: totals.new_zeros(metrics.shape(kind, classes, self._task.y.shape[1:]))
             for kind in metrics.kinds(self._task.metrics)
         }
         with torch.no_grad():

@@ -108,13 +108,16 @@ def _mean_squared_error(counts: Counts) -> Tensor:
 
 
 def _r2(counts: Counts) -> Tensor:
-    """Returns 1 - sum of squared errors / sum of squared deviations of targets from their mean."""
+    """Returns 1 - sum of squared errors / sum of squared deviations of targets from their mean.
+
+    Of targets of several numbers both are sums over these, each of which has a mean of its own.
+    """
     total, squares = counts["targets"].unbind()
-    deviation = squares - total.square() / counts["count"]
-    rounding = counts["count"] * torch.finfo(torch.float64).eps * squares
+    deviation = (squares - total.square() / counts["count"]).sum()
+    rounding = counts["count"] * torch.finfo(torch.float64).eps * squares.sum()
     if deviation <= rounding:  # of targets that are all alike it says nothing
         return torch.full_like(deviation, torch.nan)
-    return 1 + counts["correct"] / deviation
+    return 1 + counts["correct"] * total.numel() / deviation  # scores are means over the numbers
 
 
 def _balanced_accuracy(counts: Counts) -> Tensor:
@@ -251,9 +254,9 @@ BINS = 15
 
 
 def _of_targets(output: Tensor, y: Tensor, classes: int) -> Tensor:
-    """Returns (2,) the sum of targets and that of their squares."""
+    """Returns (2, ...) the sum over examples of each number of targets, and of its square."""
     y = y.double()
-    return torch.stack([y.sum(), y.square().sum()])
+    return torch.stack([y.sum(dim=0), y.square().sum(dim=0)])
 
 
 def _of_classes(output: Tensor, y: Tensor, classes: int) -> Tensor:
@@ -286,7 +289,7 @@ def _tally(place: Tensor, places: int, each: Tensor | None = None) -> Tensor:
 KINDS: Mapping[str, Callable[[Tensor, Tensor, int], Tensor]] = MappingProxyType(
     {"targets": _of_targets, "classes": _of_classes, "bins": _of_bins}
 )
-"""What can be counted on a batch of outputs (B, ...) and targets (B,), beside scores and losses."""
+"""What can be counted on a batch of outputs and targets (B, ...), beside scores and losses."""
 
 
 def kinds(metrics: Sequence[str]) -> tuple[str, ...]:
@@ -295,9 +298,15 @@ def kinds(metrics: Sequence[str]) -> tuple[str, ...]:
     return tuple(kind for kind in KINDS if kind in wanted)
 
 
-def shape(kind: str, classes: int) -> tuple[int, ...]:
-    """Returns the shape of counts of a kind."""
-    return {"targets": (2,), "classes": (3, classes), "bins": (3, BINS)}[kind]
+def shape(kind: str, classes: int, target: Sequence[int]) -> tuple[int, ...]:
+    """Returns the shape of counts of a kind.
+
+    Args:
+        kind: a key of :data:`KINDS`.
+        classes: number of labels.
+        target: the shape of an example's target.
+    """
+    return {"targets": (2, *target), "classes": (3, classes), "bins": (3, BINS)}[kind]
 
 
 _ROUNDING = 1e-6
@@ -317,7 +326,9 @@ def why_not(kind: str, counts: Counts, correct: Tensor | None) -> str | None:
     if kind == "targets":
         total, squares = found.unbind()
         possible = total.square() <= squares * count * (1 + _ROUNDING)  # Cauchy and Schwarz
-        return None if possible and squares >= 0 else f"targets {total:g} and squares {squares:g}"
+        if bool((possible & (squares >= 0)).all()):
+            return None
+        return f"targets {float(total.sum()):g} and squares {float(squares.sum()):g}"
     examples, _, right = found.unbind()
     if found.min() < 0 or (examples.sum() - count).abs() > slack:
         return f"{kind} of {float(examples.sum()):g} examples of {float(count):g}"

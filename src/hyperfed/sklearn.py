@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
 from sklearn.metrics import accuracy_score, r2_score
-from sklearn.utils import check_random_state
+from sklearn.utils import Tags, check_random_state, column_or_1d
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
@@ -45,8 +45,9 @@ class Personalized(BaseEstimator):  # type: ignore[misc]
         method: a name of ``hyperfed list methods``, but for knn_per, gpfl and mapper, of which a
             client has no one network to predict by.
         model: makes the network, called with (number of features, number of outputs), of which a
-            classifier has one for each class and a regressor one; where None, ``hidden`` units
-            between the two. Of inputs with more than one dimension it is called with their shape.
+            classifier has one for each class and a regressor for each number of a target; where
+            None, ``hidden`` units between the two. Of inputs with more than one dimension it is
+            called with their shape.
         hidden: units of the default network.
         rounds: of training.
         settings: further keys of a run, such as ``{"cohort": 1.0, "method": {"local_lr": 0.05}}``.
@@ -269,29 +270,44 @@ class PersonalizedClassifier(ClassifierMixin, Personalized):  # type: ignore[mis
 class PersonalizedRegressor(RegressorMixin, Personalized):  # type: ignore[misc]
     """A regressor for each client; arguments and attributes as of :class:`Personalized`.
 
-    Targets have mean 0 and deviation 1 where networks learn them, over the rows of all clients.
-    What ``predict`` returns is in their own units; models of ``run_`` give the former.
+    Targets have mean 0 and deviation 1 where networks learn them, over the rows of all clients, and
+    so has each number of targets of several. What ``predict`` returns is in their own units; models
+    of ``run_`` give the former.
 
     Attributes:
-        mean_: of the targets of ``fit``.
+        mean_: of the targets of ``fit``, a scalar, or (K,).
         scale_: their standard deviation, 1 where they are all the same.
     """
 
+    def __sklearn_tags__(self) -> Tags:
+        """Returns what scikit-learn is told: a target may have several numbers."""
+        tags = super().__sklearn_tags__()
+        tags.target_tags.multi_output = True
+        return tags
+
     def fit(self, X: Any, y: Any, client: Sequence[Hashable] | Array | None = None) -> Self:
-        """Trains on (N,) numbers, as :meth:`PersonalizedClassifier.fit` does on labels."""
-        X, y = self._floats(X, y, y_numeric=True)
-        self.mean_ = float(np.mean(y, dtype=np.float64))
+        """Trains on (N,) or (N, K) numbers, as :meth:`PersonalizedClassifier.fit` on labels."""
+        X, y = self._floats(X, y, y_numeric=True, multi_output=True)
+        if y.ndim > 1 and y.shape[1] == 1:
+            y = column_or_1d(y, warn=True)
+        self.mean_ = np.mean(y, axis=0, dtype=np.float64)
         # Of equal numbers the deviation may be nearly 0 only.
-        self.scale_ = float(np.std(y, dtype=np.float64)) if np.ptp(y) else 1.0
-        return self._train(X, self._standard(y), client, outputs=1, classes=None)
+        self.scale_ = np.where(np.ptp(y, axis=0), np.std(y, axis=0, dtype=np.float64), 1.0)
+        return self._train(X, self._standard(y), client, outputs=self.mean_.size, classes=None)
 
     def predict(self, X: Any, client: Any = None) -> Array:
-        """Returns (N,) numbers; arguments as of :meth:`PersonalizedClassifier.predict_proba`."""
-        found: Array = self._outputs(X, client).double().flatten().numpy()
-        return found * self.scale_ + self.mean_
+        """Returns (N,) or (N, K) numbers, as targets of ``fit`` were.
+
+        Arguments are those of :meth:`PersonalizedClassifier.predict_proba`.
+        """
+        outputs: Array = self._outputs(X, client).double().numpy()
+        return outputs.reshape(-1, *self.mean_.shape) * self.scale_ + self.mean_
 
     def score(self, X: Any, y: Any, sample_weight: Any = None, client: Any = None) -> float:
-        """Returns R2 of :meth:`predict`, each row weighed by ``sample_weight``."""
+        """Returns R2 of :meth:`predict`, each row weighed by ``sample_weight``.
+
+        Of targets of several numbers it is the mean of that of each.
+        """
         return float(r2_score(y, self.predict(X, client=client), sample_weight=sample_weight))
 
     def personalize(self, X: Any, y: Any = None) -> Self:
@@ -299,7 +315,7 @@ class PersonalizedRegressor(RegressorMixin, Personalized):  # type: ignore[misc]
 
         Args:
             X: (m, ...) rows of the newcomer.
-            y: (m,) numbers; None where the method can do without.
+            y: (m,) numbers, or (m, K); None where the method can do without.
 
         Raises:
             UserError: a method that needs them.

@@ -42,8 +42,8 @@ class Task:
     Attributes:
         name: how the records call it.
         x: (N, ...) every example once: uint8 images (N, C, H, W), float features or int64 tokens.
-        y: (N,) int64 labels, or float targets for regression; or (N, T) a label for every token,
-            of which -100 counts for nothing.
+        y: (N,) int64 labels, or float targets for regression, (N, K) where an example has K of
+            them; or (N, T) a label for every token, of which -100 counts for nothing.
         train: for each client its examples, (m,) int64 indices into ``x`` and ``y``.
         val: the same, for choosing the best round.
         test: the same, for reporting.
@@ -98,8 +98,9 @@ class Task:
 
     def __repr__(self) -> str:
         """Returns in three lines what is to be learned, who has how much of it, and what learns."""
+        many = f"{self.target_size} " if self.target_size > 1 else ""
         floats = "numbers (a regression, since they are floats; classes are integers or words)"
-        kind = f"{self.classes} classes" if self.classes else floats
+        kind = f"{self.classes} classes" if self.classes else many + floats
         shape = " x ".join(map(str, self.x.shape[1:])) or "one number"
         held = sorted({len(rows) for rows in self.train}) or [0]
         each = " to ".join(str(number) for number in dict.fromkeys([held[0], held[-1]]))
@@ -119,6 +120,11 @@ class Task:
     def metric(self) -> Metric:
         """What its models are judged by."""
         return metrics.metric_of(self.score)
+
+    @property
+    def target_size(self) -> int:
+        """Numbers that a target of regression has; 1 where there are classes."""
+        return 1 if self.classes else self.y.shape[1:].numel()
 
     @property
     def clients(self) -> int:
@@ -186,7 +192,7 @@ class Task:
             most = 256 if dtype == torch.uint8 else 2
             x = torch.randint(0, most, shape, generator=draw, dtype=dtype)
         y = torch.arange(count) % self.classes if self.classes else torch.zeros(count)
-        if self.y.ndim > 1:  # one for every token
+        if self.y.ndim > 1:  # one for every token, or several numbers
             y = y[:, None].expand(count, *self.y.shape[1:])
         return x, y.to(self.y.dtype)
 
@@ -201,10 +207,16 @@ class Task:
                 "a target must have parameters to train, all of the target of size "
                 f"{idle[0]!r} are frozen or it has none; set requires_grad of some"
             )
-        known, of_tokens = len(self.known), self.y.ndim > 1
-        novel, of_each_class = self.novel - self.newcomers, self.without_classes() is None
-        trial = self._trial()
-        return Outline(self.models, known, self.classes, novel, of_tokens, of_each_class, trial)
+        return Outline(
+            self.models,
+            len(self.known),
+            self.classes,
+            self.novel - self.newcomers,
+            of_tokens=self.classes > 0 and self.y.ndim > 1,
+            of_each_class=self.without_classes() is None,
+            target_size=self.target_size,
+            trial=self._trial(),
+        )
 
     def _trial(self) -> Batch | None:
         """Returns made-up examples as targets take them, None where they cannot be made ready.
@@ -263,8 +275,9 @@ class Outline:
 
     ``clients`` take part in training; ``novel`` are those of which it is known that they will join.
     ``of_tokens`` says that an example has a label for every token, ``of_each_class`` that the
-    targets have an output for each class. ``trial`` has made-up examples to try networks on; None
-    where they cannot be made ready.
+    targets have an output for each class, and ``target_size`` how many numbers a target of
+    regression has. ``trial`` has made-up examples to try networks on; None where they cannot be
+    made ready.
     """
 
     models: Mapping[str, nn.Module]
@@ -273,6 +286,7 @@ class Outline:
     novel: int = 0
     of_tokens: bool = False
     of_each_class: bool = True
+    target_size: int = 1
     trial: Batch | None = None
 
     @property

@@ -541,7 +541,7 @@ def test_a_layer_that_is_idle_elsewhere_or_in_evaluation_alone_is_let_be(net: Ne
         ({"split": ["train"] * 12, "val": 0.2}, "val and test must be left out where split says"),
         ({"client": [1, "1"] * 6}, "two different ids read '1'; convert all ids to one type"),
         ({"y": [2.0, [1.0]] * 6}, "y must be one array, with rows of one shape"),
-        ({"y": torch.ones(12, 3)}, "one target for an example: train a task for each column, or"),
+        ({"y": torch.ones(12, 3)}, "several may hold are integers, with a loss of your own"),
         ({"y": torch.eye(3)[[0, 2, 1] * 4]}, "take y.argmax.1. where a row has a 1 for its label"),
         (
             {"x": stacked_in_an_array()},

@@ -1,6 +1,7 @@
 """Descriptor networks against sums written out by hand, in float64."""
 
 import copy
+import math
 from collections.abc import Callable
 
 import pytest
@@ -190,15 +191,18 @@ def test_any_other_target_sees_the_label_at_its_last_layer(
     torch.testing.assert_close(net(x, LABELS), expected, rtol=1e-10, atol=1e-12)
 
 
-def test_a_target_of_regression_is_seen_as_it_is() -> None:
+@pytest.mark.parametrize("target", [(), (3,)])
+def test_a_target_of_regression_is_seen_as_it_is(target: tuple[int, ...]) -> None:
+    size = math.prod(target)
     with seeded(0, "copy"):
-        net = LabelledTarget(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)), 0, LENGTH)
-        label_map = LabelMap(0, LENGTH).double()
-    net, x, y = net.double(), draw(5, 2), draw(5)
-    first, last = net.net[0], net.net[2]
-    hidden = (torch.cat([x, y[:, None]], dim=1) @ first.weight.T + first.bias).relu()
+        like = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, size))
+        net = LabelledTarget(like, 0, LENGTH, size)
+        label_map = LabelMap(0, LENGTH, size).double()
+    net, x, y = net.double(), draw(5, 2), draw(5, *target)
+    first, last, seen = net.net[0], net.net[2], y.view(5, size)
+    hidden = (torch.cat([x, seen], dim=1) @ first.weight.T + first.bias).relu()
     torch.testing.assert_close(net(x, y), hidden @ last.weight.T + last.bias)
-    expected = y[:, None] * label_map.linear.weight[:, 0] + label_map.linear.bias
+    expected = seen @ label_map.linear.weight.T + label_map.linear.bias
     torch.testing.assert_close(label_map(x, y), expected)
 
 

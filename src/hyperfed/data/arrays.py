@@ -81,9 +81,10 @@ def targets(
     problems: list[str],
     *,
     tokens: bool = False,
+    amounts: bool = False,
     stated: bool = False,
 ) -> tuple[Tensor, int]:
-    """Converts targets to (N,) int64 labels and their number, or (N,) floats and 0.
+    """Converts targets to (N,) int64 labels and their number, or (N,) or (N, K) floats and 0.
 
     Args:
         y: NumPy array or tensor of integers (labels) or floats (regression).
@@ -91,22 +92,21 @@ def targets(
         problems: what must hold and does not is appended here.
         tokens: labels may be those of tokens, (N, T), of which IGNORED counts for nothing; an
             example of these alone has no loss, and would count as wrong.
+        amounts: floats are known to be of a regression, where zeros and ones alone are no labels.
         stated: whoever brings ``y`` has said ``classes``, and may say another number.
     """
     y = to_tensor(y, "y")
-    several = y.ndim == 2 and y.shape[1] != 1  # one each is a column that nobody flattened
+    several = y.ndim == 2 and y.shape[1] > 1  # one each is a column that nobody flattened
     of_tokens = tokens and several and y.dtype != torch.bool and not y.is_floating_point()
-    if y.ndim != 1 and not of_tokens:
+    of_amounts = several and y.is_floating_point() and (amounts or not _are_labels(y))
+    if y.ndim != 1 and not of_tokens and not of_amounts:
         or_of_tokens = ", or (N, T) for labels of tokens" if tokens else ""
-        remedy = "flatten it, or take y.argmax(1) where a row has a 1 for its label"
-        if several and y.is_floating_point() and not _is_one_hot(y):
-            remedy = (
-                "there is one target for an example: train a task for each column, or, where these "
-                "are labels of which several may hold, give them as integers, with a loss and a "
-                "score of your own"
-            )
+        or_several = ""
+        if several and y.is_floating_point():
+            or_several = "; labels of which several may hold are integers, with a loss of your own"
         problems.append(
-            f"y must have shape (N,){or_of_tokens}, got {tuple(y.shape)} {y.dtype}; {remedy}"
+            f"y must have shape (N,){or_of_tokens}, got {tuple(y.shape)} {y.dtype}; flatten it, or "
+            f"take y.argmax(1) where a row has a 1 for its label{or_several}"
         )
         return y, classes or 0
     if y.is_floating_point():
@@ -493,9 +493,9 @@ def _check_numbers(array: Any, name: str) -> None:
         )
 
 
-def _is_one_hot(y: Tensor) -> bool:
-    """Returns whether each row of (N, K) has a single one, and zeros beside it."""
-    return bool(((y == 0) | (y == 1)).all() and (y.sum(dim=1) == 1).all())
+def _are_labels(y: Tensor) -> bool:
+    """Returns whether floats are zeros and ones alone, which say which labels hold."""
+    return bool(((y == 0) | (y == 1)).all() and (y == 1).any())
 
 
 def _check_finite(name: str, values: Tensor, problems: list[str]) -> None:

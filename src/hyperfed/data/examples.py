@@ -80,7 +80,7 @@ class Examples:
     Attributes:
         name: how records call it.
         x: uint8 images (N, C, H, W), ``channels_last`` in memory; float features or int64 tokens.
-        y: (N,) int64 labels, or float targets for regression.
+        y: (N,) int64 labels, or float targets for regression, (N, K) where each has K numbers.
         held_out: (N,) bool, True for the data set's own test split; all False where it has none.
         classes: number of labels; 0 for regression.
         client: (N,) int64 natural client of each example, from 0; None where none is known.

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from math import prod
 from typing import Any
 
 import torch
@@ -100,8 +101,9 @@ def try_out(
 
     Lazy layers take their shapes from the batch, and their initial weights from the seed.
     Of (classes,) it must give as many numbers per example, or more; for regression, where that is
-    0, one; for labels of tokens (T, classes) as many for each of T. None asks for no number. What
-    asks for them are those of loss and score that are the ``usual`` ones.
+    0, one, and K where targets are of (K, 0); for labels of tokens (T, classes) as many for each of
+    T. None asks for no number. What asks for them are those of loss and score that are the
+    ``usual`` ones.
 
     Returns:
         what each of those gives that give a tensor.
@@ -165,7 +167,7 @@ def try_out(
                 f"{tuple(output.shape)} for {len(batch)} examples; change its last layer"
                 + ("" if wanted[-1] else ", or convert y to integers if these floats are labels")
                 + (", or convert y to floats if these labels are amounts" if amounts else "")
-                + (", or y where it holds no labels of tokens" if len(wanted) > 1 else "")
+                + (", or y where it holds no labels of tokens" if wanted[-1] and wanted[1:] else "")
                 + (f", or pass a {usual[0]} of your own, too" if own else "")
             )
     return given
@@ -259,13 +261,15 @@ def try_functions(
 
 
 def _fits(output: Tensor, *wanted: int) -> bool:
-    *tokens, classes = wanted
-    if tokens:
-        return list(output.shape[1:-1]) == tokens and output.shape[-1] >= classes
+    *several, classes = wanted
     given = output[:1].numel() if output.ndim else 0
-    return given >= classes if classes else given == 1
+    if not classes:
+        return given == prod(several)
+    if several:
+        return list(output.shape[1:-1]) == several and output.shape[-1] >= classes
+    return given >= classes
 
 
 def _numbers(*wanted: int) -> str:
-    *tokens, classes = wanted
-    return " x ".join(map(str, (*tokens, classes or 1)))
+    *several, classes = wanted
+    return " x ".join(map(str, [*several, classes] if classes else several or [1]))

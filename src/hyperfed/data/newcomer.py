@@ -29,7 +29,8 @@ def newcomer(task: Task, x: Any, y: Any = None, *, size: str | None = None) -> T
         x: (m, ...) the client's examples, like the task's; or a table of them, like the one that
             the task was made of.
         y: (m,) their targets, labels by name where they have names, or as a tensor of numbers, like
-            the task's; None where the client is unlabelled, or where the table has them.
+            the task's, (m, K) where those are; None where the client is unlabelled, or where the
+            table has them.
         size: which target network it runs; may be left out where the task has one.
 
     Raises:
@@ -82,7 +83,7 @@ def newcomer(task: Task, x: Any, y: Any = None, *, size: str | None = None) -> T
 def _targets_like(task: Task, y: Any, inputs: Tensor, problems: list[str]) -> Tensor:
     """Returns targets of inputs as a task has them, zeros where ``y`` is None."""
     if y is None:
-        nothing = torch.zeros(len(inputs) if inputs.ndim else 0, dtype=task.y.dtype)
+        nothing = _nothing(task, inputs)
         if not len(nothing):
             problems.append("x must hold at least one example, got none; pass some")
         return nothing
@@ -92,12 +93,13 @@ def _targets_like(task: Task, y: Any, inputs: Tensor, problems: list[str]) -> Te
             "y must be numbers of labels, since those that the task was trained on have no names, "
             "got words; number them as they are numbered there"
         )
-        return torch.zeros(len(inputs) if inputs.ndim else 0, dtype=task.y.dtype)
+        return _nothing(task, inputs)
     if not task.classes:  # of a few numbers all may be whole, and are no labels for that
         y = arrays.to_tensor(y, "y")
         y = y if y.is_complex() else y.to(task.y.dtype)
     fine, ours = len(problems), tuple(task.y.shape[1:])
-    targets, _ = arrays.targets(y, task.classes or None, problems, tokens=bool(ours))
+    classes, tokens = task.classes or None, bool(ours and task.classes)
+    targets, _ = arrays.targets(y, classes, problems, tokens=tokens, amounts=not task.classes)
     if len(problems) == fine and tuple(targets.shape[1:]) != ours:
         problems.append(
             f"y must hold targets like the task's, {ours} for each example, got "
@@ -105,6 +107,12 @@ def _targets_like(task: Task, y: Any, inputs: Tensor, problems: list[str]) -> Te
         )
     arrays.same_length(problems, x=inputs, y=targets)
     return targets.to(task.y.dtype)
+
+
+def _nothing(task: Task, inputs: Tensor) -> Tensor:
+    """Returns zeros for the targets of inputs, which nobody reads, shaped as the task's."""
+    length = len(inputs) if inputs.ndim else 0
+    return torch.zeros(length, *task.y.shape[1:], dtype=task.y.dtype)
 
 
 def _are_words(y: Any) -> bool:

@@ -56,8 +56,9 @@ def from_arrays(
             the task normalises by their channel statistics; floats (N, ...), converted to the
             model's precision; or integer tokens (N, ...).
         y: (N,) integer labels from 0; words, which are numbered in their order; or floats for
-            regression; or (N, T) integer labels of every token, for a model that gives
-            (B, T, classes): -100 counts for nothing, and no row may be of it alone.
+            regression, (N, K) where an example has K of them, such as a forecast of K hours; or
+            (N, T) integer labels of every token, for a model that gives (B, T, classes): -100
+            counts for nothing, and no row may be of it alone.
         client: (N,) who holds each example: ids of any hashable type. Clients are numbered in the
             order of their first appearance; a client's name is its id as text.
         model: target network, or a function that makes one (called with seeded initialisation), or
@@ -85,7 +86,7 @@ def from_arrays(
         score: (output, y) -> (B,), whose mean models are judged by, under the function's name; more
             is better. Correctness for labels (the accuracy), minus the squared error for floats
             (the RMSE). Where both are yours the model's outputs may be what they like, such as one
-            for two classes; else there is one for each class, or one for floats.
+            for two classes; else there is one for each class, or for each float of an example.
         name: how the records call the task.
 
     Raises:
@@ -118,7 +119,9 @@ def from_arrays(
     if usable and aligned:
         rows = networks.to_try(inputs)
         batch = Normalize(*channel_statistics(inputs[rows]))(inputs[rows])
-        sized = numbered and targets.ndim < 2 + bool(classes)  # else the problem is that of y
+        may_be_rows = targets.ndim == 2 and (classes > 0 or targets.is_floating_point())
+        # Of any other shape the problem is that of y.
+        sized = numbered and (targets.ndim < 2 or (may_be_rows and targets.shape[1] > 1))
         usual = [name for name, own in (("loss", loss), ("score", score)) if own is None]
         wanted = (*targets.shape[1:], classes) if sized and usual else None
         try:
@@ -268,14 +271,14 @@ def token_accuracy(output: Tensor, y: Tensor) -> Tensor:
 
 
 def mean_squared_error(output: Tensor, y: Tensor) -> Tensor:
-    """Returns the mean of (output - y)^2, for outputs (B,) or (B, 1) and targets (B,)."""
+    """Returns the mean of (output - y)^2, for outputs as many as the numbers of y (B,), (B, K)."""
     return F.mse_loss(output.reshape(y.shape), y)
 
 
 @metrics.scores(metrics.RMSE)
 def minus_squared_error(output: Tensor, y: Tensor) -> Tensor:
-    """Returns (B,) values of -(output - y)^2: as with accuracy, more is better."""
-    return -(output.reshape(y.shape) - y).square()
+    """Returns (B,) values of -(output - y)^2, means over K where y is (B, K): more is better."""
+    return -(output.reshape(y.shape) - y).square().reshape(len(y), -1).mean(dim=1)
 
 
 def _labelled(

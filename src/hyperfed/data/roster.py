@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import torch
 from pydantic import ConfigDict, Field, FiniteFloat, NonNegativeInt, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as validated
-from torch import nn
+from torch import Tensor, nn
 
 from hyperfed.data.arrays import MOST_CLASSES, check_names
 from hyperfed.data.examples import Normalize, hash_of
@@ -35,6 +35,8 @@ _Examples = Annotated[int, Field(ge=0, le=10**8)]
 
 _Number = Annotated[int, Field(ge=0, le=MOST_CLASSES)]
 """Of classes, or of clients."""
+
+_TargetSize = Annotated[int, Field(ge=1, le=MOST_CLASSES)]
 
 _Hash = Annotated[str, Field(max_length=64)]
 _Side = Annotated[int, Field(ge=1, le=10**8)]
@@ -82,6 +84,7 @@ class Introduction:
         labels: names of the labels 0, 1, ..., where its data have words.
         features: a hash of the columns that an example is made of, in their order; empty where
             their names do not say it.
+        target_size: numbers that a target of regression has.
     """
 
     members: Annotated[tuple[Member, ...], Field(max_length=10**6)]
@@ -94,6 +97,7 @@ class Introduction:
     fingerprint: _Hash = ""
     labels: Annotated[tuple[_Name, ...], Field(max_length=MOST_CLASSES)] = ()
     features: _Hash = ""
+    target_size: _TargetSize = 1
 
 
 def check_introduction(said: Introduction, problems: list[str]) -> None:
@@ -126,7 +130,9 @@ def check_introduction(said: Introduction, problems: list[str]) -> None:
 
 
 def _check_labels(said: Introduction, problems: list[str]) -> None:
-    """Tells what names of labels cannot be, which become those of the run."""
+    """Tells what labels cannot be, and their names, which become those of the run."""
+    if said.classes and said.target_size > 1:
+        problems.append(f"a label must be one number, got {said.target_size}")
     check_names("labels", said.labels, problems)
     if odd := [word for word in said.labels if not word.isprintable()]:
         problems.append(f"a label's name must be printable, got {one_line(odd[0], 100)}")
@@ -149,6 +155,7 @@ class Frame:
             scale of x / 255; empty if not images.
         std: the same.
         newcomers: the last of the novel clients, that came when the run was over.
+        target_size: numbers that a target of regression has.
     """
 
     known: _Number
@@ -160,6 +167,7 @@ class Frame:
     mean: _Channels = ()
     std: _Channels = ()
     newcomers: _Number = 0
+    target_size: _TargetSize = 1
 
     @property
     def clients(self) -> int:
@@ -298,6 +306,9 @@ def enrol(
         problems.append("all sites must say mean and deviation of their images, or none")
     if len({site.classes == 0 for site in introductions}) > 1:
         problems.append("targets of all sites must be labels, or of all sites numbers")
+    if len(counts := {site.target_size: _at(site) for site in introductions}) > 1:
+        shown = ", ".join(f"{size}{counts[size]}" for size in sorted(counts))
+        problems.append(f"targets of all sites must have as many numbers, got {shown}")
     words = _common_labels(introductions, labels, problems)
     features = _common_features(introductions, problems)
     choices = tuple(sizes)
@@ -321,6 +332,7 @@ def enrol(
         shape=shape,
         dtype=dtype,
         classes=max(site.classes for site in introductions),
+        target_size=introductions[0].target_size,
         sizes=tuple(member.size for member in members) if len(choices) > 1 else (),
         mean=mean,
         std=std,
@@ -442,6 +454,11 @@ def _unfit(
             f"its labels must be of the {frame.classes} classes of the run (0 are numbers), got "
             f"{site.classes}; leave the others out"
         )
+    if site.target_size != frame.target_size:
+        return (
+            f"its targets must have {frame.target_size} numbers each, as those of the run have, "
+            f"got {site.target_size}; leave the others out"
+        )
     if site.labels and roster.labels and site.labels != roster.labels:
         return (
             "its labels must be those of the run in their order, "
@@ -514,7 +531,7 @@ class RemoteTask(Task):
         return RemoteTask(
             name=name,
             x=torch.zeros(0, *frame.shape, dtype=dtype_of(frame)),
-            y=nothing if frame.classes else torch.zeros(0),
+            y=no_targets(frame),
             train=[nothing.new_zeros(1).expand(member.examples) for member in roster.members],
             val=[nothing.new_zeros(1).expand(member.val) for member in roster.members],
             test=[nothing.new_zeros(1).expand(member.test) for member in roster.members],
@@ -524,6 +541,13 @@ class RemoteTask(Task):
             link=link,
             **frame.task_options(),
         )
+
+
+def no_targets(frame: Frame) -> Tensor:
+    """Returns the targets of no example of a frame: (0,) labels or floats, or (0, K) floats."""
+    if frame.classes:
+        return torch.zeros(0, dtype=torch.int64)
+    return torch.zeros(0, *([frame.target_size] if frame.target_size > 1 else []))
 
 
 def dtype_of(frame: Frame) -> torch.dtype:

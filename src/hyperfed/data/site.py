@@ -54,7 +54,7 @@ class SiteData:
 
     Attributes:
         x: (N, ...) every example: uint8 images (N, C, H, W), floats or int64 tokens.
-        y: (N,) int64 labels, or floats for regression.
+        y: (N,) int64 labels, or floats for regression, (N, K) where each has K numbers.
         classes: the number of labels that this site knows of; 0 for regression.
         rows: client -> its examples of each of :data:`hyperfed.data.arrays.PARTS`.
         models: builds the targets, {size: network}, from the frame of a run.
@@ -83,6 +83,11 @@ class SiteData:
         """Returns the same data with other values of the fields from ``models`` on."""
         return replace(self, **where)
 
+    @property
+    def target_size(self) -> int:
+        """Numbers that a target of regression has; 1 where there are classes."""
+        return self.y.shape[1:].numel()
+
     def introduce(self) -> Introduction:
         """Returns what the server may know: how many examples each client has, never one.
 
@@ -100,6 +105,7 @@ class SiteData:
             shape=tuple(self.x.shape[1:]),
             dtype=str(self.x.dtype),
             classes=self.classes,
+            target_size=self.target_size,
             pixels=len(images),
             mean=mean,
             std=std,
@@ -128,11 +134,14 @@ class SiteData:
                 f"client {otherwise[0]} must {'join after' if self.novel else 'take part in'} "
                 "training, as its site says, but the message has it otherwise; start a new run"
             )
-        ours = (tuple(self.x.shape[1:]), str(self.x.dtype), self.classes <= frame.classes)
-        if ours != (frame.shape, frame.dtype, True) or bool(self.classes) != bool(frame.classes):
+        ours = (tuple(self.x.shape[1:]), str(self.x.dtype), self.target_size)
+        theirs = (frame.shape, frame.dtype, frame.target_size)
+        known = self.classes <= frame.classes and bool(self.classes) == bool(frame.classes)
+        if ours != theirs or not known:
             raise UserError(
                 f"the site's examples must be {frame.shape} {frame.dtype} of {frame.classes} "
-                f"classes, got {ours[0]} {ours[1]} of {self.classes}; start a new run"
+                f"classes and {frame.target_size} numbers to learn, got {ours[0]} {ours[1]} of "
+                f"{self.classes} and {self.target_size}; start a new run"
             )
         nothing = torch.zeros(0, dtype=torch.int64)
         absent = (nothing, nothing, nothing)
@@ -243,7 +252,7 @@ def read(
 def _targets(
     held: Mapping[str, Any], labels: Sequence[str], problems: list[str]
 ) -> tuple[Tensor, int, Sequence[str]]:
-    """Returns (N,) labels or floats, the number of labels, and the names of words."""
+    """Returns (N,) labels, or (N, ...) floats, the number of labels, and the names of words."""
     y, classes = held["y"], arrays.class_count(held.get("classes"), problems)
     names = tuple(held.get("names", ()))
     arrays.check_names("labels", names, problems)

@@ -32,7 +32,7 @@ from hyperfed.data.own import (
     minus_squared_error,
 )
 from hyperfed.data.partitions import Partition
-from hyperfed.data.roster import Frame, RemoteTask, Roster, dtype_of
+from hyperfed.data.roster import Frame, RemoteTask, Roster, dtype_of, no_targets
 from hyperfed.data.settings import PARTITIONS, TaskConfig
 from hyperfed.errors import UserError
 from hyperfed.nets.targets import build_target
@@ -234,7 +234,8 @@ def targets(config: TaskConfig, examples: Examples, seed: int) -> dict[str, nn.M
     widths = {BASE: config.width}
     if config.widths is not None:
         widths = dict(zip(_size_names(config.widths), config.widths, strict=True))
-    shape, outputs = tuple(examples.x.shape[1:]), examples.classes or 1
+    shape, target = tuple(examples.x.shape[1:]), examples.y.shape[1:]
+    outputs = examples.classes or target.numel()
     vocabulary = None
     if name == "char_lstm" and examples.x.numel():
         if int(examples.x.min()) < 0:
@@ -262,7 +263,7 @@ def targets(config: TaskConfig, examples: Examples, seed: int) -> dict[str, nn.M
         problems: list[str] = []
         some = in_precision_of(models, examples.x[to_try(examples.x)])
         batch = _transform(config, examples)(some)
-        try_out(models, batch, (examples.classes,), seed, problems)
+        try_out(models, batch, (*target, examples.classes), seed, problems)
         raise_all(problems, f"{name} does not suit {examples.name}")
     return models
 
@@ -280,9 +281,9 @@ def targets_of(config: TaskConfig, frame: Frame, seed: int) -> dict[str, nn.Modu
             data or takes no width.
     """
     check_remote(config)
-    nothing = torch.zeros(0, dtype=torch.int64)
     x = torch.zeros(0, *frame.shape, dtype=dtype_of(frame))
-    examples = Examples(config.name, x, nothing, nothing.bool(), frame.classes or 1)
+    y = no_targets(frame)
+    examples = Examples(config.name, x, y, torch.zeros(0, dtype=torch.bool), frame.classes)
     return targets(config, examples, seed)
 
 

@@ -134,9 +134,9 @@ class Client(federation.Client):
     def networks(outline: Outline, config: Config) -> dict[str, nn.Module]:
         """Builds the descriptor network; of several target sizes it copies the first."""
         length, target = config.length(outline), next(iter(outline.models.values()))
-        net: nn.Module = LabelMap(outline.classes, length)
+        net: nn.Module = LabelMap(outline.classes, length, outline.target_size)
         if config.descriptor_net == "target":
-            net = LabelledTarget(target, outline.classes, length)
+            net = LabelledTarget(target, outline.classes, length, outline.target_size)
         net = trees.cast(net, outline.dtype)
         if (tried := outline.trial) is not None and config.descriptor_net == "target":
             check_it_runs(

@@ -26,22 +26,25 @@ class LabelledTarget(nn.Module):
     with a ReLU between them: the first, as wide as what it takes, takes the label beside it. The
     last linear layer has l outputs and no activation after it.
 
-    Of classes the label is one-hot, for regression it is the target's value as it is. Layers count
-    in the order of their definition; frozen ones do not, nor what an adapter puts beside them: they
-    stay as they are. So a target on adapters sees the label at its last layer. Batch normalisation
-    is left out: an embedding must depend on its own example only.
+    Of classes the label is one-hot, for regression it is the target's values as they are. Layers
+    count in the order of their definition; frozen ones do not, nor what an adapter puts beside
+    them: they stay as they are. So a target on adapters sees the label at its last layer. Batch
+    normalisation is left out: an embedding must depend on its own example only.
 
     Args:
         target: the network to copy, with its initial weights; these two layers get new ones.
         classes: number of labels; 0 for regression.
         descriptor_size: l, the length of an embedding.
+        target_size: numbers that a target of regression has.
 
     Raises:
         UserError: the target has no linear layer to end with, or a frozen one takes what comes out
             of its last.
     """
 
-    def __init__(self, target: nn.Module, classes: int, descriptor_size: int) -> None:
+    def __init__(
+        self, target: nn.Module, classes: int, descriptor_size: int, target_size: int = 1
+    ) -> None:
         super().__init__()
         self.net = trees.copied(target)
         self.classes = classes
@@ -49,7 +52,7 @@ class LabelledTarget(nn.Module):
         for name, module in list(self.named_modules()):
             if isinstance(module, nn.modules.batchnorm._NormBase) and module not in frozen:
                 self.set_submodule(name, nn.Identity())
-        more = label_features(classes)
+        more = classes or target_size
         layers, adapted = trained_layers(self), trees.adapter_parts(self)
         first = _with_labels(layers[0][1], more) if layers and not adapted else None
         if first is not None:
@@ -77,7 +80,7 @@ class LabelledTarget(nn.Module):
         compute_in_own_precision(self)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """Embeds examples x (B, ...) with labels or targets y (B,).
+        """Embeds examples x (B, ...) with labels or targets y (B,), or (B, K).
 
         Of a target that says something of every token, (B, T, ...), it is the mean over tokens.
         """
@@ -91,19 +94,14 @@ class LabelledTarget(nn.Module):
         return embedding.flatten(1, -2).mean(dim=1) if embedding.ndim > 2 else embedding
 
 
-def label_features(classes: int) -> int:
-    """Returns by how many numbers :func:`encoded` says a label."""
-    return classes or 1
-
-
 def encoded(y: Tensor, classes: int, dtype: torch.dtype) -> Tensor:
-    """Returns labels (B,) as (B, classes) one-hot rows; targets of regression as (B, 1).
+    """Returns labels (B,) as (B, classes) one-hot rows; targets of regression as (B, K) numbers.
 
     A class below 0 is a label that is not told: zeros. Of labels of every token, (B, T), it returns
     their shares in each example.
     """
     if not classes:
-        return y[:, None].to(dtype)
+        return y.reshape(len(y), -1).to(dtype)
     rows = torch.eye(classes + 1, dtype=dtype, device=y.device)[y.where(y >= 0, classes)]
     if y.ndim == 1:
         return rows[:, :classes]
@@ -115,7 +113,7 @@ class _SeesLabels:
     """A layer that takes the labels of the batch, too.
 
     Attributes:
-        label: (B, classes) or (B, 1), there while the network runs.
+        label: (B, classes) or (B, K), there while the network runs.
     """
 
     label: Tensor
@@ -194,20 +192,21 @@ class _LabelledHead(_SeesLabels, nn.Module):
 class LabelMap(nn.Module):
     """One linear map of the one-hot label (PeFLL's choice for CIFAR-100): (B, ...), (B,) to (B, l).
 
-    For regression it is one of the target's value.
+    For regression it is one of the target's values.
 
     Args:
         classes: number of labels; 0 for regression.
         descriptor_size: l, the length of an embedding.
+        target_size: numbers that a target of regression has.
     """
 
-    def __init__(self, classes: int, descriptor_size: int) -> None:
+    def __init__(self, classes: int, descriptor_size: int, target_size: int = 1) -> None:
         super().__init__()
         self.classes = classes
-        self.linear = nn.Linear(label_features(classes), descriptor_size)
+        self.linear = nn.Linear(classes or target_size, descriptor_size)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """Embeds labels y (B,); the examples x are not looked at."""
+        """Embeds labels y (B,), or targets (B, K); the examples x are not looked at."""
         if self.classes and y.ndim == 1:
             return self.linear.weight.T[y] + self.linear.bias
         embedding: Tensor = self.linear(encoded(y, self.classes, self.linear.weight.dtype))

@@ -118,7 +118,10 @@ def _asked(group: EngineCohort, client: type[Client], serve: Serve, task: tasks.
     """Returns what clients of one size count; who is lost counts nothing."""
     clients, splits = len(group.ids), ("val", "test")
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(SUMS, ())
-    shapes |= {kind: metrics.shape(kind, task.classes) for kind in metrics.kinds(task.metrics)}
+    target = task.y.shape[1:]
+    shapes |= {
+        kind: metrics.shape(kind, task.classes, target) for kind in metrics.kinds(task.metrics)
+    }
     nobody: Tree = {
         split: {
             name: torch.zeros(clients, *shape, dtype=torch.float64)

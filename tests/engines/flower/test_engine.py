@@ -299,22 +299,27 @@ def test_a_run_with_a_delayed_gradient_equals_that_of_the_reference_engine(
     assert late
 
 
-def test_the_errors_of_a_regression_are_the_same_on_every_engine(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["fedavg", "pefll"])
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_errors_of_a_regression_are_the_same_on_every_engine(
+    size: int, method: str, tmp_path: Path
+) -> None:
     """The root of the mean over all examples, from the sums of each client; R2 on request."""
     options = {"loss": mean_squared_error, "score": minus_squared_error, "metrics": ("r2",)}
-    task = make_task(lambda: nn.Linear(5, 1), classes=0, **options)
-    task = replace(task, y=task.x[:, 0] * 3 + task.x[:, 1] + 10)
-    ours = Remote("fedavg", task, tmp_path)
-    keys = {"rounds": 2, "evaluate_every": 1, "cohort": 1.0, "method": settings_of("fedavg")}
+    task = make_task(lambda: nn.Linear(5, size), classes=0, **options)
+    y = task.x[:, :3] * 3 + task.x[:, 1:4] + torch.arange(10, 13)
+    task = replace(task, y=y[:, 0] if size == 1 else y)
+    ours = Remote(method, task, tmp_path)
+    keys = {"rounds": 2, "evaluate_every": 1, "cohort": 1.0, "method": settings_of(method)}
     found = {}
     for name, data in (("loop", task), ("vmap", task), ("flower", ours.task)):
-        run = Run(from_keys("fedavg", keys | {"engine": {"name": name}, "metrics": ["r2"]}), data)
+        run = Run(from_keys(method, keys | {"engine": {"name": name}, "metrics": ["r2"]}), data)
         list(run.train())
         found[name] = {key: run.summary[f"test_{key}"] for key in ("rmse", "mse", "r2")}
     assert found["vmap"] == pytest.approx(found["loop"], rel=1e-12)
     assert found["flower"] == pytest.approx(found["loop"], rel=1e-12)
-    unasked = Run(from_keys("fedavg", keys | {"engine": {"name": "flower"}}), ours.task)
-    assert (unasked.task.metrics, Run(from_keys("fedavg", keys), task).task.metrics) == (
+    unasked = Run(from_keys(method, keys | {"engine": {"name": "flower"}}), ours.task)
+    assert (unasked.task.metrics, Run(from_keys(method, keys), task).task.metrics) == (
         (),
         ("r2",),
     )

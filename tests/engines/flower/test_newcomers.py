@@ -293,6 +293,7 @@ def test_a_newcomer_need_not_have_seen_every_label() -> None:
         ({"dtype": "torch.float32", "mean": (), "std": ()}, "got .* torch.float32"),
         ({"classes": 5}, "labels must be of the 4 classes"),
         ({"classes": 0}, "labels must be of the 4 classes"),
+        ({"target_size": 2}, "targets must have 1 numbers each, as those of the run have, got 2"),
         ({"features": "dose, age"}, "features must be the columns of the run's sites"),
         ({"labels": ("w", "x", "z", "y")}, "those of the run in their order, w, x, y, z"),
         ({"members": (Member("late", 10, 5, 5, novel=True),)}, "targets S, M, got none"),

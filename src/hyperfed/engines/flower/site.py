@@ -111,6 +111,7 @@ class Shard:
             shape=tuple(task.x.shape[1:]),
             dtype=str(task.x.dtype),
             classes=task.classes,
+            target_size=task.target_size,
             pixels=sum(member.examples for member in members),
             mean=normal.mean,
             std=normal.std,
