@@ -82,8 +82,9 @@ def test_files_hold_them_and_a_newcomer_brings_as_many(kind: str, tmp_path: Path
     for y in (read_like(run.task, late).y, np.zeros((9, HOURS)), np.ones((9, HOURS), int)):
         model = run.personalize(X[:9].astype(np.float32), y)
         assert model(torch.zeros(2, 3)).shape == (2, HOURS)
-    for y in (Y[:9, :3], Y[:9, 0]):
-        with pytest.raises(UserError, match=r"targets like the task's, \(4,\) for each example"):
+    like = r"targets like the task's, \(4,\) for each example"
+    for y, told in ((Y[:9, :3], like), (Y[:9, 0], like), (Y[:9, :, None], r"shape \(N,\), got")):
+        with pytest.raises(UserError, match=told):
             run.personalize(X[:9].astype(np.float32), y)
     assert newcomer(run.task, X[:9].astype(np.float32)).target_size == HOURS
 

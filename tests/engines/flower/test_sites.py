@@ -319,6 +319,7 @@ IMPOSSIBLE: dict[str, tuple[Introduction | bytes, str]] = {
     ),
     "a label twice": (said("ann", classes=3, labels=("a", "a", "b")), "named once each"),
     "labels without names": (said("ann", classes=3, labels=("a", "b")), "named all 3, got 2 names"),
+    "labels of two numbers": (said("ann", target_size=2), "a label must be one number, got 2"),
     "names of numbers": (said("ann", classes=0, labels=("a",)), "named all 0, got 1 names"),
     "more images than examples": (said("ann", **NO_NUMBER | {"pixels": 8}), "of no more"),
 }
@@ -334,6 +335,8 @@ RAW: dict[str, tuple[str, Any]] = {
     "a size of 1 MB": ("members.0.size", "a" * 10**6),
     "classes below zero": ("classes", -1),
     "10^9 classes": ("classes", 10**9),
+    "targets of nothing": ("target_size", 0),
+    "targets of 10^9 numbers": ("target_size", 10**9),
     "no axis": ("shape", []),
     "an axis of nothing": ("shape", [0]),
     "nine axes": ("shape", [1] * 9),
