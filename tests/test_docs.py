@@ -158,7 +158,9 @@ def test_experiment_files_load(name: str, folder: Path) -> None:
                 config.load("experiment.toml" if cell is None else f"experiment.toml:{cell}")
 
 
-@pytest.mark.parametrize("name", [*NAMES, "CHANGELOG.md", "benchmarks/README.md"])
+@pytest.mark.parametrize(
+    "name", [*NAMES, "CHANGELOG.md", "benchmarks/README.md", "results/README.md"]
+)
 def test_links_lead_to_files(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
     local = [link for link in LINK.findall(text) if not link.startswith(("http", "#"))]

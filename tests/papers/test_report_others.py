@@ -141,3 +141,11 @@ def test_the_records_may_be_any_folder_or_one_of_them(folder: Path, records: str
     assert row(made.text, "fedavg")[1:3] == ["1", "60.0"]
     assert f"## `{Path(records).name.replace('alone', 'fedavg')}`" in made.text
     assert made.text.count("Said by hand.") == (records == "alone")
+
+
+def test_links_of_what_is_said_beside_records_are_those_from_the_report(folder: Path) -> None:
+    path = record(folder, "fedavg", 0, [6, 6, 6, 6], place="mine/fedavg")
+    said = "[a](../x/grid.jsonl) [b](y.md#of) [c](https://z.org/w) [d](#up) [e](mailto:me)"
+    (path.parent.parent / "about.md").write_text(said)
+    wanted = "[a](x/grid.jsonl) [b](mine/y.md#of) [c](https://z.org/w) [d](#up) [e](mailto:me)"
+    assert wanted in written(folder, "report.md")

@@ -48,8 +48,8 @@ class Config(PersonalConfig):
 
     Attributes:
         lr: learning rate of the hypernetworks' SGD. The paper names one rate for a data set
-            and none for them, so its presets have that one: it suits their 600 rounds of ten
-            epochs, and leaves weights where they began in the few short rounds of the default.
+            and none for them, so its presets have that one. It leaves weights near where they began
+            in a hundred rounds of ten epochs, and in the few short ones of the default.
         embedding_size: length of a client's embedding.
         hidden: width of the hypernetworks' hidden layers.
         hidden_layers: number of hidden layers after the first.

@@ -3,6 +3,7 @@
 It is written in Markdown. A line ``{figure NAME}`` is where a figure goes that a page can show.
 """
 
+import posixpath
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
 ABOUT = "about.md"
 """Beside records: what a person has to say of all below that folder."""
+
+LINK = re.compile(r"\]\((?!\w+:|#)([^)#]+)")
+"""To a file, by its path from the page that has it."""
 
 SERVED = re.compile(r"novel-n(\d+)(?:-epsilon([\d.]+))?\.json")
 """Evaluations of a run's novel clients with so many examples and so much noise."""
@@ -101,7 +105,7 @@ def of_papers(
     asked = [each for each in experiments if paper in (None, each.id.split("/")[0])]
     lines = {each.id: lines_of(found, each) for each in asked}
     writer = _Writer(folder, found, lines, figures)
-    writer.say(_read(folder / ABOUT) if paper is None else "")
+    writer.say(_about(folder) if paper is None else "")
     writer.say("## In short", _overview(found, lines, asked), LEGEND, _owed(folder, found, asked))
     for name, tables in groupby(asked, key=lambda experiment: experiment.id.split("/")[0]):
         writer.paper(name, list(tables))
@@ -186,7 +190,7 @@ class _Writer:
 
     def paper(self, name: str, tables: Sequence[Experiment]) -> None:
         """Adds the tables of a paper."""
-        self.say(f"## {tables[0].table.paper}", _read(self._folder / name / ABOUT))
+        self.say(f"## {tables[0].table.paper}", _about(self._folder, name))
         without = []
         for experiment in tables:
             if any((experiment.id, cell) in self._found for cell in experiment.cells):
@@ -416,7 +420,7 @@ class _Writer:
             return above if above.is_relative_to(self._folder) else self._folder
 
         for name, several in groupby(sorted(others, key=group_of), key=group_of):
-            about = _read(self._folder / name / ABOUT) if name else ""  # which is said above
+            about = _about(self._folder, name) if name else ""  # which is said above
             self.say(f"## `{name or self._folder.resolve().name}`", about)
             for folder, group in groupby(sorted(several, key=folder_of), key=folder_of):
                 self._side_by_side(folder, list(group))
@@ -447,5 +451,8 @@ def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.1f}"
 
 
-def _read(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.exists() else ""
+def _about(folder: Path, name: str = "") -> str:
+    """Returns what a person has to say of records, with links as they are from their folder."""
+    path = folder / name / ABOUT
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return LINK.sub(lambda link: f"]({posixpath.normpath(posixpath.join(name, link[1]))}", text)
