@@ -15,6 +15,7 @@ Example:
 
 import logging
 from importlib import import_module, metadata
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,9 +98,19 @@ def train(
         )
     _check_task(task, "name data by the keyword task")
     config = configuration.from_keys(method, keys)
-    run = Run(config, task) if out is None else Run.start(config, Path(out), task)
+    run = Run(config, task) if out is None else Run.start(config, _place(out, "out"), task)
     watch(run, show=progress)
     return run
+
+
+def _place(path: object, what: str) -> Path:
+    """Returns where a folder is, wherever this process moves to; ``~`` is the home directory."""
+    if isinstance(path, str | PathLike) and str(path) and "\0" not in str(path):
+        return Path(path).expanduser().absolute()
+    raise UserError(
+        f"{what} must be the path of a folder, got {one_line(repr(path), 100)}; name one, such as "
+        "'runs'"
+    )
 
 
 def _check_task(task: object, instead: str) -> None:
@@ -168,7 +179,7 @@ def open_run(path: str | Path, task: "Task | None" = None) -> "Run":
     from hyperfed.runs.run import Run
 
     _check_task(task, "leave it out")
-    return Run.open(Path(path), task)
+    return Run.open(_place(path, "a run to open"), task)
 
 
 def resume(
@@ -196,6 +207,6 @@ def resume(
     from hyperfed.runs.run import Run
 
     _check_task(task, "leave it out; settings are keywords")
-    run = Run.resume(Path(path), task, configuration.flat(keys))
+    run = Run.resume(_place(path, "a run to resume"), task, configuration.flat(keys))
     watch(run, show=progress)
     return run

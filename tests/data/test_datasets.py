@@ -546,7 +546,7 @@ def test_from_npz_says_what_is_missing(tmp_path):
     with pytest.raises(UserError, match=r"a table must be a file, but there is no .*none.npz"):
         load(str(tmp_path / "none.npz"))
     np.savez(tmp_path / "objects.npz", x=np.array([{}, {}]), y=np.zeros(2))
-    with pytest.raises(UserError, match=r"holds objects of Python; .* with numpy\.savez\(path\)"):
+    with pytest.raises(UserError, match=r"holds objects of Python; .*savez\(path, x=\.\.\., y="):
         load(str(tmp_path / "objects.npz"))
     np.savez(tmp_path / "short.npz", x=np.zeros((3, 2)), y=np.zeros(4, int))
     with pytest.raises(UserError, match="x and y must have the same number of rows"):

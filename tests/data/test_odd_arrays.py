@@ -88,6 +88,22 @@ def test_columns_may_have_names_of_several_parts() -> None:
         Task.from_frame(frame, model=lambda: nn.LazyLinear(3))
 
 
+@pytest.mark.parametrize(
+    ("columns", "told"),
+    [
+        ({"features": []}, "features must be some of them, got none; leave features out for all"),
+        ({"target": "client"}, "one of client, target and split, got 'client' for several"),
+        ({"client": "label"}, "one of client, target and split, got 'label' for several"),
+        ({"split": "client"}, "one of client, target and split, got 'client' for several"),
+    ],
+)
+def test_a_column_is_one_thing_and_features_are_some(columns: dict[str, Any], told: str) -> None:
+    frame = pd.DataFrame({"client": Y.astype(str), "label": Y, "a": X[:, 0], "b": X[:, 1]})
+    with pytest.raises(UserError, match=told) as caught:
+        Task.from_frame(frame, model=lambda: nn.LazyLinear(3), **columns)
+    assert str(caught.value).count("\n- ") == 1
+
+
 def test_times_with_a_zone_are_told_once() -> None:
     when = pd.date_range("2026-01-01", periods=N, tz="UTC")
     frame = pd.DataFrame({"when": when, "label": Y, "client": Y})

@@ -2,13 +2,13 @@
 
 import unicodedata
 import zlib
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from math import prod
 from pathlib import Path
 from tokenize import TokenError
 from typing import Any
-from zipfile import BadZipFile
+from zipfile import BadZipFile, is_zipfile
 
 import numpy as np
 import numpy.lib.format as npformat
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hyperfed.data.examples import Examples, fingerprint_of
-from hyperfed.errors import UserError
+from hyperfed.errors import UserError, one_line
 from hyperfed.system.allocation import total_memory
 from hyperfed.system.files import check_file
 
@@ -300,9 +300,11 @@ def named(client: Iterable[Hashable] | Any, problems: list[str]) -> tuple[Tensor
     """
     nobody: tuple[str, ...] = ()
     told = client.tolist() if hasattr(client, "tolist") else client
-    if isinstance(told, str | bytes) or not isinstance(told, Iterable):
+    unordered = isinstance(told, str | bytes | Mapping | Set)
+    if unordered or not isinstance(told, Iterable):
         problems.append(
-            f"client must be one hashable id per example, (N,), got {client!r}; pass an array"
+            "client must be one hashable id per example, (N,), got "
+            f"{one_line(repr(client), 100)}; pass an array"
         )
         return torch.zeros(0, dtype=torch.int64), nobody
     ids = list(told)
@@ -388,13 +390,18 @@ def read_npz(path: Path, *, needed: Sequence[str]) -> dict[str, npt.NDArray[Any]
     Raises:
         UserError: no such file, not an archive, or missing arrays.
     """
-    advice = f"write it with numpy.savez({', '.join(['path', *(f'{n}=...' for n in needed)])})"
+    usual = needed or ("x", "y", "client")
+    advice = f"write it with numpy.savez({', '.join(['path', *(f'{n}=...' for n in usual)])})"
     check_file(path)
     try:
         # Opened here, because np.load leaves the file of a damaged archive open.
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
-            _check_sizes(archive)
-            arrays = {name: archive[name] for name in archive.files}
+        with path.open("rb") as file:
+            if not is_zipfile(file):
+                raise BadZipFile("it is no zip archive, or not all of one")
+            file.seek(0)
+            with np.load(file, allow_pickle=False) as archive:
+                _check_sizes(archive)
+                arrays = {name: archive[name] for name in archive.files}
     except _UNREADABLE as error:
         raise UserError(
             f"{path} must be an .npz archive of plain arrays, cannot be read ({error}); {advice}"
@@ -468,11 +475,20 @@ def to_tensor(array: Any, name: str) -> Tensor:
         raise UserError(f"{name} must hold integers below 2**63, got {array.max()}; scale them")
     if array.dtype.kind == "u" and array.dtype != np.uint8:
         array = array.astype(np.int64)
+    array = of_numbers(array)
     if array.dtype == np.longdouble:
         array = array.astype(np.float64)
     _check_numbers(array, name)
     # Torch takes neither another machine's order of bytes nor strides below zero.
     return torch.tensor(np.asarray(array, array.dtype.newbyteorder("="), order="C"))
+
+
+def of_numbers(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Returns an array of objects that all are numbers as one of these; any other as it is."""
+    numbers = (int, float, np.number, np.bool_)
+    if array.dtype == object and array.ndim and all(isinstance(v, numbers) for v in array.flat):
+        return np.array(array.tolist())
+    return array
 
 
 def _check_numbers(array: Any, name: str) -> None:

@@ -80,11 +80,14 @@ def load(name: str, data_dir: str | Path | None = None, columns: Columns | None 
             of a data set with a name.
     """
     columns = columns or Columns()
-    if name in NAMES and columns != Columns():
+    given = [f"{key}={value!r}" for key, value in vars(columns).items() if value is not None]
+    if name in NAMES and given:
         raise UserError(
             f"{name} must come without client, target, features and split, which are for your own "
-            f"data, got {columns}; leave them out"
+            f"data, got {', '.join(given)}; leave them out"
         )
+    if not name:
+        raise UserError(f"a data set must have a name, got none; choose one of {', '.join(NAMES)}")
     try:
         Path(name).exists()
     except OSError as error:  # such as of a name that is too long

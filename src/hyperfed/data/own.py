@@ -1,6 +1,6 @@
 """Your own data as a task: everything is checked, and all that is wrong is reported together."""
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set, Sized
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -93,6 +93,8 @@ def from_arrays(
         UserError: lists all that is wrong with the arguments.
     """
     problems: list[str] = []
+    seed = _seed(seed, problems)
+    _check_flag("unlabelled", unlabelled, problems)
     classes = arrays.class_count(classes, problems)
     inputs = arrays.features(x, problems)
     usable = not problems
@@ -292,7 +294,8 @@ def _labelled(
         classes: number of labels, where it is given.
         problems: what must hold and does not is appended here.
     """
-    if isinstance(labels, str) or not isinstance(labels, Iterable | None):
+    unordered = isinstance(labels, str | Mapping | Set)
+    if unordered or not isinstance(labels, Iterable | None):
         problems.append(
             f"labels must be a sequence of names, such as ['cat', 'dog'], got {labels!r}; name "
             "each, or give their number as classes"
@@ -318,16 +321,38 @@ def _numbered(y: Any, problems: list[str]) -> tuple[Any, tuple[str, ...]]:
     if isinstance(y, Tensor) or np.ma.is_masked(y):
         return y, ()
     try:
-        values = np.asarray(y)
+        values = arrays.of_numbers(np.asarray(y))
     except ValueError:  # of rows of several lengths, which are told with all else
         return y, ()
-    words = y if values.dtype.kind == "U" and values.ndim == 1 else ()  # NumPy's of NaN is "nan"
+    # As they came: NumPy's word of NaN is "nan", and that of True beside words "True".
+    words = list(y) if values.dtype.kind in "UO" and values.ndim == 1 else []
     if missing := [row for row, label in enumerate(words) if arrays.is_missing(label)]:
         problems.append(
             f"y must have a label in every row, got none in {len(missing)} rows, the first at "
             f"index {missing[0]}; fill or drop them"
         )
+        return np.zeros(len(words), np.int64), ()
+    kinds = {isinstance(label, str): label for label in words}
+    if len(kinds) > 1:
+        problems.append(
+            f"y must hold words alone where it holds some, got {kinds[True]!r} and "
+            f"{kinds[False]!r}; write all as words"
+        )
+        return np.zeros(len(words), np.int64), ()
     return tables.numbered(values, numbers=True)
+
+
+def _check_flag(what: str, said: Any, problems: list[str]) -> None:
+    if not isinstance(said, bool | np.bool_):
+        problems.append(f"{what} must be True or False, got {said!r}; choose one")
+
+
+def _seed(seed: Any, problems: list[str]) -> int:
+    """Returns a seed, 0 for what is none."""
+    if isinstance(seed, int | np.integer) and not isinstance(seed, bool) and seed >= 0:
+        return int(seed)
+    problems.append(f"seed must be a whole number, 0 or more, got {seed!r}; choose one")
+    return 0
 
 
 def _split(
@@ -385,7 +410,7 @@ def _split(
 
 def _joining(novel: float, clients: int, problems: list[str]) -> int:
     """Returns how many clients join after training."""
-    possible = partitions.is_number_or_fraction(novel)
+    possible = partitions.is_number_or_fraction(novel) and not isinstance(novel, bool)
     if possible and (joining := partitions.novel_number(novel, clients)) < max(clients, 1):
         return joining
     problems.append(

@@ -381,18 +381,14 @@ def _picked(
         problems.append(
             f"one of {', '.join(TARGETS)} must be among them, got none; say which is the target"
         )
+    named = Counter(name for name in (client, target, split) if name is not None)
+    problems += [
+        f"a column must be one of client, target and split, got {name!r} for several; name another"
+        for name, count in named.items()
+        if count > 1
+    ]
     if columns.features is not None:
-        problems += [
-            f"features must be some of them, got {name!r}"
-            for name in columns.features
-            if name not in names
-        ]
-        problems += [
-            f"a feature must be there once, and be neither target nor split, got {name!r} again; "
-            "leave it out of the features"
-            for name, count in Counter([*columns.features, target, split]).items()
-            if count > 1 and name is not None
-        ]
+        problems += _wrong_features(columns.features, names, target, split)
         return client, target, split, columns.features
     left = [name for name in names if name not in (client, target, split)]
     others = tuple(name for name in left if np.ndim(table[name]) > 0)
@@ -406,6 +402,22 @@ def _picked(
     if not features:
         problems.append("there must be features beside client, target and split, got none")
     return client, target, split, features
+
+
+def _wrong_features(
+    features: Sequence[str], names: Sequence[str], target: str | None, split: str | None
+) -> list[str]:
+    """Returns what is wrong with the columns that are named as features."""
+    if not features:
+        return ["features must be some of them, got none; leave features out for all others"]
+    absent = [name for name in features if name not in names]
+    counts = Counter([*features, *{target, split}])
+    return [f"features must be some of them, got {name!r}" for name in absent] + [
+        f"a feature must be there once, and be neither target nor split, got {name!r} again; "
+        "leave it out of the features"
+        for name, count in counts.items()
+        if count > 1 and name is not None
+    ]
 
 
 def _check_names(names: Sequence[str], used: Set[str | None], problems: list[str]) -> None:

@@ -377,7 +377,8 @@ def build_target(
     """
     if name not in TARGETS:
         raise UserError(
-            f"the target must be one of {', '.join(TARGETS)}, got {name!r}{nearest(name, TARGETS)}"
+            f"the target must be one of {', '.join(TARGETS)}, or FILE.py:NAME, what makes one in a "
+            f"file, got {name!r}{nearest(name, TARGETS)}"
         )
     target = TARGETS[name]
     known = [key for key in signature(target).parameters if key not in ("input_shape", "classes")]

@@ -27,7 +27,7 @@ from pydantic_core import ErrorDetails, PydanticSerializationError
 
 from hyperfed.data.tasks import TaskConfig
 from hyperfed.engines import EngineConfig, Faults
-from hyperfed.errors import UserError, closest, nearest
+from hyperfed.errors import UserError, closest, nearest, one_line
 from hyperfed.methods import METHODS
 from hyperfed.runs import experiments
 from hyperfed.runs.capability import refusals
@@ -511,15 +511,19 @@ def _explain(error: ValidationError, section: str, known: Iterable[str]) -> list
     lines: dict[str, tuple[list[str], str]] = {}
     for detail in error.errors(include_url=False):
         key = shown(_key_at(section, detail["loc"], known))
-        came = (
-            "" if isinstance(detail["input"], dict) else f"; came {toml.literal(detail['input'])}"
-        )
+        came = "" if isinstance(detail["input"], dict) else f"; came {_shown_as(detail['input'])}"
         lines.setdefault(key, ([], came))[0].append(_requirement(detail))
     return [
         f"{key}: {line}{came}"
         for key, (musts, came) in lines.items()
         for line in ", or ".join(dict.fromkeys(musts)).splitlines()
     ]
+
+
+def _shown_as(value: Any) -> str:
+    """Returns a value as a file of settings has it; what none can have, as Python shows it."""
+    plain = isinstance(value, None | str | bool | int | float | list | tuple)
+    return toml.literal(value) if plain else one_line(repr(value), 100)
 
 
 def _key_at(section: str, location: tuple[int | str, ...], known: Iterable[str]) -> str:

@@ -297,8 +297,13 @@ def with_samples(task: Task, samples: int, seed: int) -> Task:
         seed: of the draw.
 
     Raises:
-        UserError: a novel client has fewer.
+        UserError: a novel client has fewer, or there is none.
     """
+    if not task.novel:
+        raise UserError(
+            f"there must be novel clients to have {samples} samples, but there are none; leave "
+            "samples out"
+        )
     train = list(task.train)
     for client in task.novel_ids:
         own = train[client]

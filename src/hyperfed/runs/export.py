@@ -120,6 +120,13 @@ def export_model(model: nn.Module, task: Task, path: str | Path, format: str | N
         UserError: no such format, a model that it cannot hold, what it needs is not installed, or
             the disk refuses.
     """
+    given: tuple[Any, Any] = (model, task)
+    if not all(map(isinstance, given, (nn.Module, Task))):
+        told = " and ".join(type(each).__name__ for each in given)
+        raise UserError(
+            f"a model must be exported with its task, got {told}; call "
+            "export_model(run.model(client), run.task, path)"
+        )
     path = Path(path)
     chosen = format_of(path, format)
     portable = Portable(deepcopy(model).cpu(), task).eval()

@@ -79,13 +79,21 @@ class Served(TrainedMethod):
             UserError: there are none, the run has not come to its first evaluation, or the budget
                 is not enough.
         """
-        if draws < 1:
-            raise UserError(f"draws must be at least 1, got {draws}; leave it out for one")
+        self._check_draws(draws)
         if not self.task.novel:
             raise UserError(
                 "there must be novel clients to evaluate; train with task.novel above 0"
             )
         return self._evaluate_novel(self.best.round, draws)
+
+    def _check_draws(self, draws: Any) -> None:
+        if not isinstance(draws, int) or draws < 1:
+            raise UserError(f"draws must be at least 1, got {draws!r}; leave it out for one")
+        if draws > 1 and not self.task.novel:
+            raise UserError(
+                f"there must be novel clients to serve {draws} times, but there are none; leave "
+                "draws out"
+            )
 
     def evaluate_best(self, draws: int = 1) -> dict[str, Evaluation]:
         """Evaluates the models of the best validation round; nothing is recorded.
@@ -99,6 +107,7 @@ class Served(TrainedMethod):
         Raises:
             UserError: the run has not come to its first evaluation.
         """
+        self._check_draws(draws)
         known, best = list(self.task.known), self.best.round
         with self._at_best() as server:
             serve = self._finetuning(server.personalize)
@@ -151,6 +160,7 @@ class Served(TrainedMethod):
                 other data for a task that no settings made; or the run has not come to its first
                 evaluation.
         """
+        overrides = [overrides] if isinstance(overrides, str) else overrides
         asked = [key for key in NOVEL if any(o.startswith(f"task.{key}") for o in overrides)]
         if asked and self.config.task.source == "python":
             raise UserError(

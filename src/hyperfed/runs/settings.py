@@ -6,7 +6,6 @@ from decimal import ROUND_HALF_UP, Decimal
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
     BeforeValidator,
     ConfigDict,
     Field,
@@ -39,7 +38,9 @@ TrackerName = Literal["auto", "tensorboard", "mlflow", "wandb"]
 """Where numbers go besides the records (:mod:`hyperfed.runs.trackers`)."""
 
 
-def _number_or_fraction(cohort: int | float) -> int | float:
+def _number_or_fraction(cohort: Any) -> int | float:
+    if isinstance(cohort, bool) or not isinstance(cohort, int | float):
+        raise ValueError("must be a number of clients, or a fraction of them, of which 1.0 is all")
     if isinstance(cohort, int) and cohort < 1:
         raise ValueError("must be at least 1 client, or a fraction such as 0.25")
     if isinstance(cohort, float) and not 0 < cohort <= 1:
@@ -171,7 +172,7 @@ class RunConfig:
     settings: Any
     preset: str = "default"
     rounds: PositiveInt = 200
-    cohort: Annotated[int | float, AfterValidator(_number_or_fraction)] = 0.25
+    cohort: Annotated[int | float, BeforeValidator(_number_or_fraction)] = 0.25
     evaluate_every: PositiveInt = 20
     best: Literal["accuracy", "masked_accuracy", "zeroed_accuracy"] = "accuracy"
     metrics: Annotated[tuple[MetricName, ...], BeforeValidator(several)] = ()

@@ -1,0 +1,159 @@
+"""Python's interface, called from elsewhere or with what it does not take."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import hyperfed
+from hyperfed.errors import UserError
+from hyperfed.runs.run import Run
+
+QUICK: dict[str, Any] = {
+    "rounds": 2,
+    "evaluate_every": 1,
+    "checkpoint_every": 1,
+    "cohort": 2,
+    "progress": False,
+    "method": {"local_steps": 1},
+}
+CLIENTS: dict[str, Any] = {"clients": 5, "model": "mlp", "hidden": 4}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A finished run without novel clients; not to be changed."""
+    return hyperfed.train("fedavg", out=tmp_path_factory.mktemp("runs"), task=CLIENTS, **QUICK)
+
+
+def test_a_run_is_where_it_was_begun_wherever_its_process_moves_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir(tmp_path)
+    begun = hyperfed.train("fedper", out="runs", task=CLIENTS | {"novel": 1}, **QUICK)
+    assert begun.folder is not None
+    place = begun.folder.path
+    opened = hyperfed.open_run(place.relative_to(tmp_path))
+    monkeypatch.chdir(tmp_path / "below")
+    for each in (begun, opened):
+        assert each.folder is not None
+        assert each.folder.path == place == tmp_path / "runs" / "fedper" / place.name
+        each.personalize(each.task.x[:5].numpy(), each.task.y[:5].numpy())
+        each.evaluate_novel()
+    assert hyperfed.resume(Path("..") / place.relative_to(tmp_path), rounds=3).round == 3
+    assert not list((tmp_path / "below").iterdir())
+
+
+def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    begun = hyperfed.train("fedavg", out="~/runs", task=CLIENTS, **QUICK | {"rounds": 1})
+    assert begun.folder is not None
+    assert begun.folder.path.is_relative_to(tmp_path / "runs")
+    assert hyperfed.open_run(f"~/{begun.folder.path.relative_to(tmp_path)}").round == 1
+
+
+@pytest.mark.parametrize("odd", [3, True, b"runs", "", "a\0b"])
+def test_what_is_no_path_is_told(odd: Any) -> None:
+    calls = (lambda: hyperfed.train("fedavg", out=odd), lambda: hyperfed.open_run(odd))
+    for call in (*calls, lambda: hyperfed.resume(odd)):
+        with pytest.raises(UserError, match="must be the path of a folder, got"):
+            call()
+
+
+def test_a_run_that_is_done_does_not_hide_a_slip(run: Run) -> None:
+    assert run.folder is not None
+    with pytest.raises(UserError, match=r"round: must begin with device or .* or rounds to change"):
+        hyperfed.resume(run.folder.path, round=4)
+    with pytest.raises(UserError, match=r"must not be done, but .* give it more rounds"):
+        hyperfed.resume(run.folder.path)
+
+
+@pytest.mark.parametrize("odd", [0, -1, 1.5, "2"])
+def test_newcomers_are_served_a_number_of_times(odd: Any, run: Run) -> None:
+    for call in (run.evaluate_best, run.evaluate_novel):
+        with pytest.raises(UserError, match=r"draws must be at least 1, got .*; leave it out"):
+            call(odd)
+
+
+def test_what_is_of_newcomers_needs_some(run: Run) -> None:
+    with pytest.raises(UserError, match="there must be novel clients to serve 2 times"):
+        run.evaluate_best(2)
+    with pytest.raises(UserError, match="there must be novel clients to have 3 samples"):
+        run.served_otherwise(samples=3)
+    assert run.evaluate_best(1).keys() == {"val", "test"}
+
+
+def test_one_setting_may_be_a_word(run: Run) -> None:
+    served = run.served_otherwise("serve.finetune_steps=3")
+    assert served.config.serve.finetune_steps == 3
+
+
+def test_a_model_and_its_task_are_not_taken_for_each_other(run: Run, tmp_path: Path) -> None:
+    swapped: Any = (run.task, run.model(0))
+    with pytest.raises(UserError, match=r"got Task and .*; call export_model.run.model.client"):
+        hyperfed.export_model(*swapped, tmp_path / "model.onnx")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("odd", "told"),
+    [
+        ({"unlabelled": "no"}, "unlabelled must be True or False, got 'no'"),
+        ({"novel": True}, "novel must be a whole number of clients, or a fraction below 1"),
+        ({"seed": "a"}, "seed must be a whole number, 0 or more, got 'a'"),
+        ({"seed": 1.5}, "seed must be a whole number, 0 or more, got 1.5"),
+        ({"seed": -1}, "seed must be a whole number, 0 or more, got -1"),
+        ({"seed": True}, "seed must be a whole number, 0 or more, got True"),
+        ({"labels": {"a", "b"}}, "labels must be a sequence of names"),
+        ({"labels": {"a": 0, "b": 1}}, "labels must be a sequence of names"),
+        ({"client": dict.fromkeys(range(24), "ann")}, "one hashable id per example"),
+        ({"client": set(range(24))}, "one hashable id per example"),
+        ({"y": np.array([None, *"ab" * 11, "a"], object)}, "a label in every row, got none in 1 "),
+        ({"y": ["a", True] * 12}, "must hold words alone .* got 'a' and True; write all as words"),
+        ({"y": np.array(["1", 1] * 12, object)}, "must hold words alone .* got '1' and 1; write"),
+    ],
+)
+def test_arguments_of_a_task_that_say_nothing_are_told(odd: dict[str, Any], told: str) -> None:
+    usual = {"client": np.arange(24) % 3, "y": np.arange(24) % 2, "model": lambda: nn.Linear(2, 2)}
+    with pytest.raises(UserError, match=told) as caught:
+        hyperfed.Task.from_arrays(torch.ones(24, 2), **usual | odd)
+    assert str(caught.value).count("\n- ") == 1 + ("client" in odd)  # then there are no rows
+
+
+@pytest.mark.parametrize("values", [[0, 1, 1], [False, True, True]])
+def test_objects_that_are_numbers_are_these(values: list[Any]) -> None:
+    y = np.array(values * 8, object)
+    task = hyperfed.Task.from_arrays(
+        np.ones((24, 2)).astype(object),
+        y,
+        client=np.arange(24) % 2,
+        model=lambda: nn.Linear(2, 2),
+        seed=np.int64(1),
+        unlabelled=np.bool_(False),
+    )
+    assert task.y.tolist() == [0, 1, 1] * 8
+    assert (task.x.dtype, task.labels) == (
+        torch.float32,
+        ("False", "True") * isinstance(y[0], bool),
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("cohort", "all", "cohort: must be a number of clients, or a fraction .*1.0 is all; came "),
+        ("cohort", True, "cohort: must be a number of clients, or a fraction .*; came true"),
+        ("device", torch.device("cpu"), r"must be a valid string; came device\(type='cpu'\)"),
+        ("metrics", {"f1"}, r"must be a valid tuple; came \{'f1'\}"),
+        ("task", {"name": ""}, "a data set must have a name, got none; choose one of digits"),
+        ("task", {"client": "foo"}, "are for your own data, got client='foo'; leave them out"),
+        ("task", {"model": "nope.py"}, "must be one of .*, or FILE.py:NAME, what makes one in a"),
+    ],
+)
+def test_settings_that_cannot_be_are_told_as_they_came(key: str, value: Any, told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        hyperfed.train("fedavg", **QUICK | {key: value})
