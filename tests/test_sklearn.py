@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import sklearn
 import torch
+from sklearn.exceptions import DataConversionWarning
 from sklearn.metrics import r2_score
 from sklearn.model_selection import cross_val_score
 from sklearn.pipeline import make_pipeline
@@ -284,6 +285,70 @@ def test_a_regressor_forecasts_several_numbers_each_in_its_unit():
     assert fitted.score(x, several, client=client) == pytest.approx(each.mean())
     newcomer = fitted.personalize(x[:20], several[:20])
     assert newcomer.predict(x).shape == (120, 3)
+
+
+def test_a_newcomers_targets_are_as_many_as_those_of_fit(regressor):
+    x, y, client = rising()
+    options = {"hidden": 8, "rounds": 1, "settings": QUICK, "random_state": 0}
+    several = PersonalizedRegressor("local", **options).fit(x, np.stack([y] * 3, 1), client=client)
+    for wrong in (y[:5], y[:5, None], np.stack([y[:5]] * 2, 1), ["a"] * 5):
+        with pytest.raises(UserError, match=r"shape \('m', 3\), as those of fit are, got"):
+            several.personalize(x[:5], wrong)
+    with pytest.raises(UserError, match=r"shape \('m',\), as those of fit are, got \(5, 2\)"):
+        regressor.personalize(x[:5], np.stack([y[:5]] * 2, 1))
+    with pytest.warns(DataConversionWarning):
+        column = regressor.personalize(x, y[:, None])
+    np.testing.assert_array_equal(column.predict(x), regressor.personalize(x, y).predict(x))
+
+
+@pytest.mark.parametrize(
+    ("odd", "told"),
+    [
+        (dict.fromkeys(range(120), "ann"), "one id for each row, in their order, got"),
+        (set(range(120)), "one id for each row, in their order, got"),
+        (3, "one id for each row, in their order, got 3"),
+        (np.zeros((120, 1)), "one id for each row, .N,., got rows; flatten it"),
+    ],
+)
+def test_clients_come_in_the_order_of_rows(odd, told):
+    x, y, _ = two_clients()
+    with pytest.raises(UserError, match=told):
+        classifier().fit(x, y, client=odd)
+
+
+def test_a_client_may_be_a_day_or_bytes():
+    x, y, client = two_clients()
+    days = np.where(client == "ann", np.datetime64("2026-01-01"), np.datetime64("2026-01-02"))
+    for ids in (days, np.array([*client.astype("S3")], object)):
+        fitted = classifier(rounds=1).fit(x, y, client=ids)
+        mine = ids == ids[0]
+        alone = fitted.predict(x[mine], client=ids[0])
+        assert alone.tolist() == fitted.predict(x[mine], client=ids[mine]).tolist()
+
+
+@pytest.mark.parametrize(
+    ("odd", "told"),
+    [
+        ({"settings": "a"}, "settings must be a dict of keys, got 'a'"),
+        ({"validation_fraction": "a"}, "validation_fraction must leave rows to train on, got a"),
+        ({"rounds": "5", "validation_fraction": 0.2}, "rounds: must be a valid integer"),
+    ],
+)
+def test_settings_that_cannot_be_are_told(odd, told):
+    x, y, client = two_clients()
+    with pytest.raises(UserError, match=told):
+        classifier(**odd).fit(x, y, client=client)
+
+
+def test_labels_and_numbers_that_cannot_be_learned_are_told():
+    x, y, client = two_clients()
+    fitted = classifier(rounds=1).fit(x, y, client=client)
+    with pytest.raises(UserError, match=r"labels that fit was given, no, yes, got None"):
+        fitted.personalize(x[:3], [None, "no", "yes"])
+    one = PersonalizedRegressor("fedavg", hidden=4, rounds=1, settings=QUICK)
+    with pytest.raises(UserError, match="y must have a finite deviation"):
+        one.fit(x, x[:, 0] * 1e300, client=client)
+    assert one.fit(x, x[:, 0] > 0, client=client).scale_ == pytest.approx(np.std(x[:, 0] > 0))
 
 
 def test_targets_that_are_all_the_same_are_what_is_predicted():

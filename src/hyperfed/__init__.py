@@ -106,7 +106,8 @@ def train(
 def _place(path: object, what: str) -> Path:
     """Returns where a folder is, wherever this process moves to; ``~`` is the home directory."""
     if isinstance(path, str | PathLike) and str(path) and "\0" not in str(path):
-        return Path(path).expanduser().absolute()
+        home = str(path) == "~" or str(path).startswith("~/")  # ~ANN may be a folder's name
+        return (Path(path).expanduser() if home else Path(path)).absolute()
     raise UserError(
         f"{what} must be the path of a folder, got {one_line(repr(path), 100)}; name one, such as "
         "'runs'"
@@ -154,7 +155,7 @@ def compare(*runs: "Run | str | Path") -> "DataFrame":
                 f"{one_line(repr(run), 100)}; of a list: hyperfed.compare(*runs)"
             )
         if isinstance(run, str | Path):
-            records = read_runs([Path(run)])
+            records = read_runs([_place(run, "what is compared")])
             for left in (record.path for record in records if record.summary is None):
                 logging.getLogger(__name__).warning("left out, not done: %s", left)
             found += [record for record in records if record.summary is not None]

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 import hyperfed
 from hyperfed.data import partitions
-from hyperfed.data.arrays import PARTS, numbered
+from hyperfed.data.arrays import PARTS, in_order, numbered
 from hyperfed.data.own import from_arrays
-from hyperfed.errors import UserError
+from hyperfed.errors import UserError, one_line
 from hyperfed.methods import NO_ONE_NETWORK
 
 Array = npt.NDArray[Any]
@@ -94,6 +94,8 @@ class Personalized(BaseEstimator):  # type: ignore[misc]
                 "method must give each client one network to predict by, which "
                 f"{', '.join(NO_ONE_NETWORK)} do not, got {self.method}; choose another"
             )
+        if not isinstance(self.settings, Mapping | None):
+            raise UserError(f"settings must be a dict of keys, got {self.settings!r}; pass one")
         if self.model is None and self.hidden < 1:
             raise UserError(f"hidden must be at least 1, got {self.hidden}; raise it")
         owners = _owners(client, len(X))
@@ -115,7 +117,7 @@ class Personalized(BaseEstimator):  # type: ignore[misc]
             "seed": seed,
             "progress": False,
         }
-        if self.validation_fraction:
+        if self.validation_fraction and isinstance(self.rounds, int):
             keys["evaluate_every"] = max(1, self.rounds // 10)
         self.run_ = hyperfed.train(self.method, task, **{**keys, **(self.settings or {})})
         self.clients_ = list(dict.fromkeys(owners))
@@ -183,9 +185,11 @@ class Personalized(BaseEstimator):  # type: ignore[misc]
             )
         if client is None:
             client = self.clients_[0]
+        if isinstance(client, np.generic):
+            (client,) = np.array([client]).tolist()  # as ids were taken
         known = dict.fromkeys(self.clients_)  # by hash: NumPy's equal tuples badly
         of_one = isinstance(client, tuple) and client in known
-        single = isinstance(client, str) or not hasattr(client, "__len__") or of_one
+        single = isinstance(client, str | bytes) or not hasattr(client, "__len__") or of_one
         owners = [client] * rows if single else _owners(client, rows)
         if unknown := [owner for owner in dict.fromkeys(owners) if owner not in known]:
             raise UserError(
@@ -259,7 +263,10 @@ class PersonalizedClassifier(ClassifierMixin, Personalized):  # type: ignore[mis
         check_is_fitted(self)
         if y is None:
             return self._with_newcomer(X, None)
-        if unknown := sorted({str(label) for label in np.setdiff1d(y, self.classes_)}):
+        y, known = np.asarray(y), set(self.classes_.tolist())
+        if y.ndim == 2 and y.shape[1] == 1:
+            y = column_or_1d(y, warn=True)
+        if unknown := sorted({str(label) for label in y.ravel().tolist() if label not in known}):
             raise UserError(
                 f"y must have labels that fit was given, {', '.join(map(str, self.classes_))}, "
                 f"got {', '.join(unknown)}; leave those rows out, or fit with them"
@@ -290,9 +297,14 @@ class PersonalizedRegressor(RegressorMixin, Personalized):  # type: ignore[misc]
         X, y = self._floats(X, y, y_numeric=True, multi_output=True)
         if y.ndim > 1 and y.shape[1] == 1:
             y = column_or_1d(y, warn=True)
-        self.mean_ = np.mean(y, axis=0, dtype=np.float64)
-        # Of equal numbers the deviation may be nearly 0 only.
-        self.scale_ = np.where(np.ptp(y, axis=0), np.std(y, axis=0, dtype=np.float64), 1.0)
+        y = y.astype(np.float64)
+        self.mean_ = np.mean(y, axis=0)
+        with np.errstate(over="ignore"):  # is told
+            deviation = np.std(y, axis=0)
+        # Of equal numbers it may be nearly 0 only.
+        self.scale_ = np.where(np.ptp(y, axis=0), deviation, 1.0)
+        if not np.isfinite(self.scale_).all():
+            raise UserError("y must have a finite deviation, but is too large; scale it")
         return self._train(X, self._standard(y), client, outputs=self.mean_.size, classes=None)
 
     def predict(self, X: Any, client: Any = None) -> Array:
@@ -301,7 +313,8 @@ class PersonalizedRegressor(RegressorMixin, Personalized):  # type: ignore[misc]
         Arguments are those of :meth:`PersonalizedClassifier.predict_proba`.
         """
         outputs: Array = self._outputs(X, client).double().numpy()
-        return outputs.reshape(-1, *self.mean_.shape) * self.scale_ + self.mean_
+        found: Array = outputs.reshape(-1, *self.mean_.shape) * self.scale_ + self.mean_
+        return found
 
     def score(self, X: Any, y: Any, sample_weight: Any = None, client: Any = None) -> float:
         """Returns R2 of :meth:`predict`, each row weighed by ``sample_weight``.
@@ -321,7 +334,17 @@ class PersonalizedRegressor(RegressorMixin, Personalized):  # type: ignore[misc]
             UserError: a method that needs them.
         """
         check_is_fitted(self)
-        return self._with_newcomer(X, None if y is None else self._standard(np.asarray(y)))
+        if y is None:
+            return self._with_newcomer(X, None)
+        targets, ours = np.asarray(y), self.mean_.shape
+        if not ours and targets.ndim == 2 and targets.shape[1] == 1:
+            targets = column_or_1d(targets, warn=True)
+        if targets.shape[1:] != ours or targets.dtype.kind not in "buif":
+            raise UserError(
+                f"y must be numbers of shape {('m', *ours)}, as those of fit are, got "
+                f"{targets.shape} {targets.dtype}; convert it"
+            )
+        return self._with_newcomer(X, self._standard(targets))
 
     def _standard(self, y: Array) -> Array:
         """Returns targets as networks learn them, float32."""
@@ -331,7 +354,7 @@ class PersonalizedRegressor(RegressorMixin, Personalized):  # type: ignore[misc]
 
 def _uses(owners: list[Hashable], val: float, seed: int) -> Array:
     """Returns (N,) what each row is for: a fraction of each client's validates, none tests."""
-    if not 0 <= val < 1:
+    if not partitions.is_number(val) or not 0 <= val < 1:
         raise UserError(
             f"validation_fraction must leave rows to train on, got {val}; give one of 0 to below 1"
         )
@@ -346,7 +369,15 @@ def _owners(client: Any, rows: int) -> list[Hashable]:
     """Returns whose each row is, as plain Python values."""
     if client is None:
         return [ALONE] * rows
-    owners: list[Hashable] = list(client.tolist() if hasattr(client, "tolist") else client)
+    given = client.tolist() if hasattr(client, "tolist") else client
+    if not in_order(given):
+        raise UserError(
+            f"client must be one id for each row, in their order, got {one_line(repr(given), 100)};"
+            " pass a list or an array"
+        )
+    owners: list[Hashable] = list(given)
+    if any(isinstance(owner, list) for owner in owners):
+        raise UserError("client must be one id for each row, (N,), got rows; flatten it")
     if len(owners) != rows:
         raise UserError(
             f"client must have one id for each row, got {len(owners)} for {rows} rows; align them"

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
 import torch
 from torch import nn
@@ -54,6 +55,17 @@ def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert begun.folder is not None
     assert begun.folder.path.is_relative_to(tmp_path / "runs")
     assert hyperfed.open_run(f"~/{begun.folder.path.relative_to(tmp_path)}").round == 1
+    assert len(hyperfed.compare("~/runs")) == 1
+
+
+def test_a_name_may_begin_as_somebodys_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("~root", "~nobodyhere"):
+        begun = hyperfed.train("fedavg", out=name, task=CLIENTS, **QUICK | {"rounds": 1})
+        assert begun.folder is not None
+        assert begun.folder.path.is_relative_to(tmp_path / name)
 
 
 @pytest.mark.parametrize("odd", [3, True, b"runs", "", "a\0b"])
@@ -72,10 +84,10 @@ def test_a_run_that_is_done_does_not_hide_a_slip(run: Run) -> None:
         hyperfed.resume(run.folder.path)
 
 
-@pytest.mark.parametrize("odd", [0, -1, 1.5, "2"])
+@pytest.mark.parametrize("odd", [0, -1, 1.5, "2", True])
 def test_newcomers_are_served_a_number_of_times(odd: Any, run: Run) -> None:
     for call in (run.evaluate_best, run.evaluate_novel):
-        with pytest.raises(UserError, match=r"draws must be at least 1, got .*; leave it out"):
+        with pytest.raises(UserError, match=r"a whole number, at least 1, got .*; leave it out"):
             call(odd)
 
 
@@ -84,7 +96,8 @@ def test_what_is_of_newcomers_needs_some(run: Run) -> None:
         run.evaluate_best(2)
     with pytest.raises(UserError, match="there must be novel clients to have 3 samples"):
         run.served_otherwise(samples=3)
-    assert run.evaluate_best(1).keys() == {"val", "test"}
+    draws: Any = np.int64(1)
+    assert run.evaluate_best(draws).keys() == {"val", "test"}
 
 
 def test_one_setting_may_be_a_word(run: Run) -> None:
@@ -113,6 +126,10 @@ def test_a_model_and_its_task_are_not_taken_for_each_other(run: Run, tmp_path: P
         ({"client": dict.fromkeys(range(24), "ann")}, "one hashable id per example"),
         ({"client": set(range(24))}, "one hashable id per example"),
         ({"y": np.array([None, *"ab" * 11, "a"], object)}, "a label in every row, got none in 1 "),
+        (
+            {"y": pyarrow.array([None, *"ab" * 11, "a"])},
+            "must have a label in every row, got none in 1 rows, the first at index 0",
+        ),
         ({"y": ["a", True] * 12}, "must hold words alone .* got 'a' and True; write all as words"),
         ({"y": np.array(["1", 1] * 12, object)}, "must hold words alone .* got '1' and 1; write"),
     ],
@@ -122,6 +139,19 @@ def test_arguments_of_a_task_that_say_nothing_are_told(odd: dict[str, Any], told
     with pytest.raises(UserError, match=told) as caught:
         hyperfed.Task.from_arrays(torch.ones(24, 2), **usual | odd)
     assert str(caught.value).count("\n- ") == 1 + ("client" in odd)  # then there are no rows
+
+
+def test_keys_of_a_dict_are_in_an_order() -> None:
+    names: Any = {"no": 0, "yes": 1}.keys()
+    whose: Any = {f"client {row}": row for row in range(2)}.keys()
+    task = hyperfed.Task.from_arrays(
+        torch.ones(2, 2), [0, 1], client=whose, labels=names, split=["train"] * 2, model=flat
+    )
+    assert (task.labels, task.names) == (("no", "yes"), ("client 0", "client 1"))
+
+
+def flat() -> nn.Module:
+    return nn.Linear(2, 2)
 
 
 @pytest.mark.parametrize("values", [[0, 1, 1], [False, True, True]])

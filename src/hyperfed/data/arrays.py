@@ -2,7 +2,7 @@
 
 import unicodedata
 import zlib
-from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, KeysView, Mapping, Sequence, Set
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -300,8 +300,7 @@ def named(client: Iterable[Hashable] | Any, problems: list[str]) -> tuple[Tensor
     """
     nobody: tuple[str, ...] = ()
     told = client.tolist() if hasattr(client, "tolist") else client
-    unordered = isinstance(told, str | bytes | Mapping | Set)
-    if unordered or not isinstance(told, Iterable):
+    if not in_order(told):
         problems.append(
             "client must be one hashable id per example, (N,), got "
             f"{one_line(repr(client), 100)}; pass an array"
@@ -327,6 +326,12 @@ def named(client: Iterable[Hashable] | Any, problems: list[str]) -> tuple[Tensor
         )
     check_names("clients", dict.fromkeys(names), problems)
     return torch.tensor([number[identity] for identity in ids], dtype=torch.int64), names
+
+
+def in_order(values: Any) -> bool:
+    """Whether something has values in an order that it keeps: no word, no set, and no dict."""
+    unordered = isinstance(values, str | bytes | Mapping | Set)
+    return isinstance(values, Iterable) and (not unordered or isinstance(values, KeysView))
 
 
 def is_missing(identity: Any) -> bool:

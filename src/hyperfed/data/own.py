@@ -1,6 +1,6 @@
 """Your own data as a task: everything is checked, and all that is wrong is reported together."""
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set, Sized
+from collections.abc import Callable, Hashable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -294,8 +294,7 @@ def _labelled(
         classes: number of labels, where it is given.
         problems: what must hold and does not is appended here.
     """
-    unordered = isinstance(labels, str | Mapping | Set)
-    if unordered or not isinstance(labels, Iterable | None):
+    if labels is not None and not arrays.in_order(labels):
         problems.append(
             f"labels must be a sequence of names, such as ['cat', 'dog'], got {labels!r}; name "
             "each, or give their number as classes"
@@ -324,8 +323,10 @@ def _numbered(y: Any, problems: list[str]) -> tuple[Any, tuple[str, ...]]:
         values = arrays.of_numbers(np.asarray(y))
     except ValueError:  # of rows of several lengths, which are told with all else
         return y, ()
-    # As they came: NumPy's word of NaN is "nan", and that of True beside words "True".
-    words = list(y) if values.dtype.kind in "UO" and values.ndim == 1 else []
+    words: list[Any] = []
+    if values.ndim == 1 and values.dtype.kind in "UO":
+        # Words as they came: NumPy's of NaN is "nan", and that of True beside words "True".
+        words = list(y) if values.dtype.kind == "U" else values.tolist()
     if missing := [row for row, label in enumerate(words) if arrays.is_missing(label)]:
         problems.append(
             f"y must have a label in every row, got none in {len(missing)} rows, the first at "

@@ -26,8 +26,9 @@ def pixels(image: Any, side: int | None = None) -> Array:
     A photograph is turned as its file says that the camera was held, as whatever shows it does.
 
     Raises:
-        UserError: it is no image, or not one of 8 bits per channel, or larger than Pillow
-            takes for a bomb by what it says of its size, before it is decoded.
+        UserError: it is no image, or several, or see-through somewhere, or not one of 8 bits per
+            channel, or larger than Pillow takes for a bomb by what it says of its size, before it
+            is decoded.
     """
     try:
         if isinstance(image, str) and not Path(image).is_file():
@@ -53,6 +54,9 @@ def _pixels(file: Image.Image, side: int | None) -> Array:
         raise UserError(
             f"images must have {most} pixels at most, got {file.width} x {file.height}; resize them"
         )
+    frames = getattr(file, "n_frames", 1)
+    if frames > 1 and file.format != "MPO":  # a photograph, and smaller copies of it
+        raise UserError(f"an image must be one, got {frames} in a file; save each in its own")
     picture = file
     if picture.mode.startswith(("I", "F")):
         raise UserError(
@@ -63,6 +67,11 @@ def _pixels(file: Image.Image, side: int | None) -> Array:
     if ORIENTED & picture.info.keys():  # to look takes a fifth of the time of a small image
         with suppress(SyntaxError, struct.error):  # what cannot be read does not say anything
             ImageOps.exif_transpose(picture, in_place=True)
+    if picture.has_transparency_data and np.asarray(picture.convert("RGBA"))[..., 3].min() < 255:
+        raise UserError(
+            "an image must be opaque, since what lies below is not in it, got one with pixels that "
+            "are not; put it on a background (PIL.Image.alpha_composite)"
+        )
     if picture.mode not in ("L", "RGB"):
         grey = picture.mode in ("1", "LA")
         picture = picture.convert("L" if grey else "RGB")

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import cached_property
+from numbers import Integral
 from typing import Any
 
 from torch import Tensor
@@ -87,9 +88,11 @@ class Served(TrainedMethod):
         return self._evaluate_novel(self.best.round, draws)
 
     def _check_draws(self, draws: Any) -> None:
-        if not isinstance(draws, int) or draws < 1:
-            raise UserError(f"draws must be at least 1, got {draws!r}; leave it out for one")
-        if draws > 1 and not self.task.novel:
+        if isinstance(draws, bool) or not isinstance(draws, Integral) or int(draws) < 1:
+            raise UserError(
+                f"draws must be a whole number, at least 1, got {draws!r}; leave it out for one"
+            )
+        if int(draws) > 1 and not self.task.novel:
             raise UserError(
                 f"there must be novel clients to serve {draws} times, but there are none; leave "
                 "draws out"
