@@ -224,7 +224,7 @@ def test_novel_clients_are_served_several_times_with_noise_of_their_own() -> Non
     assert thrice.loss != pytest.approx(once.loss, rel=1e-6)
     assert noisy.evaluate_best(draws=3)["novel"].loss == thrice.loss
     assert run.evaluate_novel(draws=3).loss == pytest.approx(run.evaluate_novel().loss, rel=1e-9)
-    with pytest.raises(UserError, match="draws must be at least 1"):
+    with pytest.raises(UserError, match="draws must be a whole number, at least 1"):
         run.evaluate_novel(draws=0)
 
 

@@ -61,7 +61,7 @@ class TestEvaluate:
             (["task.unlabelled=true"], "needs labels"),
             (["task.unlabelled=true", "serve.finetune_steps=3"], "finetune_steps must be 0"),
             (["--samples", 100_000], "samples must be 1 to"),
-            (["--draws", 0], "draws must be at least 1"),
+            (["--draws", 0], "draws must be a whole number, at least 1"),
         ],
     )
     def test_refuses_to_serve_in_a_way_that_needs_other_training(
