@@ -263,9 +263,7 @@ class PersonalizedClassifier(ClassifierMixin, Personalized):  # type: ignore[mis
         check_is_fitted(self)
         if y is None:
             return self._with_newcomer(X, None)
-        y, known = np.asarray(y), set(self.classes_.tolist())
-        if y.ndim == 2 and y.shape[1] == 1:
-            y = column_or_1d(y, warn=True)
+        y, known = _flat(np.asarray(y)), set(self.classes_.tolist())
         if unknown := sorted({str(label) for label in y.ravel().tolist() if label not in known}):
             raise UserError(
                 f"y must have labels that fit was given, {', '.join(map(str, self.classes_))}, "
@@ -295,14 +293,12 @@ class PersonalizedRegressor(RegressorMixin, Personalized):  # type: ignore[misc]
     def fit(self, X: Any, y: Any, client: Sequence[Hashable] | Array | None = None) -> Self:
         """Trains on (N,) or (N, K) numbers, as :meth:`PersonalizedClassifier.fit` on labels."""
         X, y = self._floats(X, y, y_numeric=True, multi_output=True)
-        if y.ndim > 1 and y.shape[1] == 1:
-            y = column_or_1d(y, warn=True)
-        y = y.astype(np.float64)
+        y = _flat(y).astype(np.float64)
         self.mean_ = np.mean(y, axis=0)
         with np.errstate(over="ignore"):  # is told
             deviation = np.std(y, axis=0)
         # Of equal numbers it may be nearly 0 only.
-        self.scale_ = np.where(np.ptp(y, axis=0), deviation, 1.0)
+        self.scale_ = np.where(np.ptp(y, axis=0), deviation, 1.0)[()]
         if not np.isfinite(self.scale_).all():
             raise UserError("y must have a finite deviation, but is too large; scale it")
         return self._train(X, self._standard(y), client, outputs=self.mean_.size, classes=None)
@@ -336,9 +332,8 @@ class PersonalizedRegressor(RegressorMixin, Personalized):  # type: ignore[misc]
         check_is_fitted(self)
         if y is None:
             return self._with_newcomer(X, None)
-        targets, ours = np.asarray(y), self.mean_.shape
-        if not ours and targets.ndim == 2 and targets.shape[1] == 1:
-            targets = column_or_1d(targets, warn=True)
+        ours = self.mean_.shape
+        targets = np.asarray(y) if ours else _flat(np.asarray(y))
         if targets.shape[1:] != ours or targets.dtype.kind not in "buif":
             raise UserError(
                 f"y must be numbers of shape {('m', *ours)}, as those of fit are, got "
@@ -350,6 +345,14 @@ class PersonalizedRegressor(RegressorMixin, Personalized):  # type: ignore[misc]
         """Returns targets as networks learn them, float32."""
         found: Array = ((y.astype(np.float64) - self.mean_) / self.scale_).astype(np.float32)
         return found
+
+
+def _flat(y: Array) -> Array:
+    """Returns a column (N, 1) as (N,), of which scikit-learn warns; anything else as it is."""
+    if y.ndim != 2 or y.shape[1] != 1:
+        return y
+    found: Array = column_or_1d(y, warn=True)
+    return found
 
 
 def _uses(owners: list[Hashable], val: float, seed: int) -> Array:

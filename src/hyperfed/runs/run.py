@@ -197,7 +197,8 @@ class Run(Served):
         """
         folder, changed = _run_folder(path), changed or {}
         if folder.summary.exists() and "rounds" not in changed:
-            configuration.continued(configuration.load(str(folder.config)), changed)  # first
+            # First, or a slip such as round=9 would be told as having asked for nothing.
+            configuration.continued(configuration.load(str(folder.config)), changed)
             raise UserError(
                 f"a run to resume must not be done, but {path} has a summary.json; evaluate or "
                 "personalize it, give it more rounds (hyperfed resume RUN rounds=N), or start "
