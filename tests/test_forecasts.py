@@ -89,6 +89,66 @@ def test_files_hold_them_and_a_newcomer_brings_as_many(kind: str, tmp_path: Path
     assert newcomer(run.task, X[:9].astype(np.float32)).target_size == HOURS
 
 
+NAMED = ["south", "north"]
+
+
+def farms() -> pandas.DataFrame:
+    """Two columns that are learned together, one of whole numbers."""
+    numbers = {"north": np.arange(len(Y)) % 7, "south": Y[:, 1]}
+    return pandas.DataFrame({f"x{i}": X[:, i] for i in range(3)} | {"farm": CLIENT} | numbers)
+
+
+def written(frame: pandas.DataFrame, path: Path) -> Path:
+    frame.to_csv(path, index=False) if path.suffix == ".csv" else frame.to_parquet(path)
+    return path
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+def test_several_columns_are_one_target_in_the_order_in_which_they_are_named(
+    ending: str, tmp_path: Path
+) -> None:
+    path, late = (tmp_path / f"{name}.{ending}" for name in ("farms", "late"))
+    named = {"name": str(written(farms(), path)), "client": "farm", "target": ",".join(NAMED)}
+    keys = {"task": named | {"model": "mlp", "hidden": 4, "novel": 1}}
+    run = hyperfed.train("local", out=tmp_path / "runs", **KEYS | keys)
+    task = run.task
+    assert (task.target_size, task.classes, tuple(task.x.shape[1:])) == (2, 0, (3,))
+    np.testing.assert_allclose(task.y, farms()[NAMED], rtol=1e-6)
+    again = hyperfed.open_run(run.folder.path).task
+    assert (again.fingerprint, again.columns) == (task.fingerprint, task.columns)
+
+    later = farms()[:9]
+    rows = read_like(task, written(later, late))
+    np.testing.assert_allclose(rows.y, later[NAMED])
+    assert run.personalize(rows.x, rows.y)(torch.zeros(2, 3)).shape == (2, 2)
+    assert read_like(task, written(later.drop(columns=NAMED), late)).y is None
+    with pytest.raises(UserError, match="target must be one of them, got 'north'"):
+        read_like(task, written(later.drop(columns="north"), late))
+
+
+def test_columns_of_a_frame_are_a_target_of_numbers_alone() -> None:
+    frame = farms().assign(word="a", window=[*X])
+    options = {"client": "farm", "features": ["x0", "x1", "x2"], "model": nn.Linear(3, 2)}
+    task = hyperfed.Task.from_frame(frame, target=NAMED, **options)
+    np.testing.assert_allclose(task.y, frame[NAMED], rtol=1e-6)
+    assert hyperfed.train("local", task, **KEYS).personalize(farms()[:9])(task.x[:2]).shape == (
+        2,
+        2,
+    )
+    for target, told in (
+        (["south", "word"], r"column of numbers, got 'word' with shape \(180,\) object"),
+        (["window", "south"], r"column of numbers, got 'window' with shape \(180, 3\)"),
+        (["south", "south"], "got 'south' for several"),
+        (["south", "x0"], "neither target nor split, got 'x0'"),
+        (["south", "east"], "target must be one of them, got 'east'"),
+    ):
+        with pytest.raises(UserError, match=told):
+            hyperfed.Task.from_frame(frame, target=target, **options)
+    frame.loc[3, "north"] = np.nan
+    with pytest.raises(UserError, match="'north' must be finite, got NaN or infinity in 1 rows"):
+        hyperfed.Task.from_frame(frame, target=NAMED, **options)
+
+
 @pytest.mark.parametrize("outputs", [1, HOURS - 1, HOURS + 1])
 def test_a_network_gives_as_many_as_a_target_has(outputs: int) -> None:
     with pytest.raises(UserError, match="must give 4 outputs per example"):

@@ -308,7 +308,11 @@ def test_a_folder_of_classes_is_nobodys(tmp_path: Path) -> None:
     examples = datasets.load(str(tmp_path / "all" / "ann"))
     assert (examples.client, examples.labels) == (None, ("cat", "dog"))
     with pytest.raises(UserError, match="holds images, whose columns are image, label, got others"):
-        datasets.load(str(tmp_path / "all"), columns=Columns(target="animal"))
+        datasets.load(str(tmp_path / "all"), columns=Columns(target=("animal",)))
+    with pytest.raises(
+        UserError, match="must have one target, their label, got label, image"
+    ):
+        datasets.load(str(tmp_path / "all"), columns=Columns(target=("label", "image")))
 
 
 @pytest.mark.usefixtures("cached")

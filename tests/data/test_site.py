@@ -159,7 +159,7 @@ def test_names_of_labels_of_tables_are_numbered_alike_at_all_sites(
     ours, others = saved("a", ["cat", "dog"], [0, 1] * 5), saved("b", ["dog", "cat"], [1, 0] * 5)
     a, b = (site.read(path).introduce() for path in (ours, others))
     assert (a.labels, b.labels, b.classes) == (("cat", "dog"), ("dog", "cat"), 2)
-    named = Columns(target="y", client="client")
+    named = Columns(target=("y",), client="client")
     for path in (ours, others):
         for columns in (None, named):
             data = site.read(path, labels=("bird", "cat", "dog"), columns=columns)

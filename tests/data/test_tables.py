@@ -66,7 +66,7 @@ def test_which_of_two_columns_is_the_target_must_be_said(tmp_path: Path) -> None
 def test_columns_may_be_called_by_numbers() -> None:
     frame = table().rename(columns={"client": 3, "label": 4, "age": 0, "height": 1})
     task = from_frame(frame, client=3, target=4, features=[0, 1])
-    assert task.columns == Columns("3", "4", ("0", "1"))
+    assert task.columns == Columns("3", ("4",), ("0", "1"))
     assert from_frame(frame, client=3, target=4, features=1).x.shape == (N, 1)
 
 

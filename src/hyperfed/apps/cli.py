@@ -244,9 +244,9 @@ def personalize(
         Path,
         Option(
             help="An .npz file: x (m, ...), of a table its features in their order, and, where "
-            "labelled, y (m,); a parquet or CSV file with the columns of the run's, whose rows "
-            "with val or test in the column split are left out; or a folder of images, CLASS/*.png "
-            "or, without labels, *.png."
+            "labelled, y (m,), or (m, K) of K numbers; a parquet or CSV file with the columns of "
+            "the run's, whose rows with val or test in the column split are left out; or a folder "
+            "of images, CLASS/*.png or, without labels, *.png."
         ),
     ],
     out: Annotated[Path, Option(help="The .safetensors, .onnx or .pt2 file to write.")],
@@ -261,7 +261,8 @@ def personalize(
         export_model(model, run.task, out, kind)
         if rows.y is None:
             usual = "label" if data.is_dir() else "y"
-            target = (run.task.columns and run.task.columns.target) or usual
+            named = (run.task.columns and run.task.columns.target) or (usual,)
+            target = ", ".join(named)
             say(f"{data} has no {target}, so its client was taken for one without labels")
         if rows.left_out:
             say(f"{rows.left_out} rows of {data} are for validation or testing, and were left out")

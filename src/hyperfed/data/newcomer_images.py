@@ -40,7 +40,8 @@ def read(task: Task, folder: Path) -> tables.Rows:
         if places is not None:
             y = _classes(task, places, folder)
         elif {*features} - {image, client, split}:
-            y = _column(task, splits, columns.target, (client, split), str(folder))
+            (target,) = columns.target or (None,)
+            y = _column(task, splits, target, (client, split), str(folder))
         else:
             y = None
         told = split in features

@@ -175,7 +175,7 @@ def from_frame(
     frame: Any,
     *,
     client: str | int | None = None,
-    target: str | int | None = None,
+    target: str | int | Sequence[str | int] | None = None,
     features: str | int | Sequence[str | int] | None = None,
     split: str | int | None = None,
     **options: Any,
@@ -187,7 +187,8 @@ def from_frame(
             a table of polars or pyarrow, or a ``Dataset`` of Hugging Face, whose labels may be
             numbers with names.
         client: the column that says who holds a row; ``client`` where None.
-        target: the column to be learned; ``label``, ``y`` or ``target`` where None.
+        target: the column to be learned, or several of numbers, learned together; ``label``, ``y``
+            or ``target`` where None.
         features: the column or columns it is learned from; ``x`` where None, or else all others.
         split: the column that says what a row is for; ``split``, if there is one, where None.
         options: ``model`` and all else that :func:`from_arrays` takes.
@@ -195,9 +196,7 @@ def from_frame(
     Raises:
         UserError: lists all that is wrong with the table or the arguments.
     """
-    given = [features] if isinstance(features, str | int) else features
-    named = None if given is None else tuple(map(str, given))
-    columns = tables.Columns(_called(client), _called(target), named, _called(split))
+    columns = tables.Columns(_called(client), _all(target), _all(features), _called(split))
     names = own_files.names_of_target(getattr(frame, "features", None), columns)
     frame = tables.frame_of(frame)
     if not tables.is_frame(frame):
@@ -226,6 +225,12 @@ def from_frame(
 def _called(column: str | int | None) -> str | None:
     """Returns the name of a column as text, which pandas may have as a number."""
     return None if column is None else str(column)
+
+
+def _all(given: str | int | Sequence[str | int] | None) -> tuple[str, ...] | None:
+    """Returns the names of a column or several as texts."""
+    given = [given] if isinstance(given, str | int) else given
+    return None if given is None else tuple(map(str, given))
 
 
 @dataclass(frozen=True, repr=False)

@@ -67,7 +67,8 @@ def names_of_target(features: Any, columns: Columns) -> Sequence[str]:
     if not isinstance(features, Mapping):
         return ()
     usual = next((name for name in tables.TARGETS if name in features), "")
-    return readers.class_names(features.get(columns.target or usual))
+    target, *several = columns.target or (usual,)
+    return () if several else readers.class_names(features.get(target))
 
 
 def by_names(y: tables.Array, names: Sequence[str], what: str) -> tables.Array:
@@ -219,15 +220,21 @@ def _images(
 ) -> Examples:
     """Reads images, and of whom they are by a column or by the folders that they are in."""
     features = next(iter(splits.values())).features
-    absent = [key for key in (columns.client, columns.target, columns.split) if key is not None]
+    named = [*(columns.target or ()), columns.client, columns.split]
+    absent = [key for key in named if key is not None]
     if columns.features is not None or any(key not in features for key in absent):
         raise UserError(
             f"{name} holds images, whose columns are {', '.join(features)}, got others: "
             f"{', '.join([*absent, *(columns.features or ())])}; name those, and no features"
         )
+    if len(columns.target or ()) > 1:
+        raise UserError(
+            f"images must have one target, their label, got {', '.join(columns.target or ())}; "
+            "name one, or bring the images as arrays"
+        )
     column = columns.client or "client"
     besides = (column, columns.split or "split")
-    target = columns.target or readers.label_column(features, name, besides)
+    (target,) = columns.target or (readers.label_column(features, name, besides),)
     examples = readers.images(lambda _: splits, name, client=column, label=target)
     labels = readers.labels_of(splits, target, features[target], name)[1]
     if not labels:  # integers of a metadata file, numbered as those of a table are

@@ -87,7 +87,8 @@ class TaskConfig:
         data_dir: folder of data sets; ``$HYPERFED_DATA`` where None.
         client: of your own data, the column that says who holds a row (:mod:`hyperfed.data.tables`
             has all four); ``client`` where None.
-        target: the column to be learned; ``y``, ``target`` or ``label`` where None.
+        target: the column to be learned, or several of numbers, with commas between them; ``y``,
+            ``target`` or ``label`` where None.
         features: the columns it is learned from, with commas between them; ``x`` where None, or
             else all others.
         split: the column that says what a row is for, "train", "val" or "test"; ``split`` where
@@ -167,7 +168,7 @@ class TaskConfig:
     name: Annotated[str, AfterValidator(_absolute_file)] = "digits"
     data_dir: Annotated[str, AfterValidator(_absolute)] | None = None
     client: str | None = None
-    target: str | None = None
+    target: Names | None = None
     features: Names | None = None
     split: str | None = None
     labels: Names | None = None

@@ -178,7 +178,8 @@ class SiteData:
 
 def columns_named(client: str, target: str, features: str, split: str) -> Columns:
     """Returns which column of a site's table is what, as texts say it; empty for the usual one."""
-    return Columns(client or None, target or None, listed(features) or None, split or None)
+    targets = (target,) if target else None
+    return Columns(client or None, targets, listed(features) or None, split or None)
 
 
 def listed(text: str) -> tuple[str, ...]:

@@ -58,13 +58,14 @@ class Columns:
 
     Attributes:
         client: who holds a row; ``client`` where None, if there is one.
-        target: what is to be learned; the one of :data:`TARGETS` that is there where None.
+        target: what is to be learned, or several columns of numbers that are learned together; the
+            one of :data:`TARGETS` that is there where None.
         features: what it is learned from; ``x`` where None, or else all others.
         split: what a row is for; ``split`` where None, if there is one.
     """
 
     client: str | None = None
-    target: str | None = None
+    target: tuple[str, ...] | None = None
     features: tuple[str, ...] | None = None
     split: str | None = None
 
@@ -75,7 +76,8 @@ class Rows:
 
     Attributes:
         x: (N, ...) features.
-        y: (N,) labels as they are written there, or float targets; None without a target column.
+        y: (N,) labels as they are written there, or float targets, (N, K) of K numbers; None where
+            there is no target column.
         client: (N,) ids; None without such a column.
         split: (N,) words; None without such a column.
         classes: number of labels, where an archive says it.
@@ -229,8 +231,7 @@ def _check_separated(header: Sequence[str], path: Path) -> None:
 
 def ids(columns: Columns) -> set[str]:
     """Returns the columns in which CSV files may have ids or labels, which are words there."""
-    targets = TARGETS if columns.target is None else (columns.target,)
-    return {columns.client or "client", columns.split or "split", *targets}
+    return {columns.client or "client", columns.split or "split", *(columns.target or TARGETS)}
 
 
 def type_words(table: Any, columns: Columns) -> None:
@@ -302,14 +303,13 @@ def rows_of(
     picked = _picked(table, names, columns, problems, label=label)
     arrays.raise_all(problems, f"the columns of {what} are {', '.join(names) or 'none'}")
     client, target, split, features = picked
-    _check_names(names, {client, target, split, *features}, problems)
+    _check_names(names, {client, *target, split, *features}, problems)
     arrays.raise_all(problems, f"{what} does not hold usable columns")
     parts = [_values(table[name], name, problems) for name in features]
     whose = "" if client else ", or say which column tells whose a row is (client)"
     x, text = _features(parts, features, length, problems, whose)
-    y = None if target is None else _values(table[target], target, problems)
+    y = _target({name: _values(table[name], name, problems) for name in target}, problems)
     held = {name: _values(table[name], name, problems) for name in (client, split) if name}
-    _check_finite({target: y} if target and y is not None else {}, problems)
     said: Any = table["classes"] if "classes" in names and not is_frame(table) else None
     classes = None if np.ndim(said) else arrays.class_count(said, problems)
     arrays.raise_all(problems, f"{what} does not hold usable columns")
@@ -357,8 +357,8 @@ def numbered(y: Array, *, numbers: bool = False) -> tuple[Array, tuple[str, ...]
 
 def _picked(
     table: Any, names: Sequence[str], columns: Columns, problems: list[str], *, label: bool
-) -> tuple[str | None, str | None, str | None, tuple[str, ...]]:
-    """Returns the names of client, target and split, None where there is none, and the features."""
+) -> tuple[str | None, tuple[str, ...], str | None, tuple[str, ...]]:
+    """Returns the names of client, target, split and features; None or () where there is none."""
 
     def one(key: str, given: str | None, usual: Sequence[str], *, needed: bool) -> str | None:
         if given is None:
@@ -375,13 +375,16 @@ def _picked(
         return None
 
     client = one("client", columns.client, ("client",), needed=label)
-    target = one("target", columns.target, TARGETS, needed=label)
+    wanted = columns.target or (None,)
+    needed = label or any(name in names for name in wanted)  # some of several are not enough
+    found = [one("target", name, TARGETS, needed=needed) for name in wanted]
+    target = tuple(name for name in found if name is not None)
     split = one("split", columns.split, ("split",), needed=label)
-    if label and target is None and columns.target is None:
+    if label and not target and columns.target is None:
         problems.append(
             f"one of {', '.join(TARGETS)} must be among them, got none; say which is the target"
         )
-    named = Counter(name for name in (client, target, split) if name is not None)
+    named = Counter(name for name in (client, *target, split) if name is not None)
     problems += [
         f"a column must be one of client, target and split, got {name!r} for several; name another"
         for name, count in named.items()
@@ -390,7 +393,7 @@ def _picked(
     if columns.features is not None:
         problems += _wrong_features(columns.features, names, target, split)
         return client, target, split, columns.features
-    left = [name for name in names if name not in (client, target, split)]
+    left = [name for name in names if name not in (client, *target, split)]
     others = tuple(name for name in left if np.ndim(table[name]) > 0)
     features = ("x",) if "x" in left else others
     if nameless := [name for name in features if _NAMELESS.fullmatch(name)]:
@@ -405,13 +408,13 @@ def _picked(
 
 
 def _wrong_features(
-    features: Sequence[str], names: Sequence[str], target: str | None, split: str | None
+    features: Sequence[str], names: Sequence[str], target: Sequence[str], split: str | None
 ) -> list[str]:
     """Returns what is wrong with the columns that are named as features."""
     if not features:
         return ["features must be some of them, got none; leave features out for all others"]
     absent = [name for name in features if name not in names]
-    counts = Counter([*features, *{target, split}])
+    counts = Counter([*features, *{*target, split}])
     return [f"features must be some of them, got {name!r}" for name in absent] + [
         f"a feature must be there once, and be neither target nor split, got {name!r} again; "
         "leave it out of the features"
@@ -427,6 +430,23 @@ def _check_names(names: Sequence[str], used: Set[str | None], problems: list[str
         for name, count in Counter(names).items()
         if count > 1 and name in used
     ]
+
+
+def _target(columns: Mapping[str, Array], problems: list[str]) -> Array | None:
+    """Returns what is to be learned: a column as it is, or several of numbers, (N, columns)."""
+    _check_finite(columns, problems)
+    if len(columns) < 2:
+        return next(iter(columns.values()), None)
+    if problems:
+        return NOTHING
+    for name, values in columns.items():
+        if values.ndim != 1 or values.dtype.kind not in "buif":
+            problems.append(
+                f"several targets must each be a column of numbers, got {name!r} with shape "
+                f"{values.shape} {values.dtype}; name one target, or others"
+            )
+            return NOTHING
+    return np.stack([values.astype(np.float64) for values in columns.values()], axis=1)
 
 
 def _values(column: Any, name: str, problems: list[str]) -> Array:
