@@ -309,9 +309,7 @@ def test_a_folder_of_classes_is_nobodys(tmp_path: Path) -> None:
     assert (examples.client, examples.labels) == (None, ("cat", "dog"))
     with pytest.raises(UserError, match="holds images, whose columns are image, label, got others"):
         datasets.load(str(tmp_path / "all"), columns=Columns(target=("animal",)))
-    with pytest.raises(
-        UserError, match="must have one target, their label, got label, image"
-    ):
+    with pytest.raises(UserError, match="must have one target, their label, got label, image"):
         datasets.load(str(tmp_path / "all"), columns=Columns(target=("label", "image")))
 
 
