@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pandas
 import pytest
@@ -14,7 +15,9 @@ from torch import nn
 import hyperfed
 from hyperfed.data import site
 from hyperfed.data.newcomer import newcomer, read_like
+from hyperfed.data.own_files import names_of_target
 from hyperfed.data.roster import Frame, RemoteTask, enrol
+from hyperfed.data.tables import Columns
 from hyperfed.data.tasks import TaskConfig, targets_of
 from hyperfed.errors import UserError
 from hyperfed.methods import METHODS
@@ -144,6 +147,12 @@ def test_columns_of_a_frame_are_a_target_of_numbers_alone() -> None:
     ):
         with pytest.raises(UserError, match=told):
             hyperfed.Task.from_frame(frame, target=target, **options)
+    twice = pandas.concat([frame, frame["north"]], axis=1)
+    with pytest.raises(UserError, match="a name of its own, got 2 called 'north'"):
+        hyperfed.Task.from_frame(twice, target=NAMED, **options)
+    kinds = {"north": datasets.ClassLabel(names=["a", "b"]), "south": datasets.Value("float32")}
+    assert names_of_target(kinds, Columns(target=("north", "south"))) == ()
+    assert names_of_target(kinds, Columns(target=("north",))) == ("a", "b")
     frame.loc[3, "north"] = np.nan
     with pytest.raises(UserError, match="'north' must be finite, got NaN or infinity in 1 rows"):
         hyperfed.Task.from_frame(frame, target=NAMED, **options)
