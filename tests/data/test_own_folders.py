@@ -1,7 +1,9 @@
 """Folders of your own images and tables: whose they are, what for, and read whole or refused."""
 
 import io
+import os
 import shutil
+import sys
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -212,12 +214,51 @@ def test_what_is_written_otherwise_than_in_utf_8_is_told(tmp_path: Path) -> None
         datasets.load(str(folder))
 
 
+any_names = pytest.mark.skipif(sys.platform != "linux", reason="its disks refuse such names")
+
+
+@UNCLOSED
 @pytest.mark.usefixtures("cached")
 def test_one_folder_is_no_label(tmp_path: Path) -> None:
     folder = Path(with_metadata(tmp_path / "all", a=["x", "y"]))
-    (folder / "a" / "metadata.csv").unlink()
+    told = folder / "a" / "metadata.csv"
+    told.write_text("file_name\n0.png\n1.png\n")
     with pytest.raises(UserError, match="no labels, nor is that of a folder alone"):
         datasets.load(str(folder))
+    told.unlink()
+    with pytest.raises(UserError, match=r"of two classes or more, .*, got those of a alone; move"):
+        datasets.load(str(folder))
+
+
+@pytest.mark.usefixtures("cached")
+@pytest.mark.parametrize("odd", ["ann/extra.png", "ann/cat/deep/extra.png"])
+def test_a_picture_at_another_depth_than_the_others_is_named(odd: str, tmp_path: Path) -> None:
+    folder = Path(pictures(tmp_path / "all"))
+    (folder / odd).parent.mkdir(exist_ok=True)
+    shutil.copy(next(folder.glob("bob/cat/*.png")), folder / odd)
+    with pytest.raises(UserError, match=f"all as deep, got {odd} beside [a-z]+/[a-z]+/[^/]+; move"):
+        datasets.load(str(folder))
+
+
+@any_names
+@pytest.mark.usefixtures("cached")
+@pytest.mark.parametrize("name", [b"\xff.png", b"a\nb.png", b"\xff/0.png"])
+def test_a_name_that_is_no_text_is_told(name: bytes, tmp_path: Path) -> None:
+    folder = Path(pictures(tmp_path / "all"))
+    path = Path(os.fsdecode(os.fsencode(folder / "ann" / "cat") + b"/" + name))
+    path.parent.mkdir(exist_ok=True)
+    shutil.copy(next(folder.glob("bob/cat/*.png")), path)
+    with pytest.raises(UserError, match=r"must be text \(UTF-8\) without line breaks, got 'ann"):
+        datasets.load(str(folder))
+
+
+@any_names
+@pytest.mark.usefixtures("cached")
+def test_what_is_no_picture_counts_for_nothing(tmp_path: Path) -> None:
+    folder = Path(pictures(tmp_path / "all"))
+    (folder / "ann" / "Icon\r").touch()  # of macOS
+    (folder / "ann" / "cat" / "d.png").mkdir()
+    assert datasets.load(str(folder)).names == ("ann", "bob")
 
 
 @UNCLOSED

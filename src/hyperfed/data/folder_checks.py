@@ -30,6 +30,9 @@ PHOTOS = (".arw", ".avif", ".cr2", ".dng", ".heic", ".heif", ".jxl", ".nef")
 NOBODYS = ("__MACOSX", "__pycache__")
 """Folders of no data, of those that begin with two underscores; the library leaves out all."""
 
+_NO_TEXT = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
+"""Control characters, and what stands for bytes that are not UTF-8."""
+
 PACKED = (".bz2", ".gz", ".xz")
 """Endings after those, by which pandas unpacks a file."""
 
@@ -75,11 +78,21 @@ def named_data(folder: Path) -> list[str]:
     return [name for card in cards for name in _texts(card.data.get("configs"))]
 
 
-def check_links(folder: Path) -> None:
-    """Raises ``OSError`` where folders are links, which the library leaves out, or links broken."""
+def check_paths(folder: Path) -> None:
+    """Looks at what is in a folder, before the library finds it.
+
+    Raises:
+        OSError: a file has a name that the library cannot look for; a folder is a link, which it
+            leaves out; or a link leads nowhere.
+    """
     for path in sorted(folder.rglob("*")):
-        if path.is_symlink() and not path.is_file() and not _is_hidden(path.relative_to(folder)):
-            where = path.relative_to(folder)
+        where = path.relative_to(folder)
+        if path.suffix and _NO_TEXT.search(str(where)):  # others, such as Icon\r, are not read
+            raise OSError(
+                "names of its files and folders must be text (UTF-8) without line breaks, got "
+                f"{str(where)!r}; rename it"
+            )
+        if path.is_symlink() and not path.is_file() and not _is_hidden(where):
             if path.exists():
                 raise OSError(
                     f"a folder in it must be no link, as {where} is, whose files would be left "
@@ -117,7 +130,7 @@ def _check_none_left(root: Path, builder: Any, read: Set[Path]) -> None:
     if pictures := getattr(builder, "EXTENSIONS", ()):
         kinds.update(pictures, PHOTOS)
     rows = {kind_of(path) for path in read} & {*TABLES}
-    unread = (path for path in sorted(root.rglob("*")) if path not in read)
+    unread = (path for path in sorted(root.rglob("*")) if path not in read and path.is_file())
     left = [
         path
         for path in (path.relative_to(root) for path in unread)

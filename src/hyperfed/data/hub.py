@@ -88,7 +88,7 @@ def _builder_of_all(folder: str, *, cache_dir: str | None) -> Any:
     """Returns what reads a folder; raises ``OSError`` where it would not read all of it."""
     import datasets
 
-    folder_checks.check_links(Path(folder))
+    folder_checks.check_paths(Path(folder))
     builder = datasets.load_dataset_builder(folder, cache_dir=cache_dir)
     folder_checks.check_whole(Path(folder), builder)
     return builder

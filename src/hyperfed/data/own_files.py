@@ -6,6 +6,7 @@ whose folder they are in.
 """
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePath
@@ -220,20 +221,11 @@ def _images(
 ) -> Examples:
     """Reads images, and of whom they are by a column or by the folders that they are in."""
     features = next(iter(splits.values())).features
-    named = [*(columns.target or ()), columns.client, columns.split]
-    absent = [key for key in named if key is not None]
-    if columns.features is not None or any(key not in features for key in absent):
-        raise UserError(
-            f"{name} holds images, whose columns are {', '.join(features)}, got others: "
-            f"{', '.join([*absent, *(columns.features or ())])}; name those, and no features"
-        )
-    if len(columns.target or ()) > 1:
-        raise UserError(
-            f"images must have one target, their label, got {', '.join(columns.target or ())}; "
-            "name one, or bring the images as arrays"
-        )
+    _check_columns(features, columns, name)
     column = columns.client or "client"
     besides = (column, columns.split or "split")
+    if folder and len(features) == 1 and not any(folder.rglob("metadata.*")):
+        _raise_unlabelled(splits, name, folder.resolve())
     (target,) = columns.target or (readers.label_column(features, name, besides),)
     examples = readers.images(lambda _: splits, name, client=column, label=target)
     labels = readers.labels_of(splits, target, features[target], name)[1]
@@ -261,6 +253,37 @@ def _images(
         part = torch.from_numpy(arrays.parts(words, len(examples), problems))
     arrays.raise_all(problems, f"{name} does not hold usable examples")
     return replace(examples, client=client, names=names, labels=labels, part=part)
+
+
+def _check_columns(features: Mapping[str, Any], columns: Columns, name: str) -> None:
+    """Raises ``UserError`` where columns are named that images do not have, or several targets."""
+    named = [*(columns.target or ()), columns.client, columns.split]
+    absent = [key for key in named if key is not None]
+    if columns.features is not None or any(key not in features for key in absent):
+        raise UserError(
+            f"{name} holds images, whose columns are {', '.join(features)}, got others: "
+            f"{', '.join([*absent, *(columns.features or ())])}; name those, and no features"
+        )
+    if len(columns.target or ()) > 1:
+        raise UserError(
+            f"images must have one target, their label, got {', '.join(columns.target or ())}; "
+            "name one, or bring the images as arrays"
+        )
+
+
+def _raise_unlabelled(splits: Mapping[str, Any], name: str, root: Path) -> None:
+    """Raises ``UserError`` where the library takes no names of folders for labels, and says why."""
+    paths = [PurePath(path) for rows in splits.values() for path in folder_checks.image_paths(rows)]
+    depths = Counter(len(path.parts) for path in paths)
+    usual, odd = depths.most_common()[0][0], depths.most_common()[-1][0]
+    found, other = (next(p for p in paths if len(p.parts) == n) for n in (usual, odd))
+    got = f"those of {found.parent.name} alone"
+    if usual != odd:
+        got = f"{other.relative_to(root)} beside {found.relative_to(root)}"
+    raise UserError(
+        f"images of {name} must be of two classes or more, in class/*.png or person/class/*.png, "
+        f"below a folder for each split or not, all as deep, got {got}; move or add some"
+    )
 
 
 def _people(
