@@ -56,6 +56,20 @@ def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert begun.folder.path.is_relative_to(tmp_path / "runs")
     assert hyperfed.open_run(f"~/{begun.folder.path.relative_to(tmp_path)}").round == 1
     assert len(hyperfed.compare("~/runs")) == 1
+    hyperfed.export_model(begun.model(0), begun.task, "~/0.safetensors")
+    assert (tmp_path / "0.safetensors").is_file()
+
+
+def test_paths_of_a_task_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    np.savez(tmp_path / "mine.npz", x=np.eye(4).repeat(5, axis=0), y=np.arange(20) % 2)
+    rows = [f"{row // 5},{('train', 'val', 'test')[row % 3]}" for row in range(20)]
+    (tmp_path / "dealt.csv").write_text("\n".join(["client,split", *rows]))
+    (tmp_path / "nets.py").write_text("from torch import nn\nNet = lambda: nn.Linear(4, 2)\n")
+    task = {"name": "~/mine.npz", "data_dir": "~/data", "clients": 4, "novel": 0}
+    dealt = {"partition": "file", "partition_file": "~/dealt.csv", "model": "~/nets.py:Net"}
+    run = hyperfed.train("fedavg", task=task | dealt, **QUICK)
+    assert run.config.task.data_dir == f"{tmp_path}/data"
 
 
 def test_a_name_may_begin_as_somebodys_home(

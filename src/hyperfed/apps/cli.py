@@ -38,6 +38,7 @@ from hyperfed.runs import clients, config, experiments, records
 from hyperfed.runs.export import export_model, format_of
 from hyperfed.runs.run import Run
 from hyperfed.runs.serving import Served
+from hyperfed.system.files import at_home
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -73,8 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _at_home(argument: str) -> str:
     """Puts the home directory into ``NAME=~/...``, which shells leave as it is."""
-    name, _, value = argument.partition("=")
-    return f"{name}={Path(value).expanduser()}" if value.startswith("~/") else argument
+    name, equals, value = argument.partition("=")
+    return f"{name}{equals}{at_home(value)}"
 
 
 def _show_version(wanted: bool) -> None:

@@ -21,7 +21,7 @@ from hyperfed.data.corruptions import CorruptionName
 from hyperfed.data.pfllib import Dealing
 from hyperfed.data.tables import SUFFIXES, Columns, ending
 from hyperfed.errors import UserError
-from hyperfed.system.files import check_suffix
+from hyperfed.system.files import at_home, check_suffix
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
@@ -64,11 +64,15 @@ def _number_or_fraction(novel: int | float) -> int | float:
 
 
 def _absolute_file(name: str) -> str:
-    return _absolute(name) if ending(name) in SUFFIXES else name
+    return _absolute(name) if ending(name) in SUFFIXES else at_home(name)
+
+
+def _absolute_path(path: Path) -> Path:
+    return Path(_absolute(str(path)))
 
 
 def _absolute(path: str) -> str:
-    return str(Path(path).absolute())
+    return str(Path(at_home(path)).absolute())
 
 
 def _absolute_model(model: str) -> str:
@@ -175,7 +179,7 @@ class TaskConfig:
     clients: PositiveInt | None = None
     fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
     partition: PartitionName | None = None
-    partition_file: Annotated[Path, AfterValidator(Path.absolute)] | None = None
+    partition_file: Annotated[Path, AfterValidator(_absolute_path)] | None = None
     pfllib: Dealing = "dirichlet"
     classes_per_client: PositiveInt = 2
     class_sets: tuple[tuple[NonNegativeInt, ...], ...] | None = None

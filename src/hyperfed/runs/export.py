@@ -25,7 +25,7 @@ from hyperfed.data.examples import Normalize
 from hyperfed.data.features import Prefix
 from hyperfed.errors import UserError
 from hyperfed.system.extras import how_to_install
-from hyperfed.system.files import atomic_write
+from hyperfed.system.files import at_home, atomic_write
 from hyperfed.task import Task
 
 SUFFIXES: Mapping[str, str] = MappingProxyType(
@@ -127,7 +127,7 @@ def export_model(model: nn.Module, task: Task, path: str | Path, format: str | N
             f"a model must be exported with its task, got {told}; call "
             "export_model(run.model(client), run.task, path)"
         )
-    path = Path(path)
+    path = Path(at_home(str(path)))
     chosen = format_of(path, format)
     portable = Portable(deepcopy(model).cpu(), task).eval()
     # Zeros: a program keeps the batch that it was traced on, and no client's data may leave.

@@ -14,6 +14,14 @@ PRIVATE = 0o700
 """Of a folder that nobody but its owner may look into: what clients remember is somebody's data."""
 
 
+def at_home(path: str) -> str:
+    """Returns a path in which ``~`` alone or before a slash is the home directory.
+
+    ``~ann`` is nobody's here, since a folder may be called so.
+    """
+    return str(Path(path).expanduser()) if path == "~" or path.startswith("~/") else path
+
+
 def check_file(path: Path) -> None:
     """Finds out whether what is called ``path``, if anything is, can be opened without waiting.
 
