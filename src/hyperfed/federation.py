@@ -85,7 +85,6 @@ def step(function: S, /) -> S: ...
 def step(
     *,
     like: str | None = None,
-    evaluates: bool = False,
     deferrable: bool = False,
     private: bool = False,
     bounded: Bounded | None = None,
@@ -99,7 +98,6 @@ def step(
     /,
     *,
     like: str | None = None,
-    evaluates: bool = False,
     deferrable: bool = False,
     private: bool = False,
     bounded: Bounded | None = None,
@@ -115,7 +113,6 @@ def step(
         function: the function, where the decorator stands without brackets.
         like: the argument whose names, shapes and dtypes the reply must have. A reply that differs
             loses its client for the round.
-        evaluates: the step may read test data. Training and personalisation cannot.
         deferrable: the step may be posted (:meth:`Cohort.post`) and run later: it writes no memory.
         private: what it replies depends on data by :meth:`Client.release` alone, where the client's
             settings are private.
@@ -140,7 +137,7 @@ def step(
         name = function.__name__
         place = None if like is None else _place_of(like, name, [*signature(function).parameters])
         function.__dict__["step"] = StepInfo(
-            name, like, evaluates, deferrable, private, bounded, reads, drawn, place
+            name, like, deferrable, private, bounded, reads, drawn, place
         )
         return function
 
@@ -164,7 +161,6 @@ class StepInfo:
 
     name: str
     like: str | None
-    evaluates: bool
     deferrable: bool
     private: bool
     bounded: Bounded | None = None
@@ -209,7 +205,6 @@ class Client:
         scratch: Tree,
         networks: Mapping[str, nn.Module] | None = None,
         labelled: bool = True,
-        evaluates: bool = False,
         releases: Releases | None = None,
     ) -> None:
         self.id, self.round, self.config = id, round, config
@@ -218,7 +213,7 @@ class Client:
         self.memory, self.scratch, self.releases = memory, scratch, releases
         self.module, self._networks = module, networks or {}
         self.loss, self.classes = task.loss, task.classes
-        self.labelled, self._task, self._evaluates = labelled, task, evaluates
+        self.labelled, self._task = labelled, task
 
     @staticmethod
     def networks(outline: Outline, config: Any) -> dict[str, nn.Module]:
@@ -250,12 +245,11 @@ class Client:
 
     @property
     def test(self) -> Split:
-        """The examples to report on; only an evaluation step may read them."""
-        if not self._evaluates:
-            raise PermissionError(
-                "test data is for evaluation: only a step marked @step(evaluates=True) may read it"
-            )
-        return Split(self._task, self._task.test[self.id])
+        """Raises ``PermissionError``: :meth:`evaluate` counts on the examples to report on."""
+        raise PermissionError(
+            "test data is for evaluation, which Client.evaluate does for every method; learn from "
+            "train, and choose by val"
+        )
 
     @cached_property
     def parameters(self) -> KeysView[str]:

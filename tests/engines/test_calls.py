@@ -13,7 +13,6 @@ from hyperfed.engines.local.vmap import VmappedEngine
 from hyperfed.engines.replies import BadReplyError, difference
 from hyperfed.federation import AllLostError, Each, step
 from hyperfed.functional import forward
-from hyperfed.runs.rounds import PATIENCE
 from hyperfed.system.randomness import generator
 from hyperfed.training import Batches, Epochs, Steps
 from hyperfed.trees import Tree, structure
@@ -336,7 +335,6 @@ def test_who_writes_into_what_others_hold_is_lost(kind: type[LoopEngine], each: 
 def test_writes_that_no_version_counts_show_in_as_many_rounds_as_a_run_waits(
     kind: type[LoopEngine], dtype: torch.dtype, *, each: bool
 ) -> None:
-    assert LOOKED_AT == PATIENCE
     engine = kind(make_task(), Writing, None, seed=0)
     model = torch.tensor([torch.nan, 1.0], dtype=dtype)
     sent: Any = Each({"w": model.expand(2, 2).clone()}) if each else {"w": model}

@@ -276,11 +276,6 @@ def test_clients_are_fine_tuned_together_where_they_are_computed_together(method
         assert ("finetune", ids) in ours.engine.together
 
 
-@pytest.mark.parametrize("method", sorted(METHODS))
-def test_fine_tuning_cannot_read_test_data(method: str) -> None:
-    assert not METHODS[method].Client.finetune.step.evaluates
-
-
 def test_who_has_no_model_since_fine_tuning_diverged_is_told() -> None:
     """An evaluation goes on without such clients; whoever asks for one's model is told why."""
     run = trained("fedavg").served_otherwise([*TUNED, "method.local_lr=1e300"])

@@ -132,21 +132,21 @@ class LooksToPredict(federation.Client):
 def test_personalisation_cannot_read_test_data_however_it_tries(cheat: Any) -> None:
     task = make_task(novel=1)
     engine, server = LoopEngine(task, cheat, cheat, seed=0), Server(task.outline(), cheat)
-    with pytest.raises(PermissionError, match="only a step marked"):
+    with pytest.raises(PermissionError, match="test data is for evaluation"):
         evaluate(server, engine, [NOVEL], 0)
 
 
 @pytest.mark.parametrize("part", ["personal_model", "predict"])
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_no_method_opens_its_test_data_to_what_makes_a_model(method: str, part: str) -> None:
-    """A method that has its own ``evaluate`` must not mark it as free to read them."""
+    """Not even one that has its own ``evaluate``."""
     ours = trained(method, make_task(novel=1))
 
     def cheats(client: federation.Client, *arguments: Any) -> Any:
         return client.test.batch()
 
     ours.engine.client = type("Cheat", (ours.engine.client,), {part: cheats})
-    with pytest.raises(PermissionError, match="only a step marked"):
+    with pytest.raises(PermissionError, match="test data is for evaluation"):
         evaluate(ours.server, ours.engine, [NOVEL], 7)
 
 

@@ -171,7 +171,7 @@ def execute(
 
     noise = noise_of(call, seed, secret=secret)
     handed = tensors_of(*call.payload, memory, scratch)
-    before = copied(handed, call, client)
+    before = copied(handed, call.round)
     answer = perform(
         call,
         task=task,
@@ -319,7 +319,6 @@ def perform(
         round=call.round,
         memory=_apart(memory),
         scratch=_apart(scratch),
-        evaluates=info.evaluates,
         **options,
     )
     handed = tensors_of(*call.payload, memory, scratch)
@@ -355,15 +354,13 @@ def versions(tensors: Sequence[Tensor]) -> list[int]:
         return []
 
 
-def copied(tensors: Sequence[Tensor], call: Call, client: type[Client]) -> list[Tensor]:
+def copied(tensors: Sequence[Tensor], round: int) -> list[Tensor]:
     """Returns copies of what a step is handed, to see writes by that no version counts.
 
-    These are such as by ``x.data`` or ``x.numpy()``. It takes time, so that only training is looked
-    at, and that in no more rounds than a run waits for some client to succeed.
+    These are such as by ``x.data`` or ``x.numpy()``. It takes time, so that no more rounds are
+    looked at than a run waits for some client to succeed.
     """
-    _, info = find_step(client, call.step)
-    looked_at = not info.evaluates and call.round < LOOKED_AT
-    return [tensor.detach().clone() for tensor in tensors] if looked_at else []
+    return [tensor.detach().clone() for tensor in tensors] if round < LOOKED_AT else []
 
 
 def _is_as_before(now: Tensor, before: Tensor) -> bool:

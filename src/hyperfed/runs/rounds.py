@@ -9,6 +9,7 @@ from typing import Any
 
 from hyperfed import trees
 from hyperfed.engines import EngineCohort
+from hyperfed.engines.calls import LOOKED_AT
 from hyperfed.engines.masking import LARGEST, SMALLEST
 from hyperfed.engines.replies import UNUSABLE
 from hyperfed.errors import LostEverybodyError, UserError, one_line
@@ -24,7 +25,7 @@ from hyperfed.trees.aggregation import Rule
 
 log = logging.getLogger(__name__)
 
-PATIENCE = 10
+PATIENCE = LOOKED_AT
 """Rounds in a row whose clients all failed by their own errors before the run gives up."""
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from hyperfed.engines.calls import Answer, Call, find_step, promised
 from hyperfed.engines.flower.diary import Diary
 from hyperfed.engines.flower.pairwise import cover
-from hyperfed.engines.flower.policy import COUNTING, Policy, RefusedError, guarded, is_evaluation
+from hyperfed.engines.flower.policy import COUNTING, Policy, RefusedError, guarded
 from hyperfed.engines.flower.store import LostMemoryError, SupersededError
 from hyperfed.engines.flower.wire import Request, SiteError
 from hyperfed.engines.masking import SMALLEST, Masking
@@ -211,6 +211,6 @@ class Gate:
         found = self._policy.check_call(
             call, self.client, self._config, task, seed=self._seed, scratch=scratch
         )
-        if is_evaluation(call, self.client):
+        if call.step == "evaluate":
             Diary(self._state, self._policy).evaluate(name)
         return found

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
 KEYS, SHARES, REVEAL = (
-    StepInfo(name, None, False, False, False, reads=0)
+    StepInfo(name, like=None, deferrable=False, private=False, reads=0)
     for name in ("mask_keys", "mask_shares", "mask_reveal")
 )
 """The exchanges beside the step itself. No client's half of a method has them: sites answer."""

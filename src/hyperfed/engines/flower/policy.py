@@ -176,7 +176,7 @@ class Policy:
         _, info = find_step(client, call.step)
         if call.step in self.refused_steps:
             raise RefusedError(f"the step {call.step} is not run here")
-        if is_evaluation(call, client):
+        if call.step == "evaluate":
             sizes = [len(task.val[call.client]), len(task.test[call.client])]
             if fewest := min((count for count in sizes if count), default=0):
                 self.check_held_out(fewest, "counts of an evaluation")
@@ -274,11 +274,6 @@ class Policy:
     def _check_number(self, came: int, least: int, of: str) -> None:
         if came < least:
             raise RefusedError(f"{of} must be of {least} examples at least here, came {came}")
-
-
-def is_evaluation(call: Call, client: type[Client]) -> bool:
-    """Returns whether a call reads test data."""
-    return call.step == "evaluate" or find_step(client, call.step)[1].evaluates
 
 
 def guarded(client: type[Client], policy: Policy) -> type[Client]:
