@@ -69,7 +69,7 @@ EVALUATION_BATCH = 512
 """Examples to one forward pass of an evaluation: large for speed, small for the cache."""
 
 Bounded: TypeAlias = Literal["change", "reply"]
-"""Of what the length is bounded where training is private: what a reply changes, or the reply."""
+"""What ``privacy.clip`` bounds the length of: the change that a reply makes, or the reply."""
 
 Reads: TypeAlias = float | Literal["val", "kept"]
 """Which of a client's examples a reply depends on (:func:`step`)."""
@@ -120,10 +120,10 @@ def step(
             is like, which it is by default where there is one, or "reply", of a step that answers
             with a difference or with a vector of no large size. A step without it cannot be asked
             in private training (:mod:`hyperfed.engines.updates`), unless it replies with nothing.
-        reads: what the reply depends on of a client's examples, of which a site counts those behind
-            a reply: a share of each batch, rounded up; "val", the validation examples where there
-            are any; "kept", what an earlier step of the round left in ``scratch["x"]``; or 0 of a
-            step that looks at no data at all, such as a draw, which private training leaves alone.
+        reads: which of a client's examples the reply depends on, for a site to count: a share of
+            each batch, rounded up; "val", the validation examples where there are any; "kept", what
+            an earlier step of the round left in ``scratch["x"]``; or 0 of a step that looks at no
+            data at all, such as a draw, which private training leaves alone.
         draws_as: another step, whose batches and other draws this one has: it does the same, and
             replies with something else.
 

@@ -114,7 +114,7 @@ def _check_rows(
     if len(wrong):
         problems.append(
             f"{name} must be {must}, got {values[wrong[0]]} in row {wrong[0]} ({len(wrong)} such "
-            "rows, the first is row 0)"
+            "rows; rows count from 0)"
         )
 
 

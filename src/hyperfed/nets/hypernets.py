@@ -10,7 +10,8 @@ one hypernetwork. Only parameters that are trained are generated; frozen ones an
 batch-norm statistics, are not. Of an embedding the row of ``padding_idx``, which PyTorch keeps at
 zero, is made like the others, though no client's delta moves it; after :func:`start_at` it stays at
 zero, but where targets are made in chunks.
-What comes out is keyed by the target's own parameter names, ready for ``functional_call``.
+What comes out is keyed by the target's own parameter names, ready for
+:func:`hyperfed.functional.apply`.
 """
 
 from collections.abc import Mapping

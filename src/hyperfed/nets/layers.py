@@ -77,7 +77,7 @@ def draw_weights(
             (``torch.nn.utils.parametrizations``) they are those, such that it is as drawn.
 
     Returns:
-        ``{parameter name: tensor}``, for ``functional_call``.
+        ``{parameter name: tensor}``, for :func:`hyperfed.functional.apply`.
     """
     device = next(net.parameters()).device
     weights = trees.to(trees.model_of(net) if start is None else trees.clone(dict(start)), CPU)

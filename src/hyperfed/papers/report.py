@@ -62,10 +62,10 @@ machine. Curves are means over the seeds of a line.
 """
 
 OWED = """\
-What all seeds of all cells still take, by the CPU time of three short rounds and an evaluation of a
-training (`hours.jsonl`, by `tools/hours.py`), times the rounds and evaluations of its settings. One
-training does for cells that differ in how novel clients are served; what a run does once, such as
-serving those, is not in it. The machine had other programs beside it.
+CPU time that all seeds of all cells still take: that of three short rounds and an evaluation of
+each training (`hours.jsonl`, by `tools/hours.py`), times its rounds and evaluations. One training
+does for cells that differ in how novel clients are served; what a run does once, such as serving
+those, is not in it. The machine had other programs beside it.
 """
 
 

@@ -352,8 +352,8 @@ def is_better(now: Tree, before: Tree, hostile: float | None = None) -> bool:
     """Returns whether a round is better than one before it.
 
     Both are those of :func:`chosen_by`. They are compared on the clients that were evaluated in
-    both, so that no round is the best by who was away. Without validation data there is nothing to
-    choose by, and the later one is taken.
+    both, so that no round looks better because somebody was away. Without validation data there is
+    nothing to choose by, and the later one is taken.
 
     Args:
         now: a round.

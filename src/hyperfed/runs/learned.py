@@ -420,7 +420,7 @@ def draw(name: str, run: FinishedRun, called: str) -> "Figure":
         UserError: no such figure, or a run that has not what it is of.
     """
     if name not in CAPTIONS:
-        raise UserError(f"the figure must be of metric, {', '.join(CAPTIONS)}, came {name!r}")
+        raise UserError(f"figure must be one of metric, {', '.join(CAPTIONS)}, came {name!r}")
     _NEEDS[name](run)
     return OF_A_RUN[name](run) if name in OF_A_RUN else OF_RUNS[name]({called: [run]})
 

@@ -46,7 +46,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class Void:
-    """A round that was taken back, since the server's state was not finite after it.
+    """A round that was taken back: too few clients, unusable replies, or a server not finite.
 
     Attributes:
         round: its number, from 0.

@@ -19,7 +19,7 @@ from toys import CLASSES, DRAWING, FEATURES, Federation, TwoLayers, logits, make
 
 
 def test_worker_threads_do_not_share_a_module() -> None:
-    """``functional_call`` swaps weights inside the module: two threads on one would mix models."""
+    """``functional.apply`` puts weights into the module: two threads on one would mix models."""
     rendezvous = threading.Barrier(2, timeout=20)
 
     class Slow(TwoLayers):

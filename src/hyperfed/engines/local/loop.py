@@ -212,7 +212,7 @@ class LoopEngine:
     def _module(self, size: str) -> nn.Module:
         """Returns this thread's own copy of a target.
 
-        ``functional_call`` swaps weights inside the module it is given, so a module shared by two
+        ``functional.apply`` puts weights into the module it is given, so a module shared by two
         threads would compute with a mixture of two clients' models.
         """
         copies: dict[str, nn.Module] = self._own.__dict__.setdefault("modules", {})
