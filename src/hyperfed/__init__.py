@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hyperfed.errors import UserError, one_line
-from hyperfed.system.files import at_home
+from hyperfed.system.files import absolute
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -107,7 +107,7 @@ def train(
 def _place(path: object, what: str) -> Path:
     """Returns where a folder is, wherever this process moves to; ``~`` is the home directory."""
     if isinstance(path, str | PathLike) and str(path) and "\0" not in str(path):
-        return Path(at_home(str(path))).absolute()
+        return Path(absolute(str(path)))
     raise UserError(
         f"{what} must be the path of a folder, got {one_line(repr(path), 100)}; name one, such as "
         "'runs'"

@@ -21,7 +21,7 @@ from hyperfed.data.corruptions import CorruptionName
 from hyperfed.data.pfllib import Dealing
 from hyperfed.data.tables import SUFFIXES, Columns, ending
 from hyperfed.errors import UserError
-from hyperfed.system.files import at_home, check_suffix
+from hyperfed.system.files import absolute, at_home, check_suffix
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
@@ -64,20 +64,16 @@ def _number_or_fraction(novel: int | float) -> int | float:
 
 
 def _absolute_file(name: str) -> str:
-    return _absolute(name) if ending(name) in SUFFIXES else at_home(name)
+    return absolute(name) if ending(name) in SUFFIXES else at_home(name)
 
 
 def _absolute_path(path: Path) -> Path:
-    return Path(_absolute(str(path)))
-
-
-def _absolute(path: str) -> str:
-    return str(Path(at_home(path)).absolute())
+    return Path(absolute(str(path)))
 
 
 def _absolute_model(model: str) -> str:
     path, colon, network = model.rpartition(":")
-    return f"{_absolute(path)}:{network}" if colon else model
+    return f"{absolute(path)}:{network}" if colon else model
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -170,7 +166,7 @@ class TaskConfig:
     """
 
     name: Annotated[str, AfterValidator(_absolute_file)] = "digits"
-    data_dir: Annotated[str, AfterValidator(_absolute)] | None = None
+    data_dir: Annotated[str, AfterValidator(absolute)] | None = None
     client: str | None = None
     target: Names | None = None
     features: Names | None = None

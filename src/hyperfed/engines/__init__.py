@@ -21,6 +21,7 @@ from hyperfed.engines.updates import PrivateUpdates
 from hyperfed.errors import UserError
 from hyperfed.federation import Client
 from hyperfed.system.devices import find_device
+from hyperfed.system.files import absolute
 from hyperfed.system.hosts import host_of, is_loopback
 from hyperfed.task import Task
 from hyperfed.training import Precision
@@ -80,7 +81,7 @@ class EngineConfig:
     chunk: PositiveInt | None = None
     graphs: bool = False
     superlink: Annotated[str, AfterValidator(_address)] | None = None
-    root_certificates: str | None = None
+    root_certificates: Annotated[str, AfterValidator(absolute)] | None = None
     sites: PositiveInt = 1
     timeout: PositiveFloat = 600.0
     address: str | None = None

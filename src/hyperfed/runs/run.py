@@ -302,8 +302,7 @@ class Run(Served):
             )
         if self.summary:
             return
-        if self.folder is not None and self._lock is None:
-            self._take(self.folder)
+        self.take()
         self._reporter.begin(self.folder)
         self._saved = monotonic()
         try:
@@ -320,11 +319,17 @@ class Run(Served):
             self._stop = False  # of this training, not of what may follow here
             self._unlock()
 
-    def _take(self, folder: RunFolder) -> None:
-        """Keeps others from the run's folder, which must be as the run left it."""
-        self._lock = Lock(folder.path)
+    def take(self) -> None:
+        """Keeps others from the run's folder, if it has one, until it is trained or closed.
+
+        Raises:
+            UserError: another process has it, or it is not as the run left it.
+        """
+        if self.folder is None or self._lock is not None:
+            return
+        self._lock = Lock(self.folder.path)
         try:
-            folder.check_as_of(self.round)
+            self.folder.check_as_of(self.round)
         except UserError:
             self._unlock()
             raise

@@ -22,6 +22,11 @@ def at_home(path: str) -> str:
     return str(Path(path).expanduser()) if path == "~" or path.startswith("~/") else path
 
 
+def absolute(path: str) -> str:
+    """Returns a path that leads to the same place wherever this process moves to."""
+    return str(Path(at_home(path)).absolute())
+
+
 def check_file(path: Path) -> None:
     """Finds out whether what is called ``path``, if anything is, can be opened without waiting.
 

@@ -15,7 +15,7 @@ import pytest
 from hyperfed.apps.flower import submit
 from hyperfed.data import site as sitedata
 from hyperfed.data.examples import Normalize
-from hyperfed.data.roster import enrol
+from hyperfed.data.roster import RemoteTask, Roster, enrol
 from hyperfed.engines.flower import site as answering
 from hyperfed.engines.flower.policy import Policy
 from hyperfed.engines.flower.site import Shard
@@ -32,7 +32,7 @@ from flwr.common.config import validate_fields_in_config
 from engines.flower.sites import DirectLink
 from hyperfed.apps.flower import app
 from hyperfed.apps.flower.app import NodeConfig, node_settings, run_settings, site_of, source_of
-from hyperfed.engines.flower.sites import STEP
+from hyperfed.engines.flower.sites import STEP, Sites
 from hyperfed.engines.flower.wire import unpack_request
 
 ROOT = Path(__file__).parents[3]
@@ -405,6 +405,37 @@ def test_a_trusted_server_goes_on_wherever_it_was_killed(
         list(run.train())
     run.close()
     assert begun().round == 3
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_of_two_that_wait_for_the_sites_of_one_run_one_begins_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, ended: bool
+) -> None:
+    """Sites know a run by its number: the other's would name what they do not have."""
+    keys = ["cohort=2", "task.clients=4", "task.novel=0", "engine=flower", "engine.timeout=0.1"]
+    settings, folder = config.load("fedper", keys), tmp_path / "run"
+    run_config = {"settings": toml.dumps(config.to_dict(settings)), "folder": str(folder)}
+    site = site_of(run_config, {"state": str(tmp_path / "site"), "clients": "0-3"})
+    first: list[Run] = []
+
+    def gather(sites: Any, *arguments: Any, gathered: Any = Sites.gather) -> Any:
+        monkeypatch.setattr(Sites, "gather", gathered)
+        first.append(app.begin(settings, DirectLink({1: site}), str(folder)))
+        if ended:
+            first[0].close()
+        return gathered(sites, *arguments)
+
+    monkeypatch.setattr(Sites, "gather", gather)
+    monkeypatch.setattr(app, "_link", lambda grid, config: DirectLink({1: site}))
+    told = "begun by one process, but another one did" if ended else "by one process at a time"
+    with pytest.raises(UserError, match=told):
+        app.serve(None, SimpleNamespace(run_config=run_config))  # type: ignore[arg-type]
+    assert isinstance(begun := first[0].task, RemoteTask)
+    assert Roster.read(folder / "sites.json") == begun.roster
+    log = folder / "log.txt"
+    assert (log.exists() and "error before training" in log.read_text()) == ended
+    first[0].close()
+    app.begin(settings, DirectLink({1: site}), str(folder)).close()
 
 
 def test_too_few_sites_are_an_error(tmp_path: Path) -> None:

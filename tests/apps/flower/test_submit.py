@@ -2,6 +2,7 @@
 
 import io
 import os
+import signal
 import sys
 import threading
 import tomllib
@@ -19,7 +20,7 @@ from hyperfed.runs import progress as telling
 from hyperfed.runs.progress import heard_failure, spoken, spoken_failure
 from hyperfed.runs.records import Lost
 from hyperfed.runs.run import Progress
-from hyperfed.system import toml
+from hyperfed.system import signals, toml
 
 pytest.importorskip("flwr")
 
@@ -39,7 +40,7 @@ def test_the_command_says_what_is_missing(
     assert "set engine.superlink=HOST:PORT" in capsys.readouterr().err
     link = ("engine=flower", "engine.superlink=127.0.0.1:1")
     assert command("run", "pefll", *link, "engine.root_certificates=none.crt", *out) == 2
-    assert "there is no none.crt" in capsys.readouterr().err
+    assert f"there is no {Path.cwd()}/none.crt" in capsys.readouterr().err
     monkeypatch.setattr(submit, "find_spec", lambda name: None)
     assert command("run", "pefll", *link, *out) == 2
     assert "pip install 'flwr==" in capsys.readouterr().err
@@ -179,6 +180,74 @@ def test_ctrl_c_stops_the_run_that_was_submitted(
     link = ("engine=flower", "engine.superlink=127.0.0.1:1")
     assert command("run", "pefll", *link, "--out", str(tmp_path))
     assert asked[1:] == [("stop", "12", "run")]
+
+
+def test_why_a_run_failed_is_told_by_the_superlink_where_its_log_does_not(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    details = "ServerApp failed:\n\x1b[31mits disk is full"
+    ended = {"status": "finished:failed", "status-details": details}
+    monkeypatch.setattr(
+        submit, "_flwr", lambda home, *_: {"success": True, "run-id": "12", "runs": [ended]}
+    )
+    monkeypatch.setattr(submit, "_program", lambda *arguments: ["true"])
+    monkeypatch.setattr(submit.time, "sleep", lambda seconds: None)
+    link = ("engine=flower", "engine.superlink=127.0.0.1:1")
+    assert command("run", "pefll", *link, "--out", str(tmp_path)) == 3
+    said = capsys.readouterr().err
+    assert "is finished:failed: ServerApp failed:\\n\\x1b[31mits disk is full; go on" in said
+
+
+@pytest.mark.parametrize("number", [*signals.STOPPING, signal.SIGHUP])
+def test_a_run_is_stopped_by_what_comes_while_it_is_submitted_or_waited_for(
+    number: signal.Signals, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is submitted would train on, and nobody would know its number."""
+    asked: list[str] = []
+    when = ""
+
+    def flwr(home: Path, *arguments: str) -> Any:
+        asked.append(" ".join(arguments))
+        if arguments[0] == when:
+            os.kill(os.getpid(), number)
+        return {"success": True, "run-id": "12", "runs": [{"status": "running"}]}
+
+    monkeypatch.setattr(submit, "_flwr", flwr)
+    monkeypatch.setattr(submit.time, "sleep", lambda seconds: None)
+    link = ("engine=flower", "engine.superlink=127.0.0.1:1")
+    handlers = [signal.getsignal(each) for each in (*signals.STOPPING, signal.SIGHUP)]
+    for when in ("run", "ls"):
+        asked.clear()
+        assert command("run", "pefll", *link, "--out", str(tmp_path)) == 3
+        assert asked[-1] == "stop 12 run"
+        assert len(asked) == {"run": 2, "ls": 3}[when]
+        assert "stopped; go on with: hyperfed resume" in capsys.readouterr().err
+    assert [signal.getsignal(each) for each in (*signals.STOPPING, signal.SIGHUP)] == handlers
+
+
+def test_a_lost_terminal_stops_nothing_under_nohup(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with signals.terminable():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_the_certificates_of_a_run_are_found_from_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ca.crt").touch()
+    monkeypatch.chdir(tmp_path)
+    link = ("engine=flower", "engine.superlink=a:1", "engine.root_certificates=ca.crt")
+    loaded = config.load("pefll", link)
+    folder = submit.folder_for(loaded, tmp_path, "")
+    monkeypatch.chdir("/")
+    again = submit.resumable(folder)
+    assert again is not None
+    assert submit.SuperLink.of(again).root_certificates == tmp_path / "ca.crt"
 
 
 def test_a_run_that_no_superlink_takes_leaves_no_folder(

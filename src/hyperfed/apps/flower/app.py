@@ -49,7 +49,7 @@ from hyperfed.system import toml
 from hyperfed.system.devices import find_device
 from hyperfed.system.extras import how_to_install
 from hyperfed.system.files import PRIVATE
-from hyperfed.system.locks import Lock
+from hyperfed.system.locks import Lock, is_held
 
 if TYPE_CHECKING:
     from hyperfed.runs.newcomers import Newcomer
@@ -333,7 +333,8 @@ def serve(grid: Grid, context: Context) -> None:
         try:
             run = begin(config, _link(grid, config), folder)
         except UserError as error:
-            note(RunFolder(Path(folder)) if folder else None, f"error before training: {error}")
+            if folder and not is_held(Path(folder)):  # else it is another's, who trains
+                note(RunFolder(Path(folder)), f"error before training: {error}")
             raise
         assert run.folder is not None, "a run of the app has a folder"
         print(f"the records are in {run.folder.path.resolve()}", flush=True)
@@ -384,7 +385,7 @@ def begin(config: RunConfig, link: GridLink, folder: str) -> "Run":
 
     Raises:
         UserError: too few sites came, or they do not fit together, or the settings not to them or
-            to those of the run in the folder.
+            to those of the run in the folder; or another process has begun it.
     """
     from hyperfed.runs import trackers
     from hyperfed.runs.folder import RunFolder
@@ -416,6 +417,13 @@ def begin(config: RunConfig, link: GridLink, folder: str) -> "Run":
         check_clients(config, len(task.known))
         run = Run(config, task, place)
         place.path.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+        run.take()
+        if place.sites.exists():  # sites know that run by the number that is there
+            run.close()
+            raise UserError(
+                f"{folder} must be begun by one process, but another one did while this one waited "
+                "for the sites; go on with: hyperfed resume"
+            )
         place.state.parent.mkdir(exist_ok=True)
         configuration.dump(config, place.config)
     else:

@@ -6,12 +6,11 @@ Flower's own functions, and answers in the processes of an
 of the bundle that a run brings, only the settings are read.
 """
 
-import signal
 import ssl
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from io import BytesIO
@@ -51,7 +50,7 @@ from hyperfed.engines.flower.store import clean, make_private
 from hyperfed.engines.flower.wire import WireError
 from hyperfed.errors import LONGEST, UserError, one_line
 from hyperfed.system.hosts import is_loopback
-from hyperfed.system.signals import handled
+from hyperfed.system.signals import terminable
 
 FRAMES = 1 << 20
 """Bytes that Flower puts around a message, at most."""
@@ -226,13 +225,6 @@ def defaults_in(bundle: bytes) -> dict[str, Any]:
         raise ValueError(f"settings must have {LARGEST_SETTINGS} bytes at most")
     app: dict[str, Any] = tomllib.loads(content.decode())["tool"]["flwr"]["app"]
     return dict(app.get("config", {}))
-
-
-@contextmanager
-def terminable() -> Iterator[None]:
-    """Makes of SIGTERM what Ctrl-C is: KeyboardInterrupt, so that all is tidied up."""
-    with handled(signal.default_int_handler, signal.SIGTERM):
-        yield
 
 
 class Node:

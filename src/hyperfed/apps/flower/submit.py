@@ -22,13 +22,14 @@ from typing import Any
 
 import hyperfed
 from hyperfed.data import tasks
-from hyperfed.errors import LONGEST, UserError
+from hyperfed.errors import LONGEST, UserError, one_line
 from hyperfed.runs import config as configuration
 from hyperfed.runs.folder import RunFolder
 from hyperfed.runs.progress import heard_failure
 from hyperfed.runs.settings import RunConfig
 from hyperfed.system import toml
 from hyperfed.system.extras import how_to_install
+from hyperfed.system.signals import STOPPING, handled, lost, terminable
 
 POLL = 20
 """Seconds between two questions for the status, each of which starts a program of Flower's."""
@@ -104,8 +105,7 @@ class SuperLink:
         root = engine.root_certificates
         if root is not None and not Path(root).is_file():
             raise UserError(f"engine.root_certificates must be a file, but there is no {root}")
-        known_by = None if root is None else Path(root).resolve()
-        return cls(engine.superlink, engine.encrypts, known_by)
+        return cls(engine.superlink, engine.encrypts, None if root is None else Path(root))
 
     def connection(self) -> str:
         """Returns Flower's own configuration, which names it."""
@@ -205,7 +205,7 @@ def _submit(
         done: a file that is there when it is done, on its host.
     """
     link = SuperLink.of(config)
-    with tempfile.TemporaryDirectory() as scratch:
+    with terminable(), tempfile.TemporaryDirectory() as scratch:
         home, app = Path(scratch) / "home", Path(scratch) / "hyperfed"
         home.mkdir()
         app.mkdir()
@@ -217,7 +217,9 @@ def _submit(
         values = {"settings": settings, "folder": str(folder.resolve())}
         given = Path(scratch) / "run.toml"
         given.write_text(toml.dumps(values), encoding="utf-8")
-        started = _flwr(home, "run", str(app), "run", "--run-config", str(given))
+        asked: list[int] = []  # to stop, while it is not known yet what
+        with handled(lambda number, _: asked.append(number), *STOPPING, *lost()):
+            started = _flwr(home, "run", str(app), "run", "--run-config", str(given))
         if not started.get("success") or "run-id" not in started:
             raise UserError(
                 f"the SuperLink at {link.address} must take the run, but: "
@@ -227,15 +229,17 @@ def _submit(
             )
         run = str(started["run-id"])
         try:
+            if asked:
+                raise KeyboardInterrupt
             with _log_of(home, run, tell) as over:
-                status = _wait(home, run, done, over)
+                status, details = _wait(home, run, done, over)
                 if tell is not None:
                     over.wait(POLL)  # for its last lines
         except KeyboardInterrupt:
             _flwr(home, "stop", run, "run")
             raise
         failed = status.startswith("finished") and status != COMPLETED
-        why = _why_failed(home, run) if failed else ""
+        why = (_why_failed(home, run) or details) if failed else ""
     if status != COMPLETED:
         raise RunFailedError(
             f"run {run} at {link.address} must end as {COMPLETED}, but is {status}"
@@ -304,8 +308,8 @@ def _log_of(home: Path, run: str, tell: Callable[[str], None] | None) -> Iterato
         thread.join()
 
 
-def _wait(home: Path, run: str, done: Path | None, over: Event) -> str:
-    """Returns the status with which a run has ended.
+def _wait(home: Path, run: str, done: Path | None, over: Event) -> tuple[str, str]:
+    """Returns the status with which a run has ended, and what the SuperLink says of it.
 
     Args:
         home: of Flower's programs.
@@ -324,9 +328,9 @@ def _wait(home: Path, run: str, done: Path | None, over: Event) -> str:
         runs = found.get("runs") or [{}]
         status = str(runs[0].get("status", ""))
         if status.startswith("finished"):
-            return status
+            return status, one_line(str(runs[0].get("status-details") or ""))
         silent = 0 if status else silent + 1
-    return "out of sight"
+    return "out of sight", ""
 
 
 def _flwr(home: Path, *arguments: str) -> Mapping[str, Any]:
@@ -337,6 +341,7 @@ def _flwr(home: Path, *arguments: str) -> Mapping[str, Any]:
         capture_output=True,
         text=True,
         check=False,
+        start_new_session=True,  # Ctrl-C is for us
     )
     start = done.stdout.find("{")
     try:

@@ -18,7 +18,8 @@ from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.superlink.runtime import run_serverapp
 
 from hyperfed.apps.flower.executor import fork, warm
-from hyperfed.apps.flower.node import SuperLink, terminable
+from hyperfed.apps.flower.node import SuperLink
+from hyperfed.system.signals import terminable
 
 POLL = 1.0
 """Seconds between two questions for a run that is to be started."""
