@@ -225,6 +225,15 @@ def test_a_run_is_stopped_by_what_comes_while_it_is_submitted_or_waited_for(
     assert [signal.getsignal(each) for each in (*signals.STOPPING, signal.SIGHUP)] == handlers
 
 
+def test_ctrl_c_reaches_no_program_of_flowers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A terminal sends it to all processes of a group: what submits a run would not tell of it."""
+    group = "import json, os; print(json.dumps({'group': os.getpgid(0)}))"
+    monkeypatch.setattr(submit, "_program", lambda *arguments: [sys.executable, "-c", group])
+    assert submit._flwr(tmp_path, "run")["group"] != os.getpgid(0)
+
+
 def test_a_lost_terminal_stops_nothing_under_nohup(monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
