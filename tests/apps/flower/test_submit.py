@@ -208,6 +208,7 @@ def test_a_run_is_stopped_by_what_comes_while_it_is_submitted_or_waited_for(
 
     def flwr(home: Path, *arguments: str) -> Any:
         asked.append(" ".join(arguments))
+        assert len(asked) < 10, "it is waited for"
         if arguments[0] == when:
             os.kill(os.getpid(), number)
         return {"success": True, "run-id": "12", "runs": [{"status": "running"}]}
