@@ -13,6 +13,16 @@ TRAINED = {"w": SENT["w"] + CHANGE["w"], "count": torch.tensor(7)}
 CALL = Call(0, 0, 0, "train_model")
 
 
+def test_who_does_not_answer_is_drawn_anew_in_each_round_and_for_all_its_steps() -> None:
+    faults = Faults(drop=0.5)
+    away, later = (
+        [faults.drops(0, Call(0, number, 0, step)) for number in range(20)]
+        for step in ("train_model", "join")
+    )
+    assert set(away) == {True, False}
+    assert later == away
+
+
 @pytest.mark.parametrize(
     ("reply", "expected"),
     [(TRAINED, SENT["w"] - 10 * CHANGE["w"]), (CHANGE, -10 * CHANGE["w"])],
