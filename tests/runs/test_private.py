@@ -363,6 +363,18 @@ def test_a_newcomer_s_model_is_given_again_for_nothing(hidden: int) -> None:
     assert run.privacy() == before
 
 
+def test_a_newcomer_is_known_by_its_examples_in_any_order_and_with_any_labels() -> None:
+    """Or whoever turns its examples round would have another budget for them."""
+    run = train("pfedhn", own={"novel_rounds": 1}, task=TASK | {"novel": 1})
+    x, y = run.task.x[:9], run.task.y[:9]
+    for examples, labels in ((x, y), (x.flip(0), y.flip(0)), (x, y.flip(0))):
+        run.personalize(examples, labels)
+    (account,) = run._newcomers.values()
+    assert len(account[0]["multipliers"]) == 3
+    run.personalize(x[:8], y[:8])
+    assert len(run._newcomers) == 2
+
+
 def test_a_newcomer_of_another_size_is_not_given_the_model_of_the_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
