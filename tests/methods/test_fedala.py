@@ -187,10 +187,15 @@ def test_the_mixture_has_the_global_buffers_and_weights_train_in_training_mode()
 
 
 def test_two_examples_at_least_are_drawn_for_batch_norm() -> None:
-    task = make_task(Normed, examples=(2, 3, 2))
-    ours = Federation("fedala", task, **ONE_STEP, weight_share=0.01)
-    for number in range(3):
-        assert ours.round([0, 1, 2], number).state.lost == {}
+    """Which has no statistics of one, and would take that as in evaluation."""
+    ours, own, model = own_and_global(weight_share=0.01, weight_lr=100.0)
+    ours.round([1], 2)
+    kept, matching = ours.engine.memory[1]["weights"], 0
+    for pair in combinations(ours.task.train[1], 2):
+        rule = {"window": 1, "threshold": 0.0, "most": 1}
+        expected, _ = first_training(ours, own, model, [torch.stack(pair)], **rule)
+        matching += all(torch.allclose(kept[n], expected[n], 1e-9, 1e-10) for n in kept)
+    assert matching == 1
 
 
 @pytest.mark.parametrize("steps", [0, 1])

@@ -29,7 +29,7 @@ We had no text of the paper: the algorithm is that of its summary and of the aut
 - counts p in tensors of parameters, and takes 0 for all of them: here they are layers, 0 is none;
 - has every client aggregate in every round: here those that take part, or are evaluated;
 - draws its share as a run of consecutive examples: here all are as likely, in one order for all
-  passes of a round, as there. At least two are drawn, for the sake of batch-norm;
+  passes of a round, as there. At least two are drawn, as batch-norm has no statistics of one;
 - keeps batch-norm buffers on the client: here theta_hat has the global ones, averaged. In both they
   do not move while W is trained;
 - sets no limit to the first training of W: here that is ``first_epochs``.
