@@ -1,7 +1,7 @@
 """Metrics of classes from counts, against scikit-learn and a plain loop over examples."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -13,10 +13,11 @@ import hyperfed
 from finished_runs import finished
 from hyperfed.analysis import comparison
 from hyperfed.errors import UserError
-from hyperfed.metrics import BINS, KINDS, METRICS, named, why_not
+from hyperfed.metrics import BINS, KINDS, METRICS, ON_REQUEST, named, why_not
 from hyperfed.runs import config
 from hyperfed.runs.measures import measure
 from hyperfed.runs.run import Run
+from hyperfed.runs.settings import MetricName
 from toys import Normed, make_task
 
 ASKED = ["balanced_accuracy", "f1", "calibration"]
@@ -157,6 +158,16 @@ def test_more_right_of_a_class_than_there_are_cannot_be() -> None:
     assert told == "classes with more right than there are"
 
 
+def test_sums_of_more_examples_are_rounded_more() -> None:
+    """A million times 0.2, one after another, as of a network that tells none of five classes."""
+    bins = torch.zeros(3, BINS, dtype=torch.float64)
+    bins[0, 2], bins[1, 2] = 1e6, 2e5 + 3e-6  # no confidence there is above 0.2
+    counts = {"count": torch.tensor(1e6).double(), "bins": bins}
+    assert why_not("bins", counts, None) is None
+    bins[1, 2] += 2
+    assert why_not("bins", counts, None) is not None
+
+
 def test_sums_of_targets_that_cannot_be_are_told() -> None:
     def said(total: float, squares: float, of: float = 2.0) -> str | None:
         told = torch.tensor([total, squares]).double()
@@ -226,6 +237,10 @@ def test_no_client_with_examples_has_no_measure() -> None:
     nothing = {"count": torch.zeros(2).double(), "classes": torch.zeros(2, 3, 4).double()}
     found = measure(METRICS["f1"], nothing)
     assert (found.value, found.client, found.client_mean) == (None, (None, None), None)
+
+
+def test_the_settings_name_what_clients_count_for_on_request() -> None:
+    assert sorted(get_args(MetricName)) == sorted(ON_REQUEST)
 
 
 def test_words_name_metrics_in_a_file_and_on_the_command_line() -> None:
