@@ -246,6 +246,7 @@ def test_rounds_that_fail_now_and_then_end_no_run(monkeypatch: pytest.MonkeyPatc
     ("keys", "advice"),
     [
         ({"faults": {"drop": 1.0}}, "did not answer .*; lower faults.drop and faults.nan"),
+        ({"faults": {"nan": 1.0}}, "reply is not finite; lower faults.drop and faults.nan"),
         (
             {"method": {"local_lr": 1e200, "local_steps": 3}},
             "step train_model: the reply is not finite; lower method.local_lr=1e.200, or bound",
