@@ -17,7 +17,7 @@ from hyperfed.methods import fedper
 from hyperfed.runs import config
 from hyperfed.runs.folder import RunFolder
 from hyperfed.runs.records import Evaluation
-from hyperfed.runs.run import Run
+from hyperfed.runs.run import CHECKPOINT_SECONDS, Run
 from hyperfed.system.locks import Lock
 from hyperfed.trees import Tree
 from hyperfed.trees.checkpoints import load_state, save_state
@@ -283,6 +283,22 @@ def test_a_round_that_ends_long_after_the_last_checkpoint_has_one(
 ) -> None:
     monkeypatch.setattr("hyperfed.runs.run.CHECKPOINT_SECONDS", 0.0)
     assert stopped(tmp_path, 3, checkpoint_every=4).has_checkpoint
+
+
+def test_how_long_a_run_goes_on_without_a_checkpoint_counts_from_the_latest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, saved = 0.0, []
+    monkeypatch.setattr("hyperfed.runs.run.monotonic", lambda: now)
+    run = Run.start(
+        config.from_keys("fedper", KEYS | {"checkpoint_every": 9}), tmp_path, make_task()
+    )
+    assert run.folder is not None
+    now = 5000.0  # what passes before it trains does not count
+    for _ in run.train():
+        saved.append(run.folder.has_checkpoint and load_state(run.folder.state)[1]["round"])
+        now += 0.7 * CHECKPOINT_SECONDS
+    assert saved == [False, False, 3, 3, 5, 6]  # the last at the run's end
 
 
 def without(name: str) -> Any:
