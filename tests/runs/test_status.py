@@ -14,6 +14,7 @@ import torch
 from commands import command
 from engines.flower.sites import DirectLink, remote, sites_of
 from hyperfed import privacy
+from hyperfed.apps.status import lasting
 from hyperfed.engines.flower import diary, store
 from hyperfed.engines.flower.policy import Policy
 from hyperfed.engines.replies import NoAnswerError
@@ -54,6 +55,17 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     monkeypatch.setattr(status, "atomic_write", write)
     monkeypatch.setattr(status, "PAUSE", 0.0)
     return found
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (-3, "0.0 s"), (59.9, "59.9 s"), (60, "1 min 0 s"), (3599, "59 min 59 s"),
+        (3600, "1 h 0 min"), (86399, "23 h 59 min"), (86400, "1 d 0 h"), (183600, "2 d 3 h"),
+    ],
+)  # fmt: skip
+def test_a_time_is_told_in_two_of_its_units(seconds: float, words: str) -> None:
+    assert lasting(seconds) == words
 
 
 def test_a_run_says_when_each_round_and_evaluation_begins_and_how_it_ends(
