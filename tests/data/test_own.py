@@ -492,6 +492,10 @@ def test_a_layer_that_is_idle_elsewhere_or_in_evaluation_alone_is_let_be(net: Ne
     ("odd", "told"),
     [
         ({"y": [2 * 10**9, 0] * 6}, "labels must be numbered from 0, got 2 different from 0 to 20"),
+        (
+            {"y": [0, 12] * 6},
+            "labels must be numbered from 0, got 2 different from 0 to 12; number",
+        ),
         ({"y": [1, 3] * 6}, r"got 2 different from 1 to 3; number them with numpy.unique\(y"),
         ({"y": [0.0, 2.0] * 6}, "must give 1 outputs .*convert y to integers if these floats are"),
         (

@@ -356,7 +356,7 @@ def check_numbering(y: Tensor, problems: list[str]) -> bool:
     if y.is_floating_point() or y.ndim != 1 or not len(y):
         return True
     first, last, different = int(y.min()), int(y.max()), len(set(y.tolist()))
-    if first <= 0 and last < max(len(y), 2):
+    if first <= 0 and last < len(y):
         return True
     problems.append(
         f"labels must be numbered from 0, got {different} different from {first} to {last}; "
