@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from hyperfed import federation, functional, trees
 from hyperfed.engines.local.loop import LoopEngine, fair_workers
+from hyperfed.engines.made_up import EXAMPLES
 from hyperfed.federation import Each, step
 from hyperfed.nets.targets import LeNet
 from hyperfed.system.randomness import seeded
 from hyperfed.task import Outline, Task
 from hyperfed.trees import Tree
-from toys import CLASSES, DRAWING, FEATURES, Federation, TwoLayers, logits, make_task
+from toys import CLASSES, DRAWING, FEATURES, Dropping, Federation, TwoLayers, logits, make_task
 
 
 def test_worker_threads_do_not_share_a_module() -> None:
@@ -111,7 +112,15 @@ def losses(task: Task, clients: list[int], number: int = 0, **options: Any) -> l
     return values
 
 
-@pytest.mark.parametrize("net", DRAWING)
+class DroppingOfMany(Dropping):
+    """Draws in no batch as small as that of a trial."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.body(x))
+        return self.head(self.dropout(hidden) if len(x) > EXAMPLES else hidden)
+
+
+@pytest.mark.parametrize("net", [*DRAWING, DroppingOfMany])
 def test_what_a_network_draws_is_a_function_of_client_and_round_and_leaves_the_global_generator(
     net: type[TwoLayers],
 ) -> None:
@@ -123,6 +132,37 @@ def test_what_a_network_draws_is_a_function_of_client_and_round_and_leaves_the_g
     assert losses(task, [0], 1) != first[:1]
     assert losses(task, [0], seed=1) != first[:1]
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class Recurrent(nn.LSTM):
+    """Draws between its layers, without a part that is called dropout."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[0]
+
+
+@pytest.mark.parametrize("net", [nn.Dropout(0.5), Recurrent(5, 4, num_layers=2, dropout=0.5)])
+def test_what_a_methods_other_networks_drop_is_a_function_of_client_and_round(
+    net: nn.Module,
+) -> None:
+    class Beside(federation.Client):
+        @staticmethod
+        def networks(outline: Outline, config: Any) -> dict[str, nn.Module]:
+            return {"beside": net}
+
+        @step
+        def output(self) -> Tree:
+            own = self.network("beside")
+            x = torch.ones(2, 3, 5)
+            return {"output": functional.apply(own, trees.model_of(own), x, train=True)}
+
+    def told(clients: list[int], number: int = 0, **options: Any) -> Tensor:
+        engine = LoopEngine(make_task(), Beside, None, seed=0, **options)
+        return engine.cohort(clients, number, training=True).ask(Beside.output)["output"].detach()
+
+    first = told([0, 1, 2])
+    assert torch.equal(told([2, 0], workers=2, cores_per_client=1), first[[2, 0]])
+    assert not torch.equal(told([0], 1), first[:1])
 
 
 def test_what_makes_examples_ready_draws_as_networks_do() -> None:

@@ -106,6 +106,7 @@ class LoopEngine:
         with seeded(seed, "networks"):
             networks = client.networks(trained.outline(), config)
         self._networks = {name: network.to(device) for name, network in networks.items()}
+        # Of a method's own networks there is no trial, and that of a target misses some branches.
         everything = [*task.models.values(), *self._networks.values()]
         self._stochastic = any(map(_has_dropout, everything)) or _draws(self.task)
 
