@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -11,6 +11,7 @@ import hyperfed
 from hyperfed.runs.config import from_keys
 from hyperfed.runs.progress import watch
 from hyperfed.runs.run import Run
+from hyperfed.runs.settings import TrackerName
 from hyperfed.runs.trackers import PACKAGES, TRACKERS, About
 from toys import make_task
 
@@ -283,6 +284,11 @@ def test_tensorboard_hides_what_a_killed_run_left_of_later_rounds(tmp_path, monk
     tracker.close("done")
     folder = str(tmp_path / "tensorboard")
     assert written == [(folder, 8), ("loss/val", 0.5, 9), "flushed", "closed"]
+
+
+def test_each_tracker_of_the_settings_has_its_package_and_what_begins_a_run_there():
+    named = {*get_args(TrackerName)} - {"auto"}  # which is TensorBoard where it is installed
+    assert named == PACKAGES.keys() == TRACKERS.keys()
 
 
 def test_tensorboard_needs_a_folder_where_it_is_asked_for():
