@@ -32,6 +32,9 @@ def test_a_run_takes_its_visits_and_its_evaluations() -> None:
     # Half of four clients; six of its rounds are of phase 1.
     phased = loaded("itpfl", "cohort=0.5", "method.phase_one_rounds=6")
     assert hours(phased, (1.0, 10.0, 5.0)) == pytest.approx((2 * (6 + 40) + 15) / 3600)
+    # One that is over before its first phase is has no rounds of the second.
+    phased = loaded("lg_fedavg", "cohort=0.5", "method.pretrain_rounds=99")
+    assert hours(phased, (1.0, 10.0, 5.0)) == pytest.approx((2 * 10 + 15) / 3600)
 
 
 def test_nothing_is_told_of_a_table_whose_data_say_how_many_clients_there_are() -> None:

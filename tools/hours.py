@@ -79,7 +79,7 @@ def hours(settings: RunConfig, seconds: tuple[float, float, float]) -> float:
     before, after, evaluation = seconds
     task, rounds = settings.task, settings.rounds
     assert task.clients is not None  # others are not measured
-    early = max(getattr(settings.settings, name, 0) for name in PHASES)
+    early = min(rounds, max(getattr(settings.settings, name, 0) for name in PHASES))
     visits = cohort_size(settings.cohort, task.clients - task.novel_clients)
     evaluations = -(-rounds // settings.evaluate_every)
     trained = visits * (early * before + (rounds - early) * after)
