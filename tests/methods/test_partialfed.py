@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hyperfed import trees
 from hyperfed.errors import UserError
-from hyperfed.methods import partialfed
+from hyperfed.methods import fedavg, partialfed
 from hyperfed.nets.anatomy import layers_of
 from hyperfed.runs.config import from_keys
 from hyperfed.system.randomness import generator
@@ -255,7 +255,7 @@ class TestMutants:
             averaged = partialfed.federation.average(clients, step, model, batches)
             return {"base": averaged["base"] | head}
 
-        monkeypatch.setattr(partialfed, "average", body_only)
+        monkeypatch.setattr(fedavg, "average", body_only)
         with pytest.raises(AssertionError, match="not close"):
             check_a_fixed_round()
 

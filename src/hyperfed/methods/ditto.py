@@ -23,10 +23,13 @@ from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt
 from pydantic.dataclasses import dataclass
 
 from hyperfed import federation
-from hyperfed.federation import Cohort, Outline, average, step
+from hyperfed.federation import step
+from hyperfed.methods.fedavg import Server
 from hyperfed.methods.parts.presets import DEFAULT
-from hyperfed.training import Batch, PersonalConfig, Steps, fit, proximal
+from hyperfed.training import Batch, PersonalConfig, fit, proximal
 from hyperfed.trees import Model, Tree
+
+__all__ = ["PRESETS", "Client", "Config", "Server"]
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -87,24 +90,3 @@ class Client(federation.Client):
         """Returns v, or the global model if there is none."""
         personal: Model = self.memory.get("personal", received)
         return personal
-
-
-class Server(federation.Server):
-    """Holds the global model w, ``self.model[size]``."""
-
-    def __init__(self, outline: Outline, config: Config) -> None:
-        super().__init__(outline, config)
-        self.model: Tree = {size: outline.initial(size) for size in outline.models}
-
-    def round(self, clients: Cohort) -> None:
-        """Replaces the global model by the weighted mean of the trained ones."""
-        batches = self.config.batches
-        self.model = average(clients, Client.train_model, self.model, batches)
-
-    def personalize(self, clients: Cohort) -> Model:
-        """Sends the global model; each client uses its own."""
-        model: Model = self.model[clients.size]
-        if clients.novel and self.config.novel_steps:
-            batches = Steps(self.config.novel_steps, self.config.batch_size)
-            clients.ask(Client.join, model, batches=batches)
-        return model

@@ -63,9 +63,12 @@ class Client(federation.Client):
 
 
 class Server(federation.Server):
-    """Holds the global model, ``self.model[size]``."""
+    """Holds the global model, ``self.model[size]``.
 
-    def __init__(self, outline: Outline, config: Config) -> None:
+    Other methods have it too: a step is found by its name, so it asks those of their own Client.
+    """
+
+    def __init__(self, outline: Outline, config: LocalConfig) -> None:
         super().__init__(outline, config)
         self.model: Tree = {size: outline.initial(size) for size in outline.models}
 

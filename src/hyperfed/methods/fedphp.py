@@ -36,8 +36,9 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from hyperfed import federation
-from hyperfed.federation import Cohort, Outline, average, step
+from hyperfed.federation import Outline, step
 from hyperfed.functional import apply, forward, forward_with_features, outputs_and_features
+from hyperfed.methods import fedavg
 from hyperfed.methods.parts.contrast import (
     check_logits,
     distances,
@@ -46,7 +47,7 @@ from hyperfed.methods.parts.contrast import (
 )
 from hyperfed.methods.parts.presets import DEFAULT, PFEDKT
 from hyperfed.nets.anatomy import check_head
-from hyperfed.training import Batch, LocalConfig, Objective, Share, Steps, fit
+from hyperfed.training import Batch, LocalConfig, Objective, Share, fit
 from hyperfed.trees import Model, Tree, interpolate
 
 
@@ -155,8 +156,8 @@ class Client(federation.Client):
         return inherited
 
 
-class Server(federation.Server):
-    """Holds the global model, ``self.model[size]``.
+class Server(fedavg.Server):
+    """FedAvg's; what a client inherits stays with it.
 
     Raises:
         UserError: the outputs are no logits of classes, and so have no divergence; or the features
@@ -170,17 +171,3 @@ class Server(federation.Server):
         else:
             for module in outline.models.values():
                 check_head(module)  # what goes into it are the features
-        self.model: Tree = {size: outline.initial(size) for size in outline.models}
-
-    def round(self, clients: Cohort) -> None:
-        """Replaces the global model by the weighted mean of the trained ones."""
-        batches = self.config.batches
-        self.model = average(clients, Client.train_model, self.model, batches)
-
-    def personalize(self, clients: Cohort) -> Model:
-        """Sends the global model; each client uses its inherited one."""
-        model: Model = self.model[clients.size]
-        if clients.novel and self.config.novel_steps:
-            batches = Steps(self.config.novel_steps, self.config.batch_size)
-            clients.ask(Client.join, model, batches=batches)
-        return model

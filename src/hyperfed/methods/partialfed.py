@@ -38,7 +38,8 @@ from torch import Tensor, nn
 
 from hyperfed import federation
 from hyperfed.errors import UserError
-from hyperfed.federation import Cohort, Outline, average, step
+from hyperfed.federation import Outline, step
+from hyperfed.methods import fedavg
 from hyperfed.methods.parts.presets import DEFAULT, PFEDKT
 from hyperfed.nets.anatomy import layers_of
 from hyperfed.training import Batch, PersonalConfig, Sgd, Steps, fit
@@ -167,25 +168,15 @@ class Client(federation.Client):
         return model
 
 
-class Server(federation.Server):
-    """Holds the global model, ``self.model[size]``."""
+class Server(fedavg.Server):
+    """FedAvg's: all layers are averaged, loaded or kept.
+
+    Raises:
+        UserError: a target lacks layers that the fixed strategy keeps.
+    """
 
     def __init__(self, outline: Outline, config: Config) -> None:
         super().__init__(outline, config)
         if config.strategy == "fixed":
             for target in outline.models.values():  # complain before anything is trained
                 fixed_layers(target, config)
-        self.model: Tree = {size: outline.initial(size) for size in outline.models}
-
-    def round(self, clients: Cohort) -> None:
-        """Replaces the global model by the weighted mean of the trained ones."""
-        batches = self.config.batches
-        self.model = average(clients, Client.train_model, self.model, batches)
-
-    def personalize(self, clients: Cohort) -> Model:
-        """Sends the global model; each client uses its own."""
-        model: Model = self.model[clients.size]
-        if clients.novel and self.config.novel_steps:
-            batches = Steps(self.config.novel_steps, self.config.batch_size)
-            clients.ask(Client.join, model, batches=batches)
-        return model
