@@ -44,7 +44,8 @@ from torch import Tensor
 from torch.func import grad
 
 from hyperfed import federation
-from hyperfed.federation import Cohort, Outline, average, step
+from hyperfed.federation import Cohort, step
+from hyperfed.methods import fedavg
 from hyperfed.methods.parts.presets import DEFAULT
 from hyperfed.training import Batch, Objective, PersonalConfig, Share, fit
 from hyperfed.trees import Model, Tree
@@ -155,17 +156,8 @@ class Client(federation.Client):
         return self.mixture(received, self.memory["local"], self.memory["alpha"])
 
 
-class Server(federation.Server):
-    """Holds the global model w, ``self.model[size]``."""
-
-    def __init__(self, outline: Outline, config: Config) -> None:
-        super().__init__(outline, config)
-        self.model: Tree = {size: outline.initial(size) for size in outline.models}
-
-    def round(self, clients: Cohort) -> None:
-        """Replaces the global model by the weighted mean of the trained ones."""
-        batches = self.config.batches
-        self.model = average(clients, Client.train_model, self.model, batches)
+class Server(fedavg.Server):
+    """FedAvg's, of w, which has a novel client train as in rounds."""
 
     def personalize(self, clients: Cohort) -> Model:
         """Sends the global model; each client mixes it with its own."""

@@ -37,8 +37,9 @@ from torch import Tensor
 
 from hyperfed import federation
 from hyperfed.errors import UserError
-from hyperfed.federation import EVALUATION_BATCH, Cohort, Outline, Split, average, step
+from hyperfed.federation import EVALUATION_BATCH, Cohort, Outline, Split, step
 from hyperfed.functional import outputs_and_features
+from hyperfed.methods import fedavg
 from hyperfed.methods.parts.features import check_classes, check_outputs
 from hyperfed.methods.parts.presets import DEFAULT, PEFLL
 from hyperfed.nets.anatomy import check_head
@@ -149,8 +150,8 @@ class Client(federation.Client):
         )
 
 
-class Server(federation.Server):
-    """Holds the global model, ``self.model[size]``.
+class Server(fedavg.Server):
+    """FedAvg's, from whose model clients make their stores.
 
     Raises:
         UserError: examples are not of one class each, or a target has no output for each class.
@@ -162,12 +163,6 @@ class Server(federation.Server):
         check_outputs("kNN-Per", outline)
         for module in outline.models.values():
             check_head(module)  # what goes into it are the features
-        self.model: Tree = {size: outline.initial(size) for size in outline.models}
-
-    def round(self, clients: Cohort) -> None:
-        """Replaces the global model by the weighted mean of the trained ones."""
-        batches = self.config.batches
-        self.model = average(clients, Client.train_model, self.model, batches)
 
     def personalize(self, clients: Cohort) -> Tree:
         """Sends the global model, from which clients make their stores; nothing more is sent."""

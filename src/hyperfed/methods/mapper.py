@@ -34,8 +34,9 @@ from torch import Tensor
 
 from hyperfed import federation
 from hyperfed.errors import UserError
-from hyperfed.federation import EVALUATION_BATCH, Cohort, Outline, average, step
+from hyperfed.federation import EVALUATION_BATCH, Cohort, step
 from hyperfed.functional import apply, forward
+from hyperfed.methods import fedavg
 from hyperfed.methods.parts.presets import DEFAULT, PFEDKT
 from hyperfed.training import Batch, PersonalConfig, Share, fit
 from hyperfed.trees import Model, Tree
@@ -178,17 +179,8 @@ def interpolated(common: Tensor, own: Tensor, share: Tensor) -> Tensor:
     return share * own + (1 - share) * common
 
 
-class Server(federation.Server):
-    """Holds the global model, ``self.model[size]``."""
-
-    def __init__(self, outline: Outline, config: Config) -> None:
-        super().__init__(outline, config)
-        self.model: Tree = {size: outline.initial(size) for size in outline.models}
-
-    def round(self, clients: Cohort) -> None:
-        """Replaces the global model by the weighted mean of the trained ones."""
-        batches = self.config.batches
-        self.model = average(clients, Client.train_model, self.model, batches)
+class Server(fedavg.Server):
+    """FedAvg's, which has a novel client train as in rounds."""
 
     def personalize(self, clients: Cohort) -> Model:
         """Sends the global model; each client interpolates it with its own."""

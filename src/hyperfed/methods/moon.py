@@ -30,8 +30,9 @@ from torch import Tensor, nn
 
 from hyperfed import federation
 from hyperfed.errors import UserError
-from hyperfed.federation import Cohort, Outline, average, step
+from hyperfed.federation import Cohort, Outline, step
 from hyperfed.functional import forward_with_features, outputs_and_features
+from hyperfed.methods import fedavg
 from hyperfed.methods.parts.contrast import contrastive_loss, distances
 from hyperfed.methods.parts.presets import DEFAULT, PFEDKT
 from hyperfed.nets.anatomy import check_head, last_linear
@@ -156,21 +157,15 @@ class Client(federation.Client):
         return self.served_model(received)
 
 
-class Server(federation.Server):
-    """Holds the global model, ``self.model[size]``."""
+class Server(fedavg.Server):
+    """FedAvg's, of targets with their projection heads, where these have some."""
 
     def __init__(self, outline: Outline, config: Config) -> None:
         super().__init__(outline, config)
         for module in outline.models.values():
             check_head(module)  # what goes into it are the features
-        initial: Tree = {size: outline.initial(size) for size in outline.models}
         projecting = Client.networks(outline, config)
-        self.model = initial | {size: model_of(network) for size, network in projecting.items()}
-
-    def round(self, clients: Cohort) -> None:
-        """Replaces the global model by the weighted mean of the trained ones."""
-        batches = self.config.batches
-        self.model = average(clients, Client.train_model, self.model, batches)
+        self.model |= {size: model_of(network) for size, network in projecting.items()}
 
     def personalize(self, clients: Cohort) -> Model:
         """Sends the global model."""

@@ -47,8 +47,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, vjp
 
 from hyperfed import federation
-from hyperfed.federation import Cohort, Outline, average, step
+from hyperfed.federation import Cohort, Outline, step
 from hyperfed.functional import apply
+from hyperfed.methods import fedavg
 from hyperfed.methods.parts.contrast import (
     Contrast,
     Distance,
@@ -239,8 +240,8 @@ class Client(federation.Client):
         return model
 
 
-class Server(federation.Server):
-    """Holds the global model, ``self.model[size]``.
+class Server(fedavg.Server):
+    """FedAvg's, of what clients train as their private models.
 
     Raises:
         UserError: the outputs are no logits of classes, and so have no divergence.
@@ -250,12 +251,6 @@ class Server(federation.Server):
         super().__init__(outline, config)
         if config.distance == "kl" and config.contrast != "none":
             check_logits('pfedkt with distance "kl"', outline)
-        self.model: Tree = {size: outline.initial(size) for size in outline.models}
-
-    def round(self, clients: Cohort) -> None:
-        """Replaces the global model by the weighted mean of the trained private ones."""
-        batches = self.config.batches
-        self.model = average(clients, Client.train_model, self.model, batches)
 
     def personalize(self, clients: Cohort) -> Model:
         """Sends the global model; each client uses its private one, or that."""
