@@ -25,7 +25,8 @@ from pydantic import ConfigDict, NonNegativeInt, PositiveFloat
 from pydantic.dataclasses import dataclass
 
 from hyperfed import federation
-from hyperfed.federation import Cohort, Outline, average, step
+from hyperfed.federation import Cohort, step
+from hyperfed.methods import fedper
 from hyperfed.methods.parts.presets import DEFAULT
 from hyperfed.nets.anatomy import head_names
 from hyperfed.training import Epochs, LocalConfig, Optimizer, fit
@@ -114,20 +115,8 @@ class Client(federation.Client):
         return personal
 
 
-class Server(federation.Server):
-    """Holds the global body, ``self.body[size]``."""
-
-    def __init__(self, outline: Outline, config: Config) -> None:
-        super().__init__(outline, config)
-        self.body: Tree = {
-            size: partition(outline.initial(size), head_names(module, config.head_layers))[1]
-            for size, module in outline.models.items()
-        }
-
-    def round(self, clients: Cohort) -> None:
-        """Replaces the global body by the weighted mean of the trained ones."""
-        batches = self.config.batches
-        self.body = average(clients, Client.train_model, self.body, batches)
+class Server(fedper.Server):
+    """FedPer's, of which each client makes a model of its own, known or novel."""
 
     def personalize(self, clients: Cohort) -> Model:
         """Sends the global body, with which each client trains its own model."""

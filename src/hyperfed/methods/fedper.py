@@ -81,7 +81,10 @@ class Client(federation.Client):
 
 
 class Server(federation.Server):
-    """Holds the global body, ``self.body[size]``."""
+    """Holds the global body, ``self.body[size]``.
+
+    Other methods have it too: a step is found by its name, so it asks those of their own Client.
+    """
 
     def __init__(self, outline: Outline, config: Config) -> None:
         super().__init__(outline, config)

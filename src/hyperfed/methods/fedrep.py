@@ -23,11 +23,10 @@ from typing import Any
 from pydantic import ConfigDict, NonNegativeInt
 from pydantic.dataclasses import dataclass
 
-from hyperfed import federation
 from hyperfed.errors import UserError
-from hyperfed.federation import Cohort, Outline, average, step
+from hyperfed.federation import Cohort, step
+from hyperfed.methods import fedper
 from hyperfed.methods.parts.presets import DEFAULT, PEFLL
-from hyperfed.nets.anatomy import head_names
 from hyperfed.training import Batch, Batches, Epochs, PersonalConfig, Steps, fit, pass_lengths
 from hyperfed.trees import Model, Tree, partition
 
@@ -91,8 +90,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-class Client(federation.Client):
-    """Keeps a head of its own."""
+class Client(fedper.Client):
+    """FedPer's, which trains the head before the body."""
 
     @step(like="body")
     def train_model(self, body: Model) -> Model:
@@ -125,29 +124,9 @@ class Client(federation.Client):
         )
         self.memory["head"], _ = partition(trained, self.head)
 
-    @property
-    def head(self) -> tuple[str, ...]:
-        """Names of the personal parameters."""
-        return head_names(self.module, self.config.head_layers)
 
-    def personal_model(self, received: Model) -> Model:
-        """Returns the received body with the client's own head, at first the initial one."""
-        return received | self.recall("head", self.head)
-
-
-class Server(federation.Server):
-    """Holds the global body, ``self.body[size]``."""
-
-    def __init__(self, outline: Outline, config: Config) -> None:
-        super().__init__(outline, config)
-        self.body: Tree = {
-            size: partition(outline.initial(size), head_names(module, config.head_layers))[1]
-            for size, module in outline.models.items()
-        }
-
-    def round(self, clients: Cohort) -> None:
-        """Replaces the global body by the weighted mean of the trained ones."""
-        self.body = average(clients, Client.train_model, self.body, self.config.batches)
+class Server(fedper.Server):
+    """FedPer's, which has a newcomer's head trained for steps or epochs."""
 
     def personalize(self, clients: Cohort) -> Model:
         """Sends the global body."""
