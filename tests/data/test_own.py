@@ -505,7 +505,6 @@ def test_a_layer_that_is_idle_elsewhere_or_in_evaluation_alone_is_let_be(net: Ne
         ({"client": [0, None] * 6}, "got None in 6 rows, the first at index 1; fill or drop"),
         ({"client": 3}, r"one hashable id per example, \(N,\), got 3; pass an array"),
         ({"client": "ab"}, "got 'ab'; pass an array"),
-        ({"client": [b"ann", "bob"] * 6}, "names that are text, got bytes, b'ann'; decode them"),
         ({"client": np.array(3)}, r"one hashable id per example, \(N,\), got array\(3\); pass"),
         ({"model": Silent}, r"must give 3 outputs per example, got shape \(0,\) for 2 examples"),
         ({"model": None}, "must be an nn.Module, or a function .*got None"),

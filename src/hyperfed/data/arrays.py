@@ -312,11 +312,6 @@ def named(client: Iterable[Hashable] | Any, problems: list[str]) -> tuple[Tensor
             f"client must name who holds each example, got {ids[missing[0]]} in {len(missing)} "
             f"rows, the first at index {missing[0]}; fill or drop them"
         )
-    if coded := [identity for identity in ids if isinstance(identity, bytes)]:
-        problems.append(
-            f"clients must have names that are text, got bytes, {one_line(repr(coded[0]), 100)}; "
-            "decode them (numpy.char.decode)"
-        )
     try:
         number = {identity: index for index, identity in enumerate(dict.fromkeys(ids))}
     except TypeError:
