@@ -354,9 +354,9 @@ def test_numbers_of_numpy_are_numbers():
 def test_a_word_may_look_like_a_number_on_the_command_line():
     keys = ("task=007", "task.target=2024", "task.client=1e3", "task.split=true")
     task = load("hyper", *keys, "task.features=2023", "method={lr=2}").task
-    assert (task.name, task.target, task.client, task.split) == ("007", "2024", "1e3", "true")
-    assert task.features == ("2023",)
-    assert load("hyper", "task=t.csv", 'task.target="2024"').task.target == "2024"
+    assert (task.name, task.client, task.split) == ("007", "1e3", "true")
+    assert (task.target, task.features) == (("2024",), ("2023",))
+    assert load("hyper", "task=t.csv", 'task.target="2024"').task.target == ("2024",)
     assert load("hyper", "task=t.csv", "task.target=none").task.target is None
 
 

@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -198,6 +199,18 @@ def test_why_a_run_failed_is_told_by_the_superlink_where_its_log_does_not(
     assert "is finished:failed: ServerApp failed:\\n\\x1b[31mits disk is full; go on" in said
 
 
+@pytest.fixture
+def as_in_a_terminal() -> Iterator[None]:
+    """Of whoever starts the tests, such as nohup, they may ignore signals."""
+    ending = (signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in ending}
+    before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("as_in_a_terminal")
 @pytest.mark.parametrize("number", [*signals.STOPPING, signal.SIGHUP])
 def test_a_run_is_stopped_by_what_comes_while_it_is_submitted_or_waited_for(
     number: signal.Signals, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
