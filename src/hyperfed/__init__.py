@@ -107,7 +107,7 @@ def train(
 def _place(path: object, what: str) -> Path:
     """Returns where a folder is, wherever this process moves to; ``~`` is the home directory."""
     if isinstance(path, str | PathLike) and str(path) and "\0" not in str(path):
-        return Path(absolute(str(path)))
+        return Path(absolute(str(Path(path))))
     raise UserError(
         f"{what} must be the path of a folder, got {one_line(repr(path), 100)}; name one, such as "
         "'runs'"

@@ -58,6 +58,9 @@ def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert len(hyperfed.compare("~/runs")) == 1
     hyperfed.export_model(begun.model(0), begun.task, "~/0.safetensors")
     assert (tmp_path / "0.safetensors").is_file()
+    nothing: Any = None
+    with pytest.raises(TypeError, match="NoneType"):  # and no file is called None
+        hyperfed.export_model(begun.model(0), begun.task, nothing, "safetensors")
 
 
 def test_paths_of_a_task_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

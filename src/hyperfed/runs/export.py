@@ -127,7 +127,7 @@ def export_model(model: nn.Module, task: Task, path: str | Path, format: str | N
             f"a model must be exported with its task, got {told}; call "
             "export_model(run.model(client), run.task, path)"
         )
-    path = Path(at_home(str(path)))
+    path = Path(at_home(str(Path(path))))  # what is no path stays an error
     chosen = format_of(path, format)
     portable = Portable(deepcopy(model).cpu(), task).eval()
     # Zeros: a program keeps the batch that it was traced on, and no client's data may leave.
