@@ -14,13 +14,14 @@ Example:
 """
 
 import logging
-from importlib import import_module, metadata
+from importlib import import_module
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hyperfed.errors import UserError, one_line
 from hyperfed.system.files import absolute
+from hyperfed.system.version import VERSION
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -41,10 +42,7 @@ __all__ = [
     "train",
 ]
 
-try:
-    __version__ = metadata.version("hyperfed")
-except metadata.PackageNotFoundError:  # run from a checkout that was never installed
-    __version__ = "0+unknown"
+__version__ = VERSION
 
 _HOME = {
     "Run": "hyperfed.runs.run",

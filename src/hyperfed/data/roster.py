@@ -20,6 +20,7 @@ from hyperfed.data.examples import Normalize, hash_of
 from hyperfed.data.own import Task, mean_squared_error, minus_squared_error
 from hyperfed.errors import UserError, one_line
 from hyperfed.system.files import atomic_write
+from hyperfed.system.version import VERSION
 from hyperfed.task import BASE
 
 _PLAIN = ConfigDict(extra="forbid", strict=True)
@@ -85,6 +86,7 @@ class Introduction:
         features: a hash of the columns that an example is made of, in their order; empty where
             their names do not say it.
         target_size: numbers that a target of regression has.
+        version: of its hyperfed.
     """
 
     members: Annotated[tuple[Member, ...], Field(max_length=10**6)]
@@ -98,6 +100,7 @@ class Introduction:
     labels: Annotated[tuple[_Name, ...], Field(max_length=MOST_CLASSES)] = ()
     features: _Hash = ""
     target_size: _TargetSize = 1
+    version: Annotated[str, Field(max_length=64)] = VERSION
 
 
 def check_introduction(said: Introduction, problems: list[str]) -> None:

@@ -4,24 +4,21 @@ import os
 import platform
 import subprocess
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from hyperfed.system.version import VERSION
+
 
 def versions() -> dict[str, str]:
     """Returns the versions that a result may depend on."""
-    try:
-        own = metadata.version("hyperfed")
-    except metadata.PackageNotFoundError:  # run from its source folder
-        own = "not installed"
     return {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "numpy": np.__version__,
-        "hyperfed": own,
+        "hyperfed": VERSION,
     }
 
 

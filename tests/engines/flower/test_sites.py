@@ -10,6 +10,7 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
+import hyperfed
 from hyperfed.data.roster import Introduction, Member, enrol
 from hyperfed.engines.flower import sites as module
 from hyperfed.engines.flower import wire
@@ -363,8 +364,23 @@ def test_what_no_introduction_says_is_refused(what: str) -> None:
     for part in way:
         inner = inner[part]
     inner[last] = value
-    with pytest.raises(WireError, match="an introduction must be one, but"):
+    with pytest.raises(WireError, match=r"an introduction must be one of hyperfed \S+, but"):
         read_introduction(wire.json.dumps(table).encode())
+
+
+def test_a_site_of_another_version_is_told_which_and_counts_when_it_has_the_servers(
+    link: Nodes,
+) -> None:
+    link.keys = {1: "", 2: ""}
+    link.says = {1: said("ann"), 2: said("bob", version="0.0.9")}
+    sites = Sites(link, 10.0)
+    assert sites.find(["ann", "bob"]) == {"ann": 1}
+    (why,) = sites.left_out()
+    assert f"must have the server's hyperfed, {hyperfed.__version__}, or" in why
+    assert "but has 0.0.9; install that there" in why
+    link.says[2], link.now = said("bob"), link.now + 600.0
+    assert sites.find(["ann", "bob"]) == {"ann": 1, "bob": 2}
+    assert sites.left_out() == []
 
 
 def test_a_novel_client_may_have_no_example_to_train_on() -> None:

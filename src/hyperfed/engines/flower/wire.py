@@ -27,6 +27,7 @@ from hyperfed.data.roster import Frame, Introduction, check_introduction, first_
 from hyperfed.engines.calls import Call
 from hyperfed.engines.replies import BadReplyError, DivergedError
 from hyperfed.errors import LONGEST, SpentError, UserError, one_line
+from hyperfed.system.version import VERSION
 from hyperfed.training import Batches, Epochs, Steps, UnlabelledError
 from hyperfed.trees import Tree
 from hyperfed.trees.checkpoints import dumps, loads
@@ -285,7 +286,7 @@ def read_introduction(content: bytes) -> Introduction:
     """Reads what a site says of itself.
 
     Raises:
-        WireError: the bytes are no introduction, or one of what no site has.
+        WireError: the bytes are no introduction, or one of what no site has, or of another version.
     """
     if len(content) > MOST_INTRODUCED:
         raise WireError(
@@ -295,7 +296,14 @@ def read_introduction(content: bytes) -> Introduction:
     try:
         said: Introduction = _INTRODUCTION.validate_json(content)
     except ValidationError as error:
-        raise WireError(f"an introduction must be one, but {first_of(error)}") from error
+        raise WireError(
+            f"an introduction must be one of hyperfed {VERSION}, but {first_of(error)}"
+        ) from error
+    if said.version != VERSION:
+        raise WireError(
+            f"a site must have the server's hyperfed, {VERSION}, or it would compute and read "
+            f"messages otherwise, but has {one_line(said.version, 64)}; install that there"
+        )
     problems: list[str] = []
     check_introduction(said, problems)
     if problems:
