@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import pickle
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -427,6 +428,7 @@ def test_what_cannot_be_gone_on_from_is_refused_where_it_is_used(edit: str, tmp_
         Run.evaluate_best,
         lambda run: run.model(0),
         lambda run: run.served_otherwise(["serve.finetune_steps=1"]).evaluate_best(),
+        lambda run: pickle.loads(pickle.dumps(run)).model(0),
     ],
 )
 @pytest.mark.parametrize("opened", [False, True])

@@ -59,7 +59,7 @@ class Served(TrainedMethod):
 
         What clients have let out goes with it, so that a copy knows what of the budget is spent.
         """
-        held = ("_best", "round", "_bytes", "_newcomers", "_trained_on")
+        held = ("_best", "round", "_bytes", "_newcomers", "_trained_on", "_unproven")
         state = {name: getattr(self, name) for name in held} | {"_earlier": self.seconds}
         return _from_pickle, (self.config, self.task, state, self.engine.released)
 
