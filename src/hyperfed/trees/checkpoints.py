@@ -242,8 +242,6 @@ def _restore(
             tree[name] = _restore(inner, tensors, f"{path}/", depth + 1)
         elif inner == "contiguous":
             tree[name] = tensors[path]
-        elif inner == "channels_last":  # as an earlier version called it
-            tree[name] = tensors[path].contiguous(memory_format=torch.channels_last)
         else:
             tree[name] = laid_out(tensors[path], inner)
     return tree

@@ -177,9 +177,8 @@ class Store:
         if not path.exists():
             return None
         tree, meta = load_state(path)
-        memory, masks = tree["memory"], tree.get("masks", {})
-        remembers = meta.get("remembers", bool(memory))
-        return Draft(meta["serial"], memory, tree["scratch"], tree["reply"], masks, remembers)
+        memory, scratch, reply = tree["memory"], tree["scratch"], tree["reply"]
+        return Draft(meta["serial"], memory, scratch, reply, tree["masks"], meta["remembers"])
 
     def memory(self, client: str, version: Version | None) -> Tree:
         """Returns the memory that a client is to begin a cohort with; empty where it has none.
