@@ -97,16 +97,6 @@ class TestLeNet:
         assert model.fc1.in_features == 6 * pixels
         assert model(torch.zeros(2, *shape)).shape == (2, 6)
 
-    def test_without_last_layer_gives_its_inputs(self):
-        with seeded(2):
-            model = LeNet((1, 16, 16), 5, width=2).double()
-        body = LeNet((1, 16, 16), 5, width=2, last=False).double()
-        body.load_state_dict({k: v for k, v in model.state_dict().items() if "fc3" not in k})
-        x = images(3, 1, 16, 16)
-        assert model.fc3 is not None
-        torch.testing.assert_close(model.fc3(body(x)), model(x))
-        assert head_names(body) == ("fc2.weight", "fc2.bias")
-
     @pytest.mark.parametrize("size", [(17, 20), (16, 31), (32, 32)])
     @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
     def test_without_a_gradient_the_same_bits(self, size, layout):

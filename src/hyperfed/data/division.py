@@ -356,8 +356,8 @@ def _hold_out(
             groups, rng, val=val, test=None, held_out=own_split, overlaps=overlaps
         )
     else:
-        val = 0.15 if config.val is None else config.val
-        test = 0.15 if config.test is None else config.test
+        usual = partitions.HELD_OUT
+        val, test = (usual if share is None else share for share in (config.val, config.test))
         part = partitions.hold_out(groups, rng, val=val, test=test, overlaps=overlaps)
         if not (part == partitions.TEST).any():
             raise UserError(partitions.too_few_to_test(groups, test))

@@ -20,9 +20,6 @@ from hyperfed.data.sizes import sizes_of
 from hyperfed.errors import UserError
 from hyperfed.task import BASE, accuracy
 
-HELD_OUT = 0.15
-"""Fraction of each client's examples for validation, and for testing, where nothing says it."""
-
 MOST_NAMED = 20
 """Features that are told by name, at most."""
 
@@ -378,7 +375,7 @@ def _split(
             f"{test}; remove them"
         )
         return None
-    val, test = (HELD_OUT if share is None else share for share in (val, test))
+    val, test = (partitions.HELD_OUT if share is None else share for share in (val, test))
     numbers = partitions.is_number(val) and partitions.is_number(test)
     if not (numbers and val >= 0 and test >= 0 and val + test < 1):  # nor is NaN
         problems.append(

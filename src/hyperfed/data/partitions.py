@@ -23,6 +23,9 @@ from hyperfed.system.randomness import derive
 TRAIN, VAL, TEST, UNUSED = 0, 1, 2, -1
 """What an example is for."""
 
+HELD_OUT = 0.15
+"""Fraction of each client's examples for validation, and for testing, where nothing says it."""
+
 TOLERANCE = 1e-9
 """How far shares of a class may exceed one in sum, from rounding."""
 

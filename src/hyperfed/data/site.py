@@ -190,8 +190,8 @@ def listed(text: str) -> tuple[str, ...]:
 def read(
     path: str | Path,
     *,
-    val: float = 0.15,
-    test: float = 0.15,
+    val: float = partitions.HELD_OUT,
+    test: float = partitions.HELD_OUT,
     columns: Columns | None = None,
     labels: Sequence[str] = (),
     check: bool = False,

@@ -39,7 +39,6 @@ class LeNet(nn.Module):
         classes: number of outputs of fc3.
         width: filters of conv1.
         hidden: outputs of fc1 and fc2.
-        last: False leaves fc3 out: the network returns (B, ``hidden[1]``) rectified features.
 
     Raises:
         UserError: a size is out of range.
@@ -51,7 +50,6 @@ class LeNet(nn.Module):
         classes: int,
         width: int = 16,
         hidden: Sequence[int] = (120, 84),
-        last: bool = True,
     ) -> None:
         super().__init__()
         if isinstance(hidden, int) or len(hidden) != 2:
@@ -66,15 +64,16 @@ class LeNet(nn.Module):
         flat = 2 * width * _pixels_after_two_convolutions(height, length)
         self.fc1 = nn.Linear(flat, hidden[0])
         self.fc2 = nn.Linear(hidden[0], hidden[1])
-        self.fc3 = nn.Linear(hidden[1], classes) if last else None
+        self.fc3 = nn.Linear(hidden[1], classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the logits of images (or, without fc3, their features)."""
+        """Returns the logits of images."""
         x = F.relu(_halved(self.conv1(x)))  # (B, width, (H-4)/2, (W-4)/2)
         x = F.relu(_halved(self.conv2(x)))
         x = F.relu(self.fc1(x.flatten(1)))
         x = F.relu(self.fc2(x))  # (B, hidden[1])
-        return x if self.fc3 is None else self.fc3(x)
+        logits: Tensor = self.fc3(x)
+        return logits
 
 
 class PFedKTCNN(LeNet):

@@ -13,6 +13,7 @@ from pydantic import ConfigDict, Field, FiniteFloat, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from hyperfed.data.partitions import HELD_OUT
 from hyperfed.engines.calls import Call, draw, find_step
 from hyperfed.engines.masking import SMALLEST, Masking
 from hyperfed.engines.updates import PrivateUpdates
@@ -87,8 +88,8 @@ class Policy:
     largest_training: PositiveInt = 10_000_000
     smallest_evaluation: PositiveInt = 5
     evaluations_per_day: NonNegativeInt = 100
-    val: _Fraction = 0.15
-    test: _Fraction = 0.15
+    val: _Fraction = HELD_OUT
+    test: _Fraction = HELD_OUT
     largest_message: PositiveInt = 1 << 30
     largest_memory: PositiveInt | None = None
     metrics: tuple[str, ...] = ()
