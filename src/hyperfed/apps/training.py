@@ -8,6 +8,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from traceback import print_exception
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -88,7 +89,8 @@ def train_all(
 ) -> None:
     """Trains a method, or all, with each of some settings and compares.
 
-    A run that loses everybody does not keep the others from theirs.
+    A run that loses everybody, or falls over a fault of its method or of ours, does not keep the
+    others from theirs.
 
     Args:
         source: the method, all of them, or an experiment.
@@ -99,8 +101,8 @@ def train_all(
         quiet: print results alone.
 
     Raises:
-        Exit: with 3 where a run was stopped, with 1 where one lost everybody that was not tried
-            among others.
+        Exit: with 3 where a run was stopped, with 1 where one fell over a fault, or lost everybody
+            and was not tried among others.
         LostEverybodyError: all runs did.
     """
     asked = _load_all(source, each, points)  # no error after hours
@@ -109,7 +111,7 @@ def train_all(
     build = cache(tasks.build)  # the same data for all, but a preset may have its own
     results: list[dict[str, Any]] = []
     of: list[tried.Point] = []
-    lost: LostEverybodyError | None = None
+    left_out: list[Exception] = []
     for number, it in enumerate(asked, start=1):
         task = build(it.config.task, it.config.seed)
         with closing(Run.start(it.config, out, task, experiment)) as run:
@@ -120,9 +122,9 @@ def train_all(
             tell(_folder(run))
             try:
                 why = _watch(run, quiet=quiet)
-            except LostEverybodyError as error:
-                say(f"warning: left out: {it}: {error}")
-                lost = error
+            except Exception as error:
+                _leave_out(it, run, error)
+                left_out.append(error)
                 continue
             if why is not None:
                 _stop(run, why, _not_begun(source, asked[number:], each, out))
@@ -130,13 +132,30 @@ def train_all(
                 _say_remarks(run.summary)
             results.append(_result(run))
             of.append(it.point)
-    if lost is not None and not results:
-        raise lost
+    faulty = any(not isinstance(error, UserError) for error in left_out)
+    if left_out and not results:
+        raise typer.Exit(1) if faulty else left_out[-1]
     _print_all(results, of, points, trained=len(each), as_json=as_json)
     if not as_json:
         print(out, flush=True)
-    if lost is not None and len(points) == 1:
+    if faulty or (left_out and len(points) == 1):
         raise typer.Exit(1)
+
+
+def _leave_out(it: _Asked, run: Run, error: Exception) -> None:
+    """Says why a run is not among the results.
+
+    Raises:
+        UserError: it is the user's to mend, and the other runs would meet it, too.
+    """
+    if isinstance(error, LostEverybodyError):
+        say(f"warning: left out: {it}: {error}")
+    elif isinstance(error, UserError):
+        raise error
+    else:
+        print_exception(error)  # whole, to be reported
+        told = f"warning: left out: {it}: {type(error).__name__}, as said above"
+        say(f"{told}; go on with: hyperfed resume {shlex.quote(str(_folder(run)))}")
 
 
 def _print_all(

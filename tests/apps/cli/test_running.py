@@ -11,7 +11,7 @@ import pytest
 
 from apps.cli.checks import SMALL, failure, same_records
 from hyperfed.apps.cli import main
-from hyperfed.errors import LostEverybodyError
+from hyperfed.errors import LostEverybodyError, UserError
 from hyperfed.methods import METHODS, pfedhn
 from hyperfed.runs.folder import RunFolder, read_run
 from hyperfed.runs.run import Run
@@ -242,6 +242,44 @@ class TestTried:
         assert code == 1
         assert "warning: left out: fedavg, seed 3: all are gone" in err
         assert [result["summary"]["seed"] for result in json.loads(out)["runs"]] == [4]
+
+    @pytest.mark.parametrize("tried", [["seed=3..4"], ["--try", "method.local_lr=0.1,0.05"]])
+    @pytest.mark.parametrize("falls", ["one", "all"])
+    def test_a_fault_in_one_run_keeps_no_other_from_its_end_and_is_told_whole(
+        self, cli, tmp_path, monkeypatch, tried, falls
+    ):
+        whole, begun = Run._one_round, []
+
+        def faulty(run: Run) -> None:
+            begun.append(run)
+            if falls == "all" or run is begun[0]:
+                raise RuntimeError("not enough memory")
+            whole(run)
+
+        monkeypatch.setattr(Run, "_one_round", faulty)
+        code, out, err = cli("run", "fedavg", *SMALL, *tried, "--out", tmp_path)
+        assert code == 1
+        assert "in faulty\n" in err
+        assert "RuntimeError: not enough memory\n" in err
+        told = [line for line in err.splitlines() if line.startswith("warning: left out: fedavg, ")]
+        assert len(told) == (1 if falls == "one" else 2)
+        again = told[0].rpartition("; go on with: hyperfed resume ")[2]
+        ended = [path.parent for path in tmp_path.rglob("summary.json")]
+        assert len(ended) == (1 if falls == "one" else 0)
+        assert bool(out) == (falls == "one")
+        monkeypatch.setattr(Run, "_one_round", whole)
+        assert cli("resume", again, "--quiet").code == 0
+        assert (Path(again) / "summary.json").exists()
+
+    def test_what_the_user_must_mend_ends_all_at_once(self, cli, tmp_path, monkeypatch):
+        def refused(run: Run) -> None:
+            raise UserError("the disk must have room")
+
+        monkeypatch.setattr(Run, "_one_round", refused)
+        code, _, err = cli("run", "fedavg", *SMALL, "seed=3..4", "--out", tmp_path)
+        assert code == 2
+        assert err.count("of 2)") == 1
+        assert err.splitlines()[-1] == "error: the disk must have room"
 
 
 def test_a_home_directory_behind_an_equals_sign_is_found(cli, tmp_path, monkeypatch):
