@@ -280,10 +280,15 @@ def _result(run: Run) -> dict[str, Any]:
 
 def submit_run(loaded: RunConfig, folder: Path, *, as_json: bool, quiet: bool) -> None:
     """Has a SuperLink train, prints the result and the folder; 3 where the run can be resumed."""
+
+    def taken(run: str) -> None:
+        at = loaded.engine.superlink
+        say(f"run {run} at {at}; Ctrl-C stops it; its records on that host: {folder.resolve()}")
+
     how = ""
     try:
         with following(loaded.method, loaded.rounds, not quiet) as tell:
-            submit.train(loaded, folder, tell)
+            submit.train(loaded, folder, tell, None if quiet else taken)
     except KeyboardInterrupt:
         how = "stopped"
     except submit.RunFailedError as error:

@@ -131,6 +131,8 @@ def test_the_exit_code_is_that_of_the_run_and_not_of_flwr(
     assert ("is finished:stopped; the SuperLink's log" in said.err) == (status == "stopped")
     (folder,) = (tmp_path / "pefll").iterdir()
     assert str(folder) in said.out
+    known = f"run 12 at 127.0.0.1:1; Ctrl-C stops it; its records on that host: {folder}\n"
+    assert said.err.startswith(known)
     assert ("hyperfed resume" in said.err) == bool(code)
     assert config.load(str(folder / "config.toml")).engine.name == "flower"
 
@@ -159,8 +161,10 @@ def test_a_run_is_out_of_sight_where_nothing_is_told_of_it_ten_times_in_a_row(
     monkeypatch.setattr(submit, "_flwr", flwr)
     monkeypatch.setattr(submit.time, "sleep", lambda seconds: None)
     link = ("engine=flower", "engine.superlink=127.0.0.1:1")
-    assert command("run", "pefll", *link, "--out", str(tmp_path)) == code
-    assert ("out of sight" in capsys.readouterr().err) == bool(code)
+    assert command("run", "pefll", *link, "--quiet", "--out", str(tmp_path)) == code
+    said = capsys.readouterr().err
+    assert ("out of sight" in said) == bool(code)
+    assert bool(said) == bool(code)  # quiet: nor what the run is
     assert not list(left)
 
 

@@ -152,7 +152,12 @@ def resumable(folder: Path, *, done: bool = False) -> RunConfig | None:
     return configuration.load(str(place.config))
 
 
-def train(config: RunConfig, folder: Path, tell: Callable[[str], None] | None = None) -> None:
+def train(
+    config: RunConfig,
+    folder: Path,
+    tell: Callable[[str], None] | None = None,
+    taken: Callable[[str], None] | None = None,
+) -> None:
     """Has a SuperLink train, and returns when the run is done.
 
     The ServerApp writes the records into ``folder`` on the SuperLink's host. Where they lie there
@@ -163,13 +168,14 @@ def train(config: RunConfig, folder: Path, tell: Callable[[str], None] | None = 
         folder: of the records.
         tell: is told each line of the run's log, from another thread; where there is none, the log
             is not asked for.
+        taken: is told the run's number at the SuperLink, once that has it.
 
     Raises:
         UserError: the SuperLink cannot be reached or takes no run.
         RunFailedError: the run ended without being done.
         KeyboardInterrupt: somebody gave up; the run is stopped, and can be resumed.
     """
-    _submit(config, folder, "server", tell, RunFolder(folder).summary)
+    _submit(config, folder, "server", tell, done=RunFolder(folder).summary, taken=taken)
 
 
 def serve(config: RunConfig, folder: Path, tell: Callable[[str], None]) -> None:
@@ -193,7 +199,9 @@ def _submit(
     folder: Path,
     server: str,
     tell: Callable[[str], None] | None,
+    *,
     done: Path | None = None,
+    taken: Callable[[str], None] | None = None,
 ) -> None:
     """Has a SuperLink run one of our ServerApps, and waits.
 
@@ -203,6 +211,7 @@ def _submit(
         server: the ServerApp, of :mod:`hyperfed.apps.flower.app`.
         tell: is told each line of its log.
         done: a file that is there when it is done, on its host.
+        taken: is told the run's number.
     """
     link = SuperLink.of(config)
     with terminable(), tempfile.TemporaryDirectory() as scratch:
@@ -231,6 +240,8 @@ def _submit(
         try:
             if asked:
                 raise KeyboardInterrupt
+            if taken is not None:
+                taken(run)
             with _log_of(home, run, tell) as over:
                 status, details = _wait(home, run, done, over)
                 if tell is not None:
