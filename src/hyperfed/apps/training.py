@@ -34,6 +34,9 @@ from hyperfed.system.signals import handled
 ALL = "all"
 """What stands for every method in the place of a method's name."""
 
+FAULT = "a fault"
+"""Why a run ended that fell over what is no user's to mend."""
+
 ABORTED = "aborted"
 """How a run ended that was not even let finish its round."""
 
@@ -111,7 +114,7 @@ def train_all(
     build = cache(tasks.build)  # the same data for all, but a preset may have its own
     results: list[dict[str, Any]] = []
     of: list[tried.Point] = []
-    left_out: list[Exception] = []
+    left_out: list[str] = []
     for number, it in enumerate(asked, start=1):
         task = build(it.config.task, it.config.seed)
         with closing(Run.start(it.config, out, task, experiment)) as run:
@@ -123,8 +126,8 @@ def train_all(
             try:
                 why = _watch(run, quiet=quiet)
             except Exception as error:
-                _leave_out(it, run, error)
-                left_out.append(error)
+                # And not the error, which would keep in memory what the next may need.
+                left_out.append(_leave_out(it, run, error))
                 continue
             if why is not None:
                 _stop(run, why, _not_begun(source, asked[number:], each, out))
@@ -132,9 +135,9 @@ def train_all(
                 _say_remarks(run.summary)
             results.append(_result(run))
             of.append(it.point)
-    faulty = any(not isinstance(error, UserError) for error in left_out)
+    faulty = FAULT in left_out
     if left_out and not results:
-        raise typer.Exit(1) if faulty else left_out[-1]
+        raise typer.Exit(1) if faulty else LostEverybodyError(left_out[-1])
     _print_all(results, of, points, trained=len(each), as_json=as_json)
     if not as_json:
         print(out, flush=True)
@@ -142,20 +145,21 @@ def train_all(
         raise typer.Exit(1)
 
 
-def _leave_out(it: _Asked, run: Run, error: Exception) -> None:
-    """Says why a run is not among the results.
+def _leave_out(it: _Asked, run: Run, error: Exception) -> str:
+    """Says why a run is not among the results; returns how it lost everybody, or :data:`FAULT`.
 
     Raises:
         UserError: it is the user's to mend, and the other runs would meet it, too.
     """
     if isinstance(error, LostEverybodyError):
         say(f"warning: left out: {it}: {error}")
-    elif isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, UserError):
         raise error
-    else:
-        print_exception(error)  # whole, to be reported
-        told = f"warning: left out: {it}: {type(error).__name__}, as said above"
-        say(f"{told}; go on with: hyperfed resume {shlex.quote(str(_folder(run)))}")
+    print_exception(error)  # whole, to be reported
+    told = f"warning: left out: {it}: {type(error).__name__}, as said above"
+    say(f"{told}; go on with: hyperfed resume {shlex.quote(str(_folder(run)))}")
+    return FAULT
 
 
 def _print_all(
