@@ -31,7 +31,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from hyperfed import federation, functional
-from hyperfed.federation import Cohort, Outline, average, step
+from hyperfed.federation import Cohort, Outline, step
+from hyperfed.methods import fedavg
 from hyperfed.methods.parts.features import check_classes, check_outputs
 from hyperfed.methods.parts.presets import DEFAULT, PFEDKT
 from hyperfed.nets.anatomy import head_names, last_linear
@@ -180,8 +181,8 @@ class Client(federation.Client):
         return model | {name: model[name] + value for name, value in head.items()}
 
 
-class Server(federation.Server):
-    """Holds, in ``self.model[size]``, the generic model and the hypernetwork where there is one.
+class Server(fedavg.Server):
+    """FedAvg's, whose ``self.model[size]`` is the generic model and, if any, the hypernetwork.
 
     Raises:
         UserError: examples are not of one class each, or a target has no output for each class, or
@@ -194,14 +195,9 @@ class Server(federation.Server):
         check_outputs("Fed-RoD", outline)
         for target in outline.models.values():
             last_linear(target, "Fed-RoD")  # to which a linear head can be added
-        self.model: Tree = {size: outline.initial(size) for size in outline.models}
         for size, network in Client.networks(outline, config).items():
             named = model_of(network).items()
             self.model[size] |= {PERSONAL + name: value for name, value in named}
-
-    def round(self, clients: Cohort) -> None:
-        """Replaces what is sent by the weighted mean of what was trained."""
-        self.model = average(clients, Client.train_model, self.model, self.config.batches)
 
     def personalize(self, clients: Cohort) -> Model:
         """Sends the generic model, and the hypernetwork where there is one."""
