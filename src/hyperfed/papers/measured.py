@@ -2,7 +2,7 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -145,8 +145,10 @@ Found = Mapping[Cell, Sequence[Measurement]]
 
 def collect(
     folder: Path, experiments: Sequence[Experiment]
-) -> tuple[dict[Cell, list[Measurement]], list[RunRecord]]:
+) -> tuple[dict[Cell, list[Measurement]], Iterator[RunRecord]]:
     """Reads all records that are done, those of a cell apart from the others.
+
+    The others, which may be most and which not everybody wants, are read as they are asked for.
 
     A record is of the cell that its ``experiment.json`` names. Where it has none, it is of the one
     after which the folders are called: ``paper/table-cell/RUN``.
@@ -165,17 +167,17 @@ def collect(
     called = {e.folder(cell): (e.id, cell) for e in experiments for cell in e.cells}
     wanted: dict[Cell, dict[str, str]] = {}
     found: dict[Cell, list[Measurement]] = defaultdict(list)
-    others = []
+    others: list[Path] = []
     for path in find_runs(folder):
-        record = agreement.read_run(path)
-        if record.summary is None:
-            continue
         of = origin.read(path)
         if of is None:
             name = "/".join(path.absolute().parts[-3:-1])
             of = Origin(*called[name]) if name in called else None
         if of is None:
-            others.append(record)
+            others.append(path)
+            continue
+        record = agreement.read_run(path)
+        if record.summary is None:
             continue
         if of.table not in tables or of.cell not in tables[of.table].cells:
             raise UserError(
@@ -189,7 +191,8 @@ def collect(
         found[cell].append(Measurement(record, of, differing(record.config, wanted[cell])))
     for several in found.values():
         _check_copies(several)
-    return dict(found), others
+    read = map(agreement.read_run, others)
+    return dict(found), (record for record in read if record.summary is not None)
 
 
 def _check_copies(measurements: Sequence[Measurement]) -> None:

@@ -5,7 +5,7 @@ It is written in Markdown. A line ``{figure NAME}`` is where a figure goes that 
 
 import posixpath
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -408,7 +408,7 @@ class _Writer:
             record = one.record.path.relative_to(self._folder)  # there may be several of a cell
             self._figure(f"{record.as_posix()}-served", draw_series(series, across, up))
 
-    def others(self, others: Sequence[RunRecord]) -> None:
+    def others(self, others: Iterable[RunRecord]) -> None:
         """Adds records that are of no table, by folder."""
 
         def group_of(record: RunRecord) -> str:
