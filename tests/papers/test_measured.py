@@ -143,8 +143,8 @@ def test_a_record_is_of_the_cell_that_it_names_or_after_which_its_folder_is_call
     named = record(folder, "fedavg", 1, [6, 6, 6, 6], place="elsewhere/x")
     origin.Origin("made/table1", "digits-trained").write(named)
     alone = record(folder, "fedavg", 2, [6, 6, 6, 6], place="elsewhere/y")
-    unfinished = record(folder, "local", 0, [1, 1, 1, 1])
-    (unfinished / "summary.json").unlink()
+    for where in ("", "elsewhere/z"):  # unfinished, and so neither of the cell nor another
+        (record(folder, "local", 0, [1, 1, 1, 1], place=where) / "summary.json").unlink()
     cells, others = collected(folder)
     found = {cell: [one.record.path for one in several] for (_, cell), several in cells.items()}
     assert found == {"digits-fedavg": [called], "digits-trained": [named]}

@@ -267,6 +267,7 @@ class TestTried:
         ended = [path.parent for path in tmp_path.rglob("summary.json")]
         assert len(ended) == (1 if falls == "one" else 0)
         assert bool(out) == (falls == "one")
+        assert "error:" not in err  # which is for what a user has to mend
         monkeypatch.setattr(Run, "_one_round", whole)
         assert cli("resume", again, "--quiet").code == 0
         assert (Path(again) / "summary.json").exists()
