@@ -149,6 +149,12 @@ def test_a_record_is_of_the_cell_that_it_names_or_after_which_its_folder_is_call
     found = {cell: [one.record.path for one in several] for (_, cell), several in cells.items()}
     assert found == {"digits-fedavg": [called], "digits-trained": [named]}
     assert [record.path for record in others] == [alone]
+    (alone / "config.toml").write_text("no = settings")
+    again, others = collected(folder)  # which has no need of them
+    assert again.keys() == cells.keys()
+    with pytest.raises(UserError, match="must hold a TOML config"):
+        next(others)
+    (alone / "config.toml").unlink()
     said = {"table": "made/table1", "cell": "digits-trained"}
     for wrong, told in [
         ({"table": 1}, "must say of what a record is, but: table: Input should be a valid string"),

@@ -158,8 +158,8 @@ def collect(
         experiments: all tables.
 
     Raises:
-        UserError: a record is damaged, or names a cell that there is not; or a measure of a table
-            is none.
+        UserError: a record is damaged (one of the others: where it is read), or names a cell that
+            there is not; or a measure of a table is none.
     """
     for experiment in experiments:
         check_measures(experiment)
