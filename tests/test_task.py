@@ -49,3 +49,15 @@ def test_a_client_is_called_by_its_number_or_name(client: Any) -> None:
 def test_a_client_that_is_called_otherwise_is_nobody(client: Any) -> None:
     with pytest.raises(UserError, match=r"its number, or by its name, which is text, came "):
         make_task().number_of(client)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "most"), [(torch.int64, 1), (torch.uint8, 255)], ids=["tokens", "images"]
+)
+def test_made_up_examples_are_in_any_vocabulary_and_of_every_shade(
+    dtype: torch.dtype, most: int
+) -> None:
+    task = replace(make_task(), x=torch.zeros(4, 100, dtype=dtype), y=torch.arange(4))
+    x, _ = task.made_up(50)
+    assert x.dtype == dtype
+    assert (int(x.min()), int(x.max())) == (0, most)
