@@ -1,5 +1,7 @@
 """A client that was never seen brings arrays of its own."""
 
+from pathlib import Path
+
 import datasets
 import numpy as np
 import pytest
@@ -47,6 +49,24 @@ def test_a_newcomer_brings_its_own_data_to_the_task():
     assert alone.y.tolist() == Y[:7].tolist()
     assert (alone.models, alone.classes, alone.loss) == (task.models, task.classes, task.loss)
     assert newcomer(task, X[:7]).unlabelled
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_newcomer_may_be_named_by_the_path_of_its_file(tmp_path, monkeypatch, kind):
+    task = from_arrays(X, Y, client=CLIENT, model=linear())
+    np.savez(tmp_path / "mine.npz", x=X[:5], y=Y[:5])
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for path in (tmp_path / "mine.npz", "~/mine.npz"):
+        came, same = newcomer(task, kind(path)), newcomer(task, X[:5], Y[:5])
+        assert torch.equal(came.x, same.x)
+        assert torch.equal(came.y, same.y)
+        assert came.fingerprint == same.fingerprint
+    np.savez(tmp_path / "bare.npz", x=X[:5])
+    assert newcomer(task, kind(tmp_path / "bare.npz")).unlabelled
+    with pytest.raises(UserError, match=r"y must be left out where x is a table or a path, which "):
+        newcomer(task, kind("~/mine.npz"), Y[:5])
+    with pytest.raises(UserError, match=r"there is no .*/yours.npz; name one that is there"):
+        newcomer(task, kind("~/yours.npz"))
 
 
 def test_whole_numbers_are_no_labels_of_a_newcomer_to_a_regression():

@@ -38,8 +38,7 @@ def shown(x: torch.Tensor) -> list[list[int]]:
 
 
 def test_it_is_what_a_person_of_the_task_had(task: Task, ann: Path) -> None:
-    rows = read_like(task, ann)
-    made = newcomer(task, rows.x, rows.y)
+    made = newcomer(task, ann)
     assert shown(made.x) == decoded(sorted(ann.rglob("*.png")))
     assert made.y.tolist() == [0] * 4 + [1] * 4
     assert not made.unlabelled

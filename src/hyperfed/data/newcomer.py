@@ -16,6 +16,7 @@ from hyperfed.data.own import Task
 from hyperfed.data.partitions import TRAIN
 from hyperfed.data.roster import RemoteTask
 from hyperfed.errors import UserError
+from hyperfed.system.files import at_home
 
 
 def newcomer(task: Task, x: Any, y: Any = None, *, size: str | None = None) -> Task:
@@ -27,22 +28,19 @@ def newcomer(task: Task, x: Any, y: Any = None, *, size: str | None = None) -> T
     Args:
         task: what the method was trained on.
         x: (m, ...) the client's examples, like the task's; or a table of them, like the one that
-            the task was made of.
+            the task was made of; or where they lie (:func:`read_like`).
         y: (m,) their targets, labels by name where they have names, or as a tensor of numbers, like
             the task's, (m, K) where those are; None where the client is unlabelled, or where the
-            table has them.
+            table or the file has them.
         size: which target network it runs; may be left out where the task has one.
 
     Raises:
-        UserError: lists all in which the data do not fit the task.
+        UserError: lists all in which the data do not fit the task, or as of :func:`read_like`.
     """
     problems: list[str] = []
-    kinds, x = getattr(x, "features", None), tables.frame_of(x)
-    if tables.is_frame(x):
+    if (rows := _rows_of(task, x)) is not None:
         if y is not None:
-            raise UserError("y must be left out where x is a table, which has it; name no y")
-        names = own_files.names_of_target(kinds, task.columns or tables.Columns())
-        rows = _by_names(task, rows_like(task, x, "the table"), names, "the table")
+            raise UserError("y must be left out where x is a table or a path, which has it")
         x, y = rows.x, rows.y
     inputs = arrays.features(x, problems)
     if inputs.is_floating_point() and task.x.is_floating_point():
@@ -78,6 +76,18 @@ def newcomer(task: Task, x: Any, y: Any = None, *, size: str | None = None) -> T
         fingerprint=hash_of(inputs, *([] if y is None else [targets])),
         names=(),
     )
+
+
+def _rows_of(task: Task, x: Any) -> tables.Rows | None:
+    """Returns the rows of a table, or of what lies at a path; None where ``x`` is an array."""
+    if isinstance(x, str | Path):
+        return read_like(task, Path(at_home(str(x))))
+    table = tables.frame_of(x)
+    if not tables.is_frame(table):
+        return None
+    columns = task.columns or tables.Columns()
+    names = own_files.names_of_target(getattr(x, "features", None), columns)
+    return _by_names(task, rows_like(task, table, "the table"), names, "the table")
 
 
 def _targets_like(task: Task, y: Any, inputs: Tensor, problems: list[str]) -> Tensor:

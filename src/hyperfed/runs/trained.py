@@ -196,10 +196,11 @@ class TrainedMethod:
 
         Args:
             x: (m, ...) the client's examples, like the task's; or a ``DataFrame`` of them, like the
-                one that the task was made of.
+                one that the task was made of; or the path of what ``hyperfed personalize --data``
+                takes: a file, or a folder of images.
             y: (m,) their labels, by name where they have names, or as a tensor of numbers, like
                 ``task.y``; None for an unlabelled client, where the method can do without, and
-                where a ``DataFrame`` has them.
+                where a ``DataFrame`` or a file has them.
             size: which target to run, where the task has several.
 
         Raises:
