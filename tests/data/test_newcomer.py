@@ -67,6 +67,10 @@ def test_a_newcomer_may_be_named_by_the_path_of_its_file(tmp_path, monkeypatch, 
         newcomer(task, kind("~/mine.npz"), Y[:5])
     with pytest.raises(UserError, match=r"there is no .*/yours.npz; name one that is there"):
         newcomer(task, kind("~/yours.npz"))
+    with pytest.raises(UserError, match=r"there is no well, well, .*; name one that is there"):
+        newcomer(task, kind("well, " * 2000))
+    with pytest.raises(UserError, match=r"must be of images, as the task's examples are not, came"):
+        newcomer(task, kind("~"))
 
 
 def test_whole_numbers_are_no_labels_of_a_newcomer_to_a_regression():

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from os.path import exists
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hyperfed.data.networks import to_try, try_out
 from hyperfed.data.own import Task
 from hyperfed.data.partitions import TRAIN
 from hyperfed.data.roster import RemoteTask
-from hyperfed.errors import UserError
+from hyperfed.errors import UserError, one_line
 from hyperfed.system.files import at_home
 
 
@@ -147,10 +148,10 @@ def read_like(task: Task, path: Path) -> tables.Rows:
     Raises:
         UserError: it cannot be read, or as :func:`rows_like`.
     """
-    if not path.exists():
+    if not exists(path):  # noqa: PTH110, which raises where a text is longer than a name may be
         raise UserError(
-            f"a newcomer's examples must be in a file or a folder, but there is no {path}; name one"
-            " that is there"
+            "a newcomer's examples must be in a file or a folder, but there is no "
+            f"{one_line(str(path), 200)}; name one that is there"
         )
     if path.is_dir():
         return _of_one_to_train_on(newcomer_images.read(task, path), str(path))

@@ -26,8 +26,14 @@ def read(task: Task, folder: Path) -> tables.Rows:
         folder: of images.
 
     Raises:
-        UserError: it cannot be read or holds no images, or their places do not tell of classes.
+        UserError: the task is not of images, the folder cannot be read or holds none, or their
+            places do not tell of classes.
     """
+    if task.x.ndim != 4:  # before all of a large folder is looked at
+        raise UserError(
+            f"a newcomer's folder must be of images, as the task's examples are not, came {folder};"
+            " name a file"
+        )
     columns = task.columns or tables.Columns()
     client, split = columns.client or "client", columns.split or "split"
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
