@@ -73,6 +73,10 @@ def test_a_quadratic_exceeds_theorem_5_2_in_print_and_meets_the_mended_one() -> 
             "it is 0.8 times that",
         ),
         (
+            lambda: samples_order(CONDITIONS, **(NUMBERS | {"epsilon": 24.0})),
+            "it is 1 times that",
+        ),
+        (
             lambda: samples_order(CONDITIONS, **(NUMBERS | {"delta": 0.0})),
             "delta must be between 0 and 1",
         ),

@@ -85,6 +85,13 @@ class TestList:
         told = failure(cli("list", "experiments", "paper/table3", *where))
         assert f"must be one of paper/table1 (in {tmp_path}), came paper/table3" in told
 
+    def test_one_alone(self, cli, tmp_path):
+        (tmp_path / "run.toml").write_text('method = "pfedhn"\n')
+        listed = cli("list", "experiments", "--experiments", tmp_path)
+        assert (listed.code, listed.err) == (0, "")
+        assert listed.out.split()[:3] == ["experiment", "about", "cells"]
+        assert "one run of pfedhn" in listed.out
+
     def test_says_where_there_is_nothing(self, cli, tmp_path):
         outcome = cli("list", "experiments", "--experiments", tmp_path)
         assert outcome == (0, "", f"no experiments in {tmp_path}\n")
