@@ -341,6 +341,20 @@ def test_what_a_step_lets_out_by_itself_is_paid_for_beside_its_answer(
         assert len(kept["answers"]) == 2
 
 
+@pytest.mark.parametrize("kind", [LoopEngine, VmappedEngine])
+def test_what_a_step_lets_out_by_itself_counts_against_the_budget_of_answers(
+    kind: type[LoopEngine],
+) -> None:
+    from dp_accounting import get_epsilon_gaussian
+
+    enough = replace(FREE, epsilon=get_epsilon_gaussian(MULTIPLIER, 1e-3))  # for one answer
+    ours = kind(make_task(), Client, PrivacyConfig(epsilon=0.3), seed=0, private=enough)
+    asked(ours, "vector", change(0.3))
+    ours = kind(make_task(), Client, PrivacyConfig(epsilon=0.3), seed=0, private=enough)
+    with pytest.raises(AllLostError, match="all queries to a client must stay within epsilon"):
+        asked(ours, "released", change(0.3))
+
+
 NOVEL = 3
 TASK = make_task(novel=1)
 ELSEWHERE = replace(
