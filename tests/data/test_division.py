@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from hyperfed.data import division
 from hyperfed.data.partitions import keep_few
-from hyperfed.data.tasks import TaskConfig, build, divide
+from hyperfed.data.tasks import TaskConfig, divide
 from hyperfed.errors import UserError
 from made_examples import BY_SHARES, FEW, all_indices, class_proportions, made
 
@@ -379,34 +379,6 @@ def test_equal_shares_are_equal_and_the_default_ones_are_not():
     assert same[0] == same[1]
     wide = divide(replace(config, share_low=0.6, share_high=6.0), examples, seed=0)
     assert np.ptp(held_by(wide)[0]) > 100
-
-
-@pytest.mark.slow
-def test_omniglot_has_an_alphabet_for_a_client(hyperfed_data):
-    if not (hyperfed_data / "omniglot").is_dir():
-        pytest.skip(f"NOT TESTED on real data: {hyperfed_data} has no omniglot")
-    config = TaskConfig(
-        name="omniglot", data_dir=str(hyperfed_data), clients=50, partition="natural", novel=0
-    )
-    task = build(config, seed=0)
-    sizes = torch.tensor(
-        [[len(s[c]) for s in (task.train, task.val, task.test)] for c in range(50)]
-    )
-    assert sizes.sum() == 32_460
-    shares = sizes / sizes.sum(dim=1, keepdim=True)
-    torch.testing.assert_close(
-        shares, torch.tensor([0.7, 0.15, 0.15]).expand(50, 3), atol=0.005, rtol=0
-    )
-    assert task.classes == 55
-
-
-@pytest.mark.slow
-def test_cifar10_validates_on_10000_images(hyperfed_data):
-    if not (hyperfed_data / "cifar10").is_dir():
-        pytest.skip(f"NOT TESTED on real data: {hyperfed_data} has no cifar10")
-    task = build(TaskConfig(name="cifar10", data_dir=str(hyperfed_data), clients=50), seed=0)
-    sizes = [sum(map(len, split)) for split in (task.train, task.val, task.test)]
-    assert sizes == [40_000, 10_000, 10_000]
 
 
 def test_clients_of_classes_that_are_named():

@@ -37,6 +37,12 @@ def test_cifar10(real):
     assert (total / (255 * 50_000 * 32 * 32)).tolist() == pytest.approx(examples.mean, abs=2e-3)
 
 
+def test_cifar10_validates_on_10000_images(real):
+    partition = divide(TaskConfig(name="cifar10", clients=50), real("cifar10"), seed=0)
+    split = (partition.train, partition.val, partition.test)
+    assert [sum(map(len, side)) for side in split] == [40_000, 10_000, 10_000]
+
+
 def test_cifar100_has_fine_and_coarse_labels(real):
     fine, rough = real("cifar100"), real("cifar100_coarse", folder="cifar100")
     assert (fine.classes, rough.classes) == (100, 20)
@@ -137,6 +143,22 @@ def test_omniglot_numbers_characters_within_alphabets(real):
     for alphabet in range(50):
         own = pairs[pairs[:, 0] == alphabet, 1]
         assert own.tolist() == list(range(len(own)))
+
+
+def test_omniglot_has_an_alphabet_for_a_client(real):
+    examples = real("omniglot")
+    config = TaskConfig(name="omniglot", clients=50, partition="natural", novel=0)
+    partition = divide(config, examples, seed=0)
+    split = (partition.train, partition.val, partition.test)
+    sizes = torch.tensor([[len(side[client]) for side in split] for client in range(50)])
+    assert sizes.sum() == 32_460
+    for client in range(50):
+        own = torch.cat([side[client] for side in split])
+        assert len(examples.client[own].unique()) == 1
+    shares = sizes / sizes.sum(dim=1, keepdim=True)
+    torch.testing.assert_close(
+        shares, torch.tensor([0.7, 0.15, 0.15]).expand(50, 3), atol=0.005, rtol=0
+    )
 
 
 def test_shakespeare_gives_every_role_both_splits(real):
