@@ -164,6 +164,37 @@ def test_a_newcomers_labels_have_the_shape_of_the_tasks():
             newcomer(tokens, np.ones((7, 4), int), y)
 
 
+@pytest.mark.parametrize("kind", [np.asarray, np.ndarray.tolist, lambda y: y.astype(object)])
+def test_words_label_tokens_as_they_label_examples(kind):
+    words = np.array(["where", "who", "none"])[np.stack([Y, 2 - Y], axis=1)]
+    tokens, client = np.ones((100, 2), int), np.arange(100) % 4
+    for given in ((), ("none", "who", "where")):
+        task = from_arrays(
+            tokens, kind(words), client=client, model=nn.Embedding(2, 3), labels=given
+        )
+        names = np.array(given or ("none", "where", "who"))
+        assert (names[task.y.numpy()] == words).all()
+        for y in (kind(words[:7]), task.y[:7].numpy()):
+            assert torch.equal(newcomer(task, tokens[:7], y).y, task.y[:7])
+    strange = words[:7].copy()
+    strange[4, 1] = "when"
+    with pytest.raises(UserError, match=r"labels that are known, .* got 'when' at index 4, 1 \(1 "):
+        newcomer(task, tokens[:7], kind(strange))
+    missing = words.astype(object)
+    missing[2:4, 1] = missing[2, 0] = None
+    mixed = words.astype(object)
+    mixed[3, 1] = 7
+    for y, message in (
+        (missing, "got none in 2 rows, the first at index 2; fill or drop"),
+        (mixed, "must hold words alone where it holds some, got 'none' and 7"),
+    ):
+        with pytest.raises(UserError, match=message) as told:
+            from_arrays(tokens, y, client=client, model=nn.Embedding(2, 3))
+        assert str(told.value).count("\n- ") == 1
+    with pytest.raises(UserError, match=r"y must have shape \(N,\), or .* got \(100, 1\)"):
+        from_arrays(tokens, kind(words[:, :1]), client=client, model=nn.Embedding(2, 3))
+
+
 def test_a_newcomer_chooses_among_several_sizes():
     task = from_arrays(X, Y, client=CLIENT, model={"small": linear, "large": linear})
     assert newcomer(task, X[:7], size="small").size_of(0) == "small"

@@ -171,13 +171,15 @@ def is_text(values: npt.NDArray[Any]) -> bool:
     if values.dtype.kind == "U":
         return True
     some = values.dtype == object and values.ndim > 0 and len(values) > 0
-    return some and all(isinstance(value, str) for value in values)
+    return some and all(isinstance(value, str) for value in values.flat)
 
 
 def label_numbers(
     y: Any, labels: Sequence[str], problems: list[str], *, integers: bool = True
 ) -> Any:
     """Returns (N,) numbers of labels that are told by their names; numbers as they are.
+
+    Words may label tokens, (N, T).
 
     Args:
         y: words, truth values or integers, each a name; or a tensor, which holds numbers.
@@ -193,19 +195,21 @@ def label_numbers(
         return y
     words_alone = not all(label.lstrip("-").isdecimal() for label in labels)
     counted = integers and values.dtype.kind in "iu"
-    if values.ndim != 1 or not (values.dtype == bool or counted or is_text(values)):
+    of_examples = values.ndim == 1 and (values.dtype == bool or counted)
+    if not of_examples and not is_text(values):
         return y
     number = {_composed(label): place for place, label in enumerate(labels)}
-    words = [_composed(str(value)) for value in values]
-    if strange := [row for row, word in enumerate(words) if word not in number]:
+    words = [_composed(str(value)) for value in values.flat]
+    if strange := [place for place, word in enumerate(words) if word not in number]:
         # Whoever numbers labels may do so in another order than they are numbered in here.
+        first = np.unravel_index(strange[0], values.shape)
         problems.append(
             f"y must hold labels that are known, {', '.join(labels)}, got "
-            f"{values[strange[0]].item() if counted else words[strange[0]]!r} at index "
-            f"{strange[0]} ({len(strange)} such); "
+            f"{values[first].item() if counted else words[strange[0]]!r} at index "
+            f"{', '.join(map(str, first))} ({len(strange)} such); "
             + ("write these names" if counted and words_alone else "rename or drop them")
         )
-    return np.array([number.get(word, 0) for word in words], np.int64)
+    return np.array([number.get(word, 0) for word in words], np.int64).reshape(values.shape)
 
 
 def words_in_order(y: Any, labels: Sequence[str], problems: list[str]) -> tuple[Tensor, int]:

@@ -54,8 +54,8 @@ def from_arrays(
             model's precision; or integer tokens (N, ...).
         y: (N,) integer labels from 0; words, which are numbered in their order; or floats for
             regression, (N, K) where an example has K of them, such as a forecast of K hours; or
-            (N, T) integer labels of every token, for a model that gives (B, T, classes): -100
-            counts for nothing, and no row may be of it alone.
+            (N, T) labels of every token, for a model that gives (B, T, classes): words, or integers
+            of which -100 counts for nothing, and no row may be of it alone.
         client: (N,) who holds each example: ids of any hashable type. Clients are numbered in the
             order of their first appearance; a client's name is its id as text.
         model: target network, or a function that makes one (called with seeded initialisation), or
@@ -325,23 +325,23 @@ def _numbered(y: Any, problems: list[str]) -> tuple[Any, tuple[str, ...]]:
         values = arrays.of_numbers(np.asarray(y))
     except ValueError:  # of rows of several lengths, which are told with all else
         return y, ()
-    words: list[Any] = []
-    if values.ndim == 1 and values.dtype.kind in "UO":
+    words = np.empty(0, dtype=object)
+    if values.ndim and values.dtype.kind in "UO":
         # Words as they came: NumPy's of NaN is "nan", and that of True beside words "True".
-        words = list(y) if values.dtype.kind == "U" else values.tolist()
-    if missing := [row for row, label in enumerate(words) if arrays.is_missing(label)]:
+        words = np.asarray(y, dtype=object)
+    if missing := [at[0] for at, word in np.ndenumerate(words) if arrays.is_missing(word)]:
         problems.append(
-            f"y must have a label in every row, got none in {len(missing)} rows, the first at "
+            f"y must have a label in every row, got none in {len({*missing})} rows, the first at "
             f"index {missing[0]}; fill or drop them"
         )
-        return np.zeros(len(words), np.int64), ()
-    kinds = {isinstance(label, str): label for label in words}
+        return np.zeros(values.shape, np.int64), ()
+    kinds = {isinstance(label, str): label for label in words.flat}
     if len(kinds) > 1:
         problems.append(
             f"y must hold words alone where it holds some, got {kinds[True]!r} and "
             f"{kinds[False]!r}; write all as words"
         )
-        return np.zeros(len(words), np.int64), ()
+        return np.zeros(values.shape, np.int64), ()
     return tables.numbered(values, numbers=True)
 
 

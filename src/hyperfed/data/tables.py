@@ -338,11 +338,11 @@ def numbered(y: Array, *, numbers: bool = False) -> tuple[Array, tuple[str, ...]
     """Numbers labels that are words, or integers that do not begin at 0.
 
     Args:
-        y: (N,) labels, or floats.
+        y: (N,) labels, or floats, or (N, T) words that label tokens.
         numbers: integers are numbers of labels already, wherever they begin.
 
     Returns:
-        (N,) labels and their names, in order; what needs no numbers as it is, and ().
+        Labels and their names, in order; what needs no numbers as it is, and ().
     """
     if y.dtype == bool:
         return y.astype(np.int64), ("False", "True")
