@@ -336,6 +336,12 @@ def test_a_plot_of_one_evaluation_has_whole_rounds() -> None:
     assert [tick for tick in rounds.get_xticks() if low <= tick <= high] == [2]
 
 
+def test_a_plot_has_no_curve_of_a_split_without_examples() -> None:
+    run = hyperfed.train("fedavg", make_task(val=0.0, novel=0), **QUICK)
+    labels = [line.get_label() for line in run.plot().axes[0].get_lines()]
+    assert labels == ["test", "best validation round"]
+
+
 def test_losses_are_told_by_name(tmp_path: Path) -> None:
     task = make_task(name="lost", novel=0)
     keys = QUICK | {"rounds": 4, "faults": {"drop": 0.5}}
