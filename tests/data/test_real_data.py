@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hyperfed.data.datasets import load
-from hyperfed.data.tasks import TaskConfig, divide
+from hyperfed.data.tasks import TaskConfig, build, divide
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("real data")]  # decoded by one worker
@@ -37,10 +37,11 @@ def test_cifar10(real):
     assert (total / (255 * 50_000 * 32 * 32)).tolist() == pytest.approx(examples.mean, abs=2e-3)
 
 
-def test_cifar10_validates_on_10000_images(real):
-    partition = divide(TaskConfig(name="cifar10", clients=50), real("cifar10"), seed=0)
-    split = (partition.train, partition.val, partition.test)
-    assert [sum(map(len, side)) for side in split] == [40_000, 10_000, 10_000]
+def test_cifar10_validates_on_10000_images(real, hyperfed_data):
+    real("cifar10")
+    task = build(TaskConfig(name="cifar10", data_dir=str(hyperfed_data), clients=50), seed=0)
+    sizes = [sum(map(len, split)) for split in (task.train, task.val, task.test)]
+    assert sizes == [40_000, 10_000, 10_000]
 
 
 def test_cifar100_has_fine_and_coarse_labels(real):
@@ -145,11 +146,13 @@ def test_omniglot_numbers_characters_within_alphabets(real):
         assert own.tolist() == list(range(len(own)))
 
 
-def test_omniglot_has_an_alphabet_for_a_client(real):
+def test_omniglot_has_an_alphabet_for_a_client(real, hyperfed_data):
     examples = real("omniglot")
-    config = TaskConfig(name="omniglot", clients=50, partition="natural", novel=0)
-    partition = divide(config, examples, seed=0)
-    split = (partition.train, partition.val, partition.test)
+    config = TaskConfig(
+        name="omniglot", data_dir=str(hyperfed_data), clients=50, partition="natural", novel=0
+    )
+    task = build(config, seed=0)
+    split = (task.train, task.val, task.test)
     sizes = torch.tensor([[len(side[client]) for side in split] for client in range(50)])
     assert sizes.sum() == 32_460
     for client in range(50):
@@ -159,6 +162,7 @@ def test_omniglot_has_an_alphabet_for_a_client(real):
     torch.testing.assert_close(
         shares, torch.tensor([0.7, 0.15, 0.15]).expand(50, 3), atol=0.005, rtol=0
     )
+    assert task.classes == 55
 
 
 def test_shakespeare_gives_every_role_both_splits(real):
