@@ -140,6 +140,35 @@ def test_a_best_round_without_a_test_value_has_no_mark(tmp_path, monkeypatch):
     assert list(drawn[0].axes[0].lines[0].get_markevery()) == []
 
 
+def test_the_round_that_is_shown_is_called_best_only_where_validation_data_say_so(
+    tmp_path, monkeypatch
+):
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    judged = moved(finished("a"))
+    unjudged = moved(finished("b", best_round=20))
+    unjudged = replace(unjudged, evaluations=unjudged.evaluations[:2])  # no validation data
+    told = {}
+    for name, runs in {"a": [judged], "b": [unjudged], "ab": [judged, unjudged, judged]}.items():
+        draw_accuracy(runs, tmp_path / "a.png")
+        told[name] = content(runs)["chosen_round"]
+        assert [axes.get_title() for axes in drawn[-1].axes] == [
+            f"All clients; marked: {told[name]}",
+            f"Each client, at the {told[name]}",
+        ]
+    assert told == {
+        "a": "best validation round",
+        "b": "last round",
+        "ab": "best validation round or last round",
+    }
+    draw_accuracy(
+        [unjudged, *(moved(finished(f"m{i}")) for i in range(TOGETHER))], tmp_path / "b.png"
+    )
+    assert drawn[-1].axes[-1].get_xlabel() == (
+        "test accuracy of a client (%), at the last round or best validation round; bar: median"
+    )
+
+
 def test_the_page_says_whether_runs_saw_the_same_data():
     for data, same in (("abc", True), ("other", False)):
         runs = [moved(finished("a")), moved(finished("b", data_fingerprint=data))]

@@ -309,6 +309,9 @@ def test_a_plot_names_clients_by_how_well_they_are_served(run: Run, tmp_path: Pa
     assert isinstance(figure, Figure)
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
     rounds, people = figure.axes
+    assert [line.get_label() for line in rounds.get_lines()] == [
+        *("validation", "test", "best validation round")
+    ]
     assert (rounds.get_xlabel(), people.get_ylabel()) == ("round", "client")
     told = [label.get_text() for label in people.get_yticklabels()]
     frame = run.to_frame()
@@ -339,7 +342,7 @@ def test_a_plot_of_one_evaluation_has_whole_rounds() -> None:
 def test_a_plot_has_no_curve_of_a_split_without_examples() -> None:
     run = hyperfed.train("fedavg", make_task(val=0.0, novel=0), **QUICK)
     labels = [line.get_label() for line in run.plot().axes[0].get_lines()]
-    assert labels == ["test", "best validation round"]
+    assert labels == ["test", "last round"]
 
 
 def test_losses_are_told_by_name(tmp_path: Path) -> None:

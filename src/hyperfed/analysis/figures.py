@@ -14,7 +14,7 @@ from hyperfed.analysis.seeds import spread_of
 from hyperfed.analysis.statistics import by_seed, scores
 from hyperfed.errors import UserError
 from hyperfed.metrics import Metric
-from hyperfed.runs.drawing import COLOURS, look, new_figure, save
+from hyperfed.runs.drawing import COLOURS, chosen_round, look, new_figure, save
 from hyperfed.runs.measures import Number
 from hyperfed.runs.records import FinishedRun
 
@@ -74,7 +74,8 @@ def draw_accuracy(runs: Sequence[FinishedRun], path: Path, axis: str = "rounds")
         for name, own in grouped(rows)
     ]
     draw = _together if len(drawn) <= TOGETHER else _apart
-    figure = draw(drawn, metric_of(rows), axis)
+    chosen = chosen_round(row.val is not None for row in rows)
+    figure = draw(drawn, metric_of(rows), axis, chosen)
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_axisbelow(True)
@@ -128,7 +129,7 @@ def _of_seeds(name: str, runs: Sequence[FinishedRun], rows: Sequence[Row], axis:
     )
 
 
-def _together(drawn: Sequence[_Drawn], metric: Metric, axis: str) -> "Figure":
+def _together(drawn: Sequence[_Drawn], metric: Metric, axis: str, chosen: str) -> "Figure":
     """Draws all curves into one pair of axes, and a box and a point for each client beside it."""
     names = [one.name for one in drawn]
     across = max(1, WIDTH // (6 + max(map(len, names))))  # 6 for its line
@@ -138,12 +139,12 @@ def _together(drawn: Sequence[_Drawn], metric: Metric, axis: str) -> "Figure":
         _line(left, index, one)
         _box(right, index, one.clients)
     what = _over_seeds(drawn) or "All clients"
-    left.set_title(f"{what}; marked: best validation round", fontsize="medium")
+    left.set_title(f"{what}; marked: {chosen}", fontsize="medium")
     _name_horizontal(left, axis)
     left.set_ylabel(metric.axis())
     crowded = sum(map(len, names)) > 60  # the legend tells them by their colours and markers, too
     right.set_xticks(range(len(names)), [""] * len(names) if crowded else names)
-    right.set_title("Each client, at the best validation round", fontsize="medium")
+    right.set_title(f"Each client, at the {chosen}", fontsize="medium")
     right.set_xlabel("method, as above" if crowded else "method")
     right.set_ylabel(metric.axis(OF_A_CLIENT))
     right.tick_params(labelleft=True)  # shared axes hide them
@@ -153,7 +154,7 @@ def _together(drawn: Sequence[_Drawn], metric: Metric, axis: str) -> "Figure":
     return figure
 
 
-def _apart(drawn: Sequence[_Drawn], metric: Metric, axis: str) -> "Figure":
+def _apart(drawn: Sequence[_Drawn], metric: Metric, axis: str, chosen: str) -> "Figure":
     """Draws each curve into axes of its own, and below them a line of clients for each."""
     ordered = sorted(drawn, key=lambda one: metric.order(one.test), reverse=True)
     down = -(-len(drawn) // ACROSS)
@@ -180,7 +181,7 @@ def _apart(drawn: Sequence[_Drawn], metric: Metric, axis: str) -> "Figure":
         _dots(line, len(ordered) - 1 - place, one.clients)
     line.set_yticks(range(len(ordered)), [one.name for one in reversed(ordered)], fontsize=8)
     line.set_ylim(-0.7, len(ordered) - 0.3)
-    line.set_xlabel(f"{metric.axis(OF_A_CLIENT)}, at the best validation round; bar: median")
+    line.set_xlabel(f"{metric.axis(OF_A_CLIENT)}, at the {chosen}; bar: median")
     line.grid(axis="x", color="0.9")
     return figure
 

@@ -12,6 +12,7 @@ from hyperfed.analysis.differences import differences
 from hyperfed.analysis.figures import curve
 from hyperfed.analysis.statistics import scores
 from hyperfed.metrics import Metric, named
+from hyperfed.runs.drawing import chosen_round
 from hyperfed.runs.measures import Number
 from hyperfed.runs.records import FinishedRun
 from hyperfed.runs.remarks import megabytes, without
@@ -66,6 +67,7 @@ def content(runs: Sequence[FinishedRun], axis: str = "rounds") -> dict[str, Any]
         "runs": shown,
         "metric": _about(metric),
         "others": [_about(other) for other in others],
+        "chosen_round": chosen_round(row.val is not None for row in rows),
         "axis": axis,
         "axes": {name: label for name, (label, _) in AXES.items()},
         "same_data": saw_the_same(rows),

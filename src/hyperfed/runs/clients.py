@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from hyperfed.errors import UserError
 from hyperfed.metrics import ACCURACY, Metric
-from hyperfed.runs.drawing import COLOURS, finish, new_figure
-from hyperfed.runs.records import Evaluation
+from hyperfed.runs.drawing import COLOURS, chosen_round, finish, new_figure
+from hyperfed.runs.records import Evaluation, deciding
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -79,7 +79,10 @@ def _over_rounds(
         points = [(number, metric.scale * v) for number, v in measured if v is not None]
         if points:
             axes.plot(*zip(*points, strict=True), marker=".", color=colour, label=label)
-    axes.axvline(best_round, color="0.6", linewidth=1, zorder=1, label="best validation round")
+    by = deciding(evaluations)
+    validated = any(e.split == by and e.main.value is not None for e in evaluations)
+    called = chosen_round([validated])
+    axes.axvline(best_round, color="0.6", linewidth=1, zorder=1, label=called)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.legend(frameon=False)
     finish(axes, "round", metric.axis("{}"))

@@ -1,5 +1,6 @@
 """What all figures have in common: colours that anyone can tell apart, and files."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
@@ -25,6 +26,16 @@ def look(index: int, *of: Literal["linestyle", "marker"]) -> dict[str, Any]:
     """Returns how what belongs to one of many is drawn: its colour, and what else is asked for."""
     every = {"color": COLOURS, "linestyle": DASHES, "marker": MARKERS}
     return {kind: every[kind][index % len(every[kind])] for kind in ("color", *of)}
+
+
+def chosen_round(validated: Iterable[bool]) -> str:
+    """Returns what to call the round whose models are used.
+
+    Args:
+        validated: whether each run that is drawn has validation data to choose by.
+    """
+    names = ("last round", "best validation round")
+    return " or ".join(dict.fromkeys(names[has] for has in validated))
 
 
 def new_figure(width: float, height: float) -> "Figure":
