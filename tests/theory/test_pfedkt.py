@@ -23,6 +23,12 @@ def test_theorem_5_1_by_hand() -> None:
     assert samples_needed(CONDITIONS, **NUMBERS) == pytest.approx(explicit)
 
 
+def test_fewer_numbers_than_none_are_refused() -> None:
+    assert samples_order(CONDITIONS, **NUMBERS | {"embeddings": 0}) > 0
+    with pytest.raises(UserError, match="embeddings must"):
+        samples_order(CONDITIONS, **NUMBERS | {"embeddings": -1})
+
+
 CONSTANTS = FedAvgConstants(smoothness=6.0, convexity=2.0, local_steps=5, noise=7.0, sampling=1.0)
 
 
