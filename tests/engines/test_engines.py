@@ -12,6 +12,7 @@ from toys import make_task
 def test_an_engine_is_built_by_its_name(name: str) -> None:
     task, settings, faults = make_task(), Config(), Faults(drop=0.5)
     engine = build(EngineConfig(name), task, Client, settings, seed=3, faults=faults)
+    assert engine.name == {"auto": "loop"}.get(name, name)  # on a CPU
     assert (engine.task, engine.client, engine.seed) == (task, Client, 3)
     assert (engine.faults, engine.home, engine.memory) == (faults, None, {})
     cohort = engine.cohort([1, 0], 0, training=False)

@@ -106,7 +106,7 @@ def test_no_replaced_example_moves_the_encoder_further_than_lemma_7_1_and_one_do
     ("call", "message"),
     [
         (lambda: novel_error_bound(0, 0, []), "one in .0, 2. for each training client.*came 0"),
-        (lambda: novel_error_bound(0, 0, [2.5]), "came 1 up to 2.5"),
+        (lambda: novel_error_bound(0, 0, [1, 2.5]), "came 2 up to 2.5"),
         (lambda: novel_error_bound(0, 0, [1, 1], [0.1]), "and 1 joint errors"),
         (lambda: novel_error_bound(0, -1, [1]), "approximation must be 0 or more"),
         (lambda: novel_error_bound(0, 0, [1, -1]), "divergence_1 must be 0 or more"),
