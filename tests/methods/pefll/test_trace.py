@@ -115,7 +115,8 @@ def test_the_authors_trace_is_met(monkeypatch: pytest.MonkeyPatch) -> None:
             torch.testing.assert_close(entry[what], trace.under(f"{key}.{what}"), **exact)
     for network, final in trace.networks("final").items():
         torch.testing.assert_close(dict(server.state()[network]), final, **exact)
-    # Their descriptor is a sum over 4 examples divided by 2, which standardising hides.
+    # Their descriptor is a sum over 4 examples divided by 2, which standardising hides, as each
+    # client has one full batch.
     for ours, theirs in (("mean", "mean"), ("deviation", "std")):
         number = trace.tensors[f"standardise.{theirs}"] / 2
         torch.testing.assert_close(server.state()["standard"][ours], number, **exact)
