@@ -209,7 +209,7 @@ def test_numbers_that_are_not_there_are_dashes():
     assert difference(None) == "–"
     assert difference(Difference(0.0, -0.1, 0.1, 3, 0.5, agree=False)) == "+0.0 [-10.0, 10.0] noise"
     over_seeds = Difference(
-        0.2, 0.1, 0.3, 6, 1.0, agree=True, seeds=2, seeds_low=-0.1, seeds_high=0.5
+        0.2, 0.1, 0.3, 6, 1.0, agree=True, seeds=2, divisions=2, seeds_low=-0.1, seeds_high=0.5
     )
     assert difference(over_seeds) == "+20.0 [10.0, 30.0] here"
     assert difference(replace(over_seeds, seeds_low=0.1), ACCURACY, 2) == "+20.0 [10.0, 30.0]"

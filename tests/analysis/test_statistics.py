@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from scipy import stats
 
+from finished_runs import finished
 from hyperfed.analysis.statistics import (
     Difference,
     Scores,
@@ -158,6 +159,39 @@ def test_what_is_clear_over_clients_alone_is_so_here() -> None:
     assert gained([0.5] * 10, [-0.01, -0.02]).mark == "noise"
 
 
+def test_several_seeds_of_one_division_show_nothing_of_another() -> None:
+    alike = [0.3, 0.4], [0.35, 0.45], [0.4, 0.3]
+    apart, one = gained(*alike), gained(*alike, same=True)
+    assert (apart.mark, apart.divisions) == ("", 3)
+    assert (one.mark, one.divisions, one.seeds) == ("here", 1, 3)
+
+
+def test_a_client_with_a_name_counts_once_however_seeds_divide_and_number() -> None:
+    """Whose examples are dealt to training and testing anew is nobody else for that."""
+    ours = [
+        Scores(0, "a", {0: 0.5, 1: 0.75}, names=["ann", "bob"]),
+        Scores(1, "b", {0: 0.5, 1: 0.25, 2: 1.0}, names=["bob", "ann", "cem"]),
+    ]
+    theirs = [replace(one, clients=dict.fromkeys(one.clients, 0.25)) for one in ours]
+    found = difference(ours, theirs)
+    assert found is not None
+    of_each = [(0.25 + 0.0) / 2, (0.5 + 0.25) / 2, 0.75]  # ann, bob, cem
+    ends = stats.ttest_1samp(of_each, 0.0).confidence_interval(0.95)
+    assert found.clients == 3
+    assert found.mean == pytest.approx(math.fsum(of_each) / 3)
+    assert (found.low, found.high) == (pytest.approx(ends.low), pytest.approx(ends.high))
+    nameless = difference(*([replace(one, names=()) for one in of] for of in (ours, theirs)))
+    assert nameless is not None
+    assert nameless.clients == 5
+
+
+def test_names_are_those_that_the_summary_tells() -> None:
+    named_ones = scores(finished("a", clients=["ann", "bob", "cem"]))
+    assert [named_ones.who(client) for client in (0, 2)] == [("", "ann"), ("", "cem")]
+    for nothing in (None, [], "ann", 3):
+        assert scores(finished("a", clients=nothing)).who(2) == ("abc", 2)
+
+
 def test_of_one_seed_there_is_no_interval_over_seeds() -> None:
     one = gained([0.4, 0.5, 0.3])
     assert (one.seeds, one.seeds_low, one.seeds_high, one.mark) == (1, None, None, "")
@@ -187,7 +221,7 @@ def test_a_seed_counts_once_in_the_interval_over_seeds() -> None:
     ("ends", "mark"), [((0.0, 0.2), "here"), ((-0.2, 0.0), "here"), ((1e-9, 0.2), "")]
 )
 def test_an_interval_over_seeds_that_ends_at_zero_has_it(ends, mark) -> None:
-    found = Difference(0.1, 0.05, 0.15, 4, 1.0, agree=True, seeds=3)
+    found = Difference(0.1, 0.05, 0.15, 4, 1.0, agree=True, seeds=3, divisions=3)
     assert replace(found, seeds_low=ends[0], seeds_high=ends[1]).mark == mark
 
 

@@ -230,7 +230,8 @@ def told_of(metric: Metric) -> str:
     if not metric.percents:
         change = "lower" if metric.less_is_better else "higher"
         what = f"by how much a client's test {metric.label} is {change} (+ is better)"
-    noise = "noise where 0 is in or seeds disagree, here where it is in that over seeds"
+    here = "here where it is in that over seeds or these have one division"
+    noise = f"noise where 0 is in or seeds disagree, {here}"
     best = "the best is by test data, among settings of a method by validation data"
     return f"{what}; 95 % intervals over clients, {noise}; {best}"
 

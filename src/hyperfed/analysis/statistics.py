@@ -43,17 +43,24 @@ class Scores:
             it is.
         clients: id -> value, accuracies from 0 to 1; without those that have no examples.
         metric: by which models are judged.
+        names: of all clients by id, where data have them; else empty.
     """
 
     seed: int
     data: str
     clients: Mapping[int, float]
     metric: Metric = ACCURACY
+    names: Sequence[str] = ()
 
     @property
     def of(self) -> tuple[int, str, str]:
         """What two runs have in common that can be compared client by client."""
         return self.seed, self.data, self.metric.name
+
+    def who(self, client: int) -> tuple[str, int | str]:
+        """Who a client is: by name also where another seed numbers or divides the data anew."""
+        named = client < len(self.names)
+        return ("", self.names[client]) if named else (self.data, client)
 
     @property
     def shown(self) -> dict[int, float]:
@@ -74,6 +81,7 @@ class Difference:
         gaining: the share of them that ours serves better.
         agree: whether each pair of runs says the same of which one is better.
         seeds: of how many seeds there is such a pair.
+        divisions: of how many divisions of the data.
         seeds_low: where the interval over seeds begins, by Student's t over the mean difference of
             each, whose mean its middle is; None for a single seed.
         seeds_high: where it ends.
@@ -86,6 +94,7 @@ class Difference:
     gaining: float
     agree: bool
     seeds: int = 1
+    divisions: int = 1
     seeds_low: Number = None
     seeds_high: Number = None
 
@@ -99,12 +108,13 @@ class Difference:
         """What is said of it in a word.
 
         ``noise`` where it is within noise; ``here`` where it is not, but the interval over seeds
-        has zero in it: clear on these clients, not shown for another division of the data; else,
-        as where there is one seed, nothing.
+        has zero in it or all of several seeds are of one division: clear on these clients, not
+        shown for another division of the data; else, as where there is one seed, nothing.
         """
         if self.within_noise:
             return "noise"
-        return "here" if _has_zero(self.seeds_low, self.seeds_high) else ""
+        of_one = self.divisions == 1 < self.seeds
+        return "here" if of_one or _has_zero(self.seeds_low, self.seeds_high) else ""
 
 
 def spread(values: Sequence[float]) -> Spread:
@@ -156,7 +166,9 @@ def scores(run: FinishedRun, split: str = "test") -> Scores:
         if e.split == split and (split == "novel" or e.round == best):
             pairs, metric = zip(e.clients, e.main.client, strict=True), e.judged_by
             found = {client: value for client, value in pairs if value is not None}
-    return Scores(summary.get("seed", 0), str(summary.get("data_fingerprint")), found, metric)
+    data, told = str(summary.get("data_fingerprint")), summary.get("clients")
+    names = tuple(map(str, told)) if isinstance(told, list) else ()
+    return Scores(summary.get("seed", 0), data, found, metric, names)
 
 
 def worst(run: Scores) -> Number:
@@ -168,10 +180,12 @@ def worst(run: Scores) -> Number:
 def difference(ours: Iterable[Scores], theirs: Iterable[Scores]) -> Difference | None:
     """Compares two methods on the clients that both have served, seed by seed.
 
-    A client that several seeds have, where data are the same for all of them, counts once, by its
-    mean difference. One interval is over clients, which it takes for independent, also those of a
-    seed, who share a server and a division of the data: it answers for these clients. How much
-    another seed may change, that over seeds tells, wide as it is for a few of them.
+    A client that several seeds have, by its name or where data are the same for all of them, counts
+    once, by its mean difference. (Of natural clients without a name, such as the writers of a named
+    data set, records do not tell who they are: each seed's count anew.) One interval is over
+    clients, which it takes for independent, also those of a seed, who share a server and a division
+    of the data: it answers for these clients. How much another seed may change, that over seeds
+    tells, wide as it is for a few of them.
 
     Args:
         ours: of one method. Each run is set against all of the other method that have its seed.
@@ -183,7 +197,8 @@ def difference(ours: Iterable[Scores], theirs: Iterable[Scores]) -> Difference |
     by_run: dict[tuple[int, str, str], list[Mapping[int, float]]] = defaultdict(list)
     for run in theirs:
         by_run[run.of].append(run.clients)
-    gains: dict[tuple[str, int], list[float]] = defaultdict(list)
+    gains: dict[tuple[str, int | str], list[float]] = defaultdict(list)
+    divisions: set[str] = set()
     means: dict[int, list[float]] = defaultdict(list)
     for run, other in ((own, clients) for own in ours for clients in by_run[own.of]):
         gain = {
@@ -192,8 +207,9 @@ def difference(ours: Iterable[Scores], theirs: Iterable[Scores]) -> Difference |
             if client in other
         }
         for client, value in gain.items():
-            gains[run.data, client].append(value)
+            gains[run.who(client)].append(value)
         if gain:
+            divisions.add(run.data)
             means[run.seed].append(statistics.fmean(gain.values()))
     if not means:
         return None
@@ -209,6 +225,7 @@ def difference(ours: Iterable[Scores], theirs: Iterable[Scores]) -> Difference |
         gaining=sum(value > 0 for value in values) / len(values),
         agree=all(value > 0 for value in every) or all(value < 0 for value in every),
         seeds=len(means),
+        divisions=len(divisions),
         seeds_low=seeds_low,
         seeds_high=seeds_high,
     )

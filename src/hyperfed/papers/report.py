@@ -43,21 +43,22 @@ two of its spreads and 1.5 points; *missed* says by how much it does not lie on 
 There is no verdict where rounds were scaled, settings differ from the cell's, code has changed
 since, clients or seeds have no number, or nothing was published; notes below each table say which.
 
-*Over Local* and *to the best* compare two methods on the same clients, in points of each client's
-accuracy, with the 95 % interval of Student's t over clients. It takes those of one training for
-independent, too, and so answers for these clients alone. *Noise* marks differences whose interval
-has zero in it or whose seeds disagree; *here* those of the others that have zero in the 95 %
-interval of Student's t over the mean differences of seeds: clear on these clients, not shown for
-another division of the data. Of one seed there is no interval over seeds, so that what has no mark
-then is clear on these clients, and how much another seed may change is not known. *1 seed* stands
-where no more of a line's seeds have both methods. Means over unlike seeds do not compare, so the
-best is what no other beats on the seeds of both, or is beaten by least. Of several rows of Local
-in a paper's table the gain is over the first with seeds of the line, the paper's own. Where there
-are lines of all rounds, by the cell's settings and by code that stands, both are among these.
-*Worst tenth* is the accuracy of the clients that are served worst. Of records of before accuracy
-with other classes' logits at zero was told by client the three are dashes there. Models are those
-of the best round by validation data; *last round* has those of the last. *MB* is all that travelled
-in training, both ways, and *points/GB* accuracy by that; minutes are on the clock of a shared
+*Over Local* and *to the best* compare two methods on the same clients, in points of each
+client's accuracy, with the 95 % interval of Student's t over clients. It takes those of one
+training for independent, too, and so answers for these clients alone. *Noise* marks differences
+whose interval has zero in it or whose seeds disagree; *here* those of the others that have zero
+in the 95 % interval of Student's t over the mean differences of seeds, or of which several seeds
+have one division: clear on these clients, not shown for another division of the data. Of one
+seed there is no interval over seeds, so that what has no mark then is clear on these clients,
+and how much another seed may change is not known. *1 seed* stands where no more of a line's
+seeds have both methods. Means over unlike seeds do not compare, so the best is what no other
+beats on the seeds of both, or is beaten by least. Of several rows of Local in a paper's table
+the gain is over the first with seeds of the line, the paper's own. Where there are lines of all
+rounds, by the cell's settings and by code that stands, both are among these. *Worst tenth* is
+the accuracy of the clients that are served worst. Of records of before accuracy with other
+classes' logits at zero was told by client the three are dashes there. Models are those of the
+best round by validation data; *last round* has those of the last. *MB* is all that travelled in
+training, both ways, and *points/GB* accuracy by that; minutes are on the clock of a shared
 machine. Curves are means over the seeds of a line.
 """
 
@@ -162,7 +163,7 @@ def _overview(found: Found, lines: Mapping[str, Lines], experiments: Sequence[Ex
                 f"{sum(judged)} of {len(judged)}" if judged else "–",
             ]
         )
-    header = ["table", "", "cells", "with records", "of its settings", "numbers reproduced"]
+    header = ["table", "", "cells", "with records", "of its settings", "cells reproduced"]
     return markdown.table(header, rows, left=2)
 
 
