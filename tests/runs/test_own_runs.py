@@ -515,3 +515,15 @@ def test_paths_in_an_experiment_begin_at_its_folder_where_the_files_are(
         f"{tmp_path / net}:Net",
     )
     assert config.load("fedavg", ["task=cifar10", "task.model=lenet"]).task.model == "lenet"
+
+
+@pytest.mark.parametrize("method", ["pfedhn", "headstart", "mh_pfedhn"])
+def test_a_newcomer_is_fitted_also_where_gradients_are_off(method: str) -> None:
+    task = make_task()
+    run = hyperfed.train(method, task, **QUICK)
+    novel = task.name_of(task.novel_ids[0])
+    outside = run.model(novel).state_dict()
+    with torch.no_grad():
+        within = run.model(novel).state_dict()
+    assert outside.keys() == within.keys()
+    assert all(torch.equal(outside[name], within[name]) for name in outside)
