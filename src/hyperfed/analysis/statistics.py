@@ -40,7 +40,7 @@ class Scores:
     Attributes:
         seed: of the run.
         data: fingerprint of the data and of who holds what: a client is the same in two runs where
-            it is.
+            it is, or by its name.
         clients: id -> value, accuracies from 0 to 1; without those that have no examples.
         metric: by which models are judged.
         names: of all clients by id, where data have them; else empty.
