@@ -1,5 +1,6 @@
 """Your own arrays: splits per client, conversions, and every problem told in one error."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -282,6 +283,21 @@ def test_outputs_must_suit_the_usual_loss_and_the_usual_score(functions, instead
     y = X @ np.ones(4)
     with pytest.raises(UserError, match=f"must give 1 outputs .* a {instead} of your own, too"):
         from_arrays(X, y, client=CLIENT, model=linear(2), **functions)
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (4, 3), (3, 1)], ids=str)
+def test_outputs_for_labels_must_be_one_row_per_example(shape):
+    """A column of argmax, (B, 1), is compared with each of (B,) labels: more are right than are."""
+    model = nn.Sequential(nn.Linear(4, math.prod(shape)), nn.Unflatten(1, shape))
+
+    def flat(output, y):
+        return nn.functional.cross_entropy(output.flatten(1), y)
+
+    wanted = rf"must give 3 outputs .* got shape \(2, {shape[0]}, {shape[1]}\) .* of shape \(B, 3\)"
+    with pytest.raises(UserError, match=wanted + "$"):
+        from_arrays(X, Y, client=CLIENT, model=model)
+    with pytest.raises(UserError, match=wanted + ", or pass a score of your own, too"):
+        from_arrays(X, Y, client=CLIENT, model=model, loss=flat)
 
 
 @pytest.mark.parametrize(

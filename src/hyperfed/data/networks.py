@@ -100,10 +100,10 @@ def try_out(
     """Runs each network on a batch, and tells what is wrong with it or with what it gives.
 
     Lazy layers take their shapes from the batch, and their initial weights from the seed.
-    Of (classes,) it must give as many numbers per example, or more; for regression, where that is
-    0, one, and K where targets are of (K, 0); for labels of tokens (T, classes) as many for each of
-    T. None asks for no number. What asks for them are those of loss and score that are the
-    ``usual`` ones.
+    Of (classes,) it must give a row of as many numbers per example, or more; for regression, where
+    that is 0, one number, and K where targets are of (K, 0); for labels of tokens (T, classes) a
+    row for each of T. None asks for no number. What asks for them are those of loss and score that
+    are the ``usual`` ones.
 
     Returns:
         what each of those gives that give a tensor.
@@ -162,9 +162,11 @@ def try_out(
         if wanted is not None and not (_fits(output, *wanted) and len(output) == len(batch)):
             own = len(usual) < 2
             amounts = wanted[-1] and output.numel() == len(batch) and not own
+            nested = output.ndim > 2 and len(wanted) == 1 and output[:1].numel() >= wanted[0] > 0
             problems.append(
                 f"model {size!r} must give {_numbers(*wanted)} outputs per example, got shape "
-                f"{tuple(output.shape)} for {len(batch)} examples; change its last layer"
+                f"{tuple(output.shape)} for {len(batch)} examples; "
+                + (f"make it of shape (B, {wanted[0]})" if nested else "change its last layer")
                 + ("" if wanted[-1] else ", or convert y to integers if these floats are labels")
                 + (", or convert y to floats if these labels are amounts" if amounts else "")
                 + (", or y where it holds no labels of tokens" if wanted[-1] and wanted[1:] else "")
@@ -262,12 +264,10 @@ def try_functions(
 
 def _fits(output: Tensor, *wanted: int) -> bool:
     *several, classes = wanted
-    given = output[:1].numel() if output.ndim else 0
-    if not classes:
-        return given == prod(several)
-    if several:
-        return list(output.shape[1:-1]) == several and output.shape[-1] >= classes
-    return given >= classes
+    if classes:  # the largest is sought along the last dimension
+        shaped = output.ndim > 1 and list(output.shape[1:-1]) == several
+        return shaped and output.shape[-1] >= classes
+    return (output[:1].numel() if output.ndim else 0) == prod(several)
 
 
 def _numbers(*wanted: int) -> str:
