@@ -19,7 +19,7 @@ from hyperfed.nets.descriptors import Centred
 from hyperfed.system.randomness import generator, seeded
 from hyperfed.task import Task
 from hyperfed.training import UnlabelledError
-from toys import CLASSES, PLAIN, Federation, Normed, TwoLayers, close, logits, make_task
+from toys import CLASSES, FEATURES, PLAIN, Federation, Normed, TwoLayers, close, logits, make_task
 
 SETTINGS: dict[str, Any] = PLAIN | {
     "local_steps": 1,
@@ -317,6 +317,30 @@ def test_frequencies_are_of_labels_that_count() -> None:
     federation = Federation("headstart", task, **SETTINGS)
     made = federation.server.hyper_net.common()["head.bias"]
     expected = made + frequencies(task, 1, 1.0).log()
+    close(federation.personal(1)["head.bias"], expected)
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+def test_frequencies_are_of_classes_and_not_of_several_labels_each_of_which_has_an_output(
+    tokens: bool,
+) -> None:
+    """As many labels of two classes as outputs: biases (2,) are of these, or of those."""
+
+    class Tokens(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = torch.nn.Linear(1 if tokens else FEATURES, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = self.head(x[:, :2, None] if tokens else x)
+            return made
+
+    y = make_task().y
+    task = replace(make_task(Tokens), y=torch.stack([y % 2, (y > 0).long()], 1), classes=2)
+    federation = Federation("headstart", task, **SETTINGS)
+    made = federation.server.hyper_net.common()["head.bias"]
+    own = task.y[task.train[1]].flatten().bincount(minlength=2).double() + 1
+    expected = made + (own / own.sum()).log() if tokens else made
     close(federation.personal(1)["head.bias"], expected)
 
 

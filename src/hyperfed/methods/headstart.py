@@ -51,6 +51,7 @@ from hyperfed.federation import Cohort, Each, Outline, step
 from hyperfed.methods import pefll
 from hyperfed.methods.parts.hypernet_training import descend, fit_rows
 from hyperfed.methods.parts.presets import DEFAULT
+from hyperfed.metrics import of_each_class
 from hyperfed.nets.anatomy import head_names
 from hyperfed.nets.chunks import DescribedChunks
 from hyperfed.nets.descriptors import Centred
@@ -153,7 +154,7 @@ class Client(pefll.Client):
     def personal_model(self, received: Model) -> Model:
         """Returns what was made, the logarithms of the client's class frequencies in its biases.
 
-        With layers of its own it has these, and no frequencies.
+        With layers of its own it has these, and no frequencies; nor if biases are of no class.
         """
         if head := self.head:
             return received | self.recall("head", head)
@@ -161,6 +162,9 @@ class Client(pefll.Client):
         more = self.config.pseudo_count
         if more is None or not self.labelled or not self.classes or last.shape != (self.classes,):
             return received
+        one = self.train.batch(slice(1))
+        if one.y.ndim > 1 and not of_each_class(self.predict(received, one.x), one.y, self.classes):
+            return received  # one output for each of several labels
         count = count_classes(self.train.labels, self.classes).to(last.dtype) + more
         added = (count / count.sum()).log() * self.scratch.get("told", 1)
         return {**received, name: received[name] + added}
