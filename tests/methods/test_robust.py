@@ -10,6 +10,7 @@ from hyperfed import trees
 from hyperfed.engines import Faults
 from hyperfed.engines.calls import Call
 from hyperfed.methods import METHODS
+from hyperfed.nets.descriptors import Centred
 from hyperfed.runs.capability import NO_MEAN
 from hyperfed.runs.settings import RobustConfig
 from hyperfed.system.randomness import seeded
@@ -183,3 +184,33 @@ def test_a_trace_below_zero_weighs_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     lying.round([0, 1, 2])
     honest.round([0, 2])
     torch.testing.assert_close(lying.server.body, honest.server.body, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("method", ["pfedhn", "itpfl"])
+def test_how_far_away_one_embedding_is_moves_no_newcomer_under_a_rule(method: str) -> None:
+    """Its client alone trains it, with whatever it answers; newcomers begin at what is usual."""
+    ours = Federation(method, make_task(novel=1), **short(method, novel_rounds=1))
+    ours.round([0, 1, 2])
+
+    def made(rule: Rule, entry: float) -> torch.Tensor:
+        with torch.no_grad():
+            ours.server.embeddings.weight[0] = entry
+        with trees.aggregating(rule):
+            return torch.cat([value.flatten() for value in ours.personal(3).values()])
+
+    close(made(Rule("median"), 1e12), made(Rule("median"), 1e15))
+    assert made(aggregation.MEAN, 1e9).norm() > 100 * made(aggregation.MEAN, 1e6).norm()
+
+
+def test_how_far_away_one_descriptor_is_moves_no_centre_under_a_rule() -> None:
+    rows = torch.randn(5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def others(rule: Rule, entry: float) -> torch.Tensor:
+        rows[4] = entry
+        with trees.aggregating(rule):
+            centred: torch.Tensor = Centred(3).fitted(rows)(rows[:4])
+        return centred.std(dim=0)
+
+    close(others(Rule("median"), 1e12), others(Rule("median"), 1e15))
+    assert others(Rule("median"), 1e12).min() > 0.3
+    assert others(aggregation.MEAN, 1e12).max() < 1e-6

@@ -23,7 +23,7 @@ from hyperfed.runs.folder import RunFolder
 from hyperfed.runs.rollback import Snapshot
 from hyperfed.runs.run import Run
 from hyperfed.system.randomness import generator
-from hyperfed.trees import Tree
+from hyperfed.trees import Tree, aggregation
 from hyperfed.trees.aggregation import Rule
 from hyperfed.trees.checkpoints import load_state, previous, save_state
 from toys import Federation, Normed, make_task, short
@@ -38,6 +38,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 GREATEST = torch.finfo(torch.float64).max
+MOST = torch.iinfo(torch.int64).max
 
 Lie = Callable[[Tree, Tree | None, Call], Tree]
 
@@ -76,18 +77,18 @@ def echo(reply: Tree, like: Tree | None, call: Call) -> Tree:
     return reply if like is None else trees.clone(like)
 
 
-def below_zero(statistic: str) -> Lie:
+def brought_to(value: int, statistic: str) -> Lie:
     def lie(reply: Tree, like: Tree | None, call: Call) -> Tree:
-        """Moves a statistic of batch-norm to -2, whether the step returns a model or a change."""
+        """Moves a statistic of batch-norm, whether the step returns a model or a change."""
         if like is None:
             return reply
         model = _is_near(reply, like)
         return {
             name: leaf
             if not name.endswith(statistic)
-            else torch.full_like(leaf, -2)
+            else torch.full_like(leaf, value)
             if model
-            else like[name] + 2
+            else like[name] - value
             for name, leaf in reply.items()
         }
 
@@ -144,8 +145,9 @@ ATTACKS: dict[str, tuple[Lie, str | None]] = {
     "one entry of 1e30": (in_one_entry(1e30), "too large"),
     "one tensor of 1e9": (in_one_tensor(1e9), "too large"),
     "1e6 times its change": (scaled(1e6), "too large"),
-    "variances below zero": (below_zero("running_var"), "below zero"),
-    "counts of batches below zero": (below_zero("num_batches_tracked"), "below zero"),
+    "variances below zero": (brought_to(-2, "running_var"), "below zero"),
+    "counts of batches below zero": (brought_to(-2, "num_batches_tracked"), "below zero"),
+    "more batches than there are": (brought_to(MOST, "num_batches_tracked"), "more batches"),
     "1e30 late in a late round": (late, "too large"),
     "-10 times its change": (scaled(-10.0), None),
     "growth below the bound": (growing, None),
@@ -190,6 +192,30 @@ def test_no_lie_ends_a_run_or_leaves_it_a_state_that_is_not_finite(
         elif method == "fedavg":
             assert lost == set()
         assert run.summary["test_accuracy"] is not None
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedas", "fedfomo", "fedpac", "hypcluster", "pfedla"])
+def test_no_count_of_batches_grows_until_it_is_below_zero(
+    method: str, lies: Callable[[Lie], None]
+) -> None:
+    """A client that is alone in its rounds has the whole of a mean."""
+
+    def counting(reply: Tree, like: Tree | None, call: Call) -> Tree:
+        return {
+            name: counting(leaf, None, call)
+            if isinstance(leaf, dict)
+            else torch.full_like(leaf, MOST)
+            if name.endswith("num_batches_tracked")
+            else leaf
+            for name, leaf in reply.items()
+        }
+
+    lies(counting)
+    keys = SETTINGS | {"rounds": 12, "cohort": 1, "method": short(method)}
+    run = hyperfed.train(method, make_task(Normed), **keys)
+    assert {one.client for e in run.evaluations for one in e.lost} == {HOSTILE}
+    counts = [v for n, v in trees.leaves(run._state()) if n.endswith("num_batches_tracked")]
+    assert all(0 <= count.min() <= count.max() < 1000 for count in counts)
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedbn", "itpfl", "pefll", "pfedhn"])
@@ -324,10 +350,32 @@ def test_gradients_of_a_round_that_was_taken_back_are_in_no_later_one() -> None:
     assert [each.grad for each in moved] == [None] * 3
 
 
-def test_a_round_has_the_rule_of_the_settings() -> None:
-    robust = {"aggregation": "trimmed_mean", "hostile": 0.4}
-    run = Run(config.from_keys("fedavg", SETTINGS | {"robust": robust, "faults": {}}), make_task())
-    assert run._rounds.rule == Rule("trimmed_mean", 0.4)
+def test_the_rule_of_the_settings_stands_in_rounds_and_where_models_are_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found: list[tuple[str, Rule]] = []
+    server = METHODS["fedavg"].Server
+
+    def note(name: str) -> None:
+        usual = getattr(server, name)
+
+        def noted(self: Server, *asked: Any) -> Any:
+            found.append((name, aggregation._RULE.get()))
+            return usual(self, *asked)
+
+        monkeypatch.setattr(server, name, noted)
+
+    note("round")
+    note("personalize")
+    rule = Rule("trimmed_mean", 0.4)
+    robust = {"aggregation": rule.name, "hostile": rule.hostile}
+    keys = SETTINGS | {"robust": robust, "faults": {}}
+    run = hyperfed.train("fedavg", make_task(novel=1), **keys)
+    assert {*found} == {("round", rule), ("personalize", rule)}
+    for serve in (run.evaluate_novel, lambda: run.model(3)):
+        found.clear()
+        serve()
+        assert {*found} == {("personalize", rule)}
 
 
 def test_what_is_read_for_a_checkpoint_is_aggregated_by_the_rule() -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from hyperfed.trees import Tree, aggregating, weighted_mean
+from hyperfed.trees import Tree, aggregating, weighted_mean, within_reach
 from hyperfed.trees.aggregation import Aggregation, MeanNoise, Rule, is_plain
 
 C = 7
@@ -201,3 +201,23 @@ def test_a_rule_holds_inside_its_block_and_in_its_thread() -> None:
         assert not is_plain()
     assert is_plain()
     assert seen == [True]
+
+
+def test_a_row_is_at_most_three_median_lengths_from_the_median() -> None:
+    rows = np.random.default_rng(4).normal(size=(C, 5))
+    rows[2] *= 1e3
+    with aggregating(Rule("krum")):
+        found = within_reach(torch.from_numpy(rows)).numpy()
+    centre = np.median(rows, axis=0)
+    length = np.linalg.norm(rows - centre, axis=1)
+    assert np.sort(length)[-2] < 3 * np.median(length) < length[2]
+    others = np.arange(C) != 2
+    np.testing.assert_allclose(found[others], rows[others], rtol=1e-13)
+    nearer = centre + (rows[2] - centre) * 3 * np.median(length) / length[2]
+    np.testing.assert_allclose(found[2], nearer, rtol=1e-13)
+    np.testing.assert_array_equal(within_reach(torch.from_numpy(rows)).numpy(), rows)
+
+
+def test_rows_that_are_all_alike_stay() -> None:
+    with aggregating(Rule("median")):
+        assert torch.equal(within_reach(torch.full((3, 2), 7.0)), torch.full((3, 2), 7.0))

@@ -23,9 +23,9 @@ from hyperfed.engines.replies import (
     DivergedError,
     NoAnswerError,
     Reply,
-    below_zero,
     checked,
     expected_structure,
+    impossible,
     refusal,
 )
 from hyperfed.engines.updates import PrivateUpdates, bounded, centre_of, is_covered
@@ -465,9 +465,9 @@ class EngineCohort:
         if call.masked:
             return None
         if info.bounded != "reply":
-            return below_zero(reply, None)
+            return impossible(reply, call.payload, None)
         start = promised(info, call)
-        return None if start is None else below_zero(reply, start)
+        return None if start is None else impossible(reply, call.payload, start)
 
     def _too_large(self, question: Question, replies: Mapping[int, Reply]) -> dict[int, str]:
         factor, private = self.state.reply_bound, self._engine.private

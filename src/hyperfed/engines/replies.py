@@ -35,8 +35,14 @@ UNUSABLE = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError,
 VARIANCE = "running_var"
 """How batch-norm calls what must not be below zero."""
 
-STATISTICS = (VARIANCE, "num_batches_tracked")
+BATCHES = "num_batches_tracked"
+"""How it calls its count of batches."""
+
+STATISTICS = (VARIANCE, BATCHES)
 """What of batch-norm no examples bring below zero."""
+
+MOST_BATCHES = 2**40
+"""How many more a reply may count than what was sent: no client goes through as many."""
 
 ROUNDING = 1e-6
 """How far below zero a difference may bring what is zero."""
@@ -99,22 +105,33 @@ def refusal(reply: Reply | Exception, expected: Structure | None, *, finite: boo
     return None if finite else "the reply is not finite"
 
 
-def below_zero(reply: Tree, start: Tree | None) -> str | None:
-    """Says which statistic of batch-norm a reply has below zero, or None.
+def impossible(reply: Tree, sent: Sequence[Tree], start: Tree | None) -> str | None:
+    """Says which statistic of batch-norm a reply has as no examples leave it, or None.
 
     With a variance below zero a model gives nothing but NaN, and with a count it may divide by 0.
+    Counts that grow without bound become negative at the server, for all that comes after.
 
     Args:
         reply: a model, or how much less each number of it is than it was.
-        start: what it was, where the reply is that difference.
+        sent: all that the client was sent.
+        start: what the model was, where the reply is that difference.
     """
     base = dict(trees.leaves(start or {}))
     for path, leaf in trees.leaves(reply):
-        if path.endswith(STATISTICS):
-            value = leaf if start is None else base[path].to(leaf.device) - leaf
-            if bool((value < -ROUNDING).any()):
-                return f"{one_line(path, 100)} comes below zero, which no examples bring it to"
+        if not path.endswith(STATISTICS):
+            continue
+        value = leaf if start is None else base[path].to(leaf.device) - leaf
+        if bool((value < -ROUNDING).any()):
+            return f"{one_line(path, 100)} comes below zero, which no examples bring it to"
+        if path.endswith(BATCHES) and bool((value > _most_batches(sent)).any()):
+            return f"{one_line(path, 100)} counts more batches than a client can have had"
     return None
+
+
+def _most_batches(sent: Sequence[Tree]) -> int:
+    """Returns how many batches a reply may count, by the most that what was sent counts."""
+    counts = (leaf for tree in sent for path, leaf in trees.leaves(tree) if path.endswith(BATCHES))
+    return max((int(count.max()) for count in counts), default=0) + MOST_BATCHES
 
 
 def difference(came: Structure, expected: Structure) -> str:

@@ -77,6 +77,7 @@ from hyperfed.trees import (
     subtract,
     tree_map,
     weighted_mean,
+    within_reach,
 )
 
 log = logging.getLogger(__name__)
@@ -440,7 +441,7 @@ class Server(federation.Server):
         rows = self.embeddings.weight.detach()
         if not self.config.standardized:
             return rows.new_zeros(()), rows.new_ones(())
-        deviation, mean = torch.std_mean(rows, dim=0, correction=0)
+        deviation, mean = torch.std_mean(within_reach(rows), dim=0, correction=0)
         return mean, deviation.where(deviation > 0, 1)
 
     def describe_batch(self, clients: Cohort) -> Tensor:

@@ -42,7 +42,7 @@ from hyperfed.methods.parts.presets import PEFLL
 from hyperfed.nets.anatomy import head_names
 from hyperfed.nets.layers import draw_weights, update_norms
 from hyperfed.training import PersonalConfig, count_classes, counts_of
-from hyperfed.trees import Model, Tree, detach, partition, subtract
+from hyperfed.trees import Model, Tree, detach, partition, subtract, within_reach
 
 log = logging.getLogger(__name__)
 
@@ -291,7 +291,7 @@ class Server(federation.Server):
     def fit_embeddings(self, clients: Cohort) -> Tensor:
         """Returns (C, l) embeddings of novel clients, fitted with the hypernetwork frozen."""
         config = self.config
-        mean = self.embeddings.weight.detach().mean(dim=0)
+        mean = within_reach(self.embeddings.weight.detach()).mean(dim=0)
         embedding = mean.repeat(len(clients.ids), 1)
         if config.novel_start == "random":
             embedding = clients.ask(Client.draw_embedding, {"embedding": mean})["embedding"]

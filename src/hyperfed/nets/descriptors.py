@@ -269,9 +269,9 @@ class Centred(Standard):
         """Returns itself where it is fitted, else a copy fitted to all of (C, l)."""
         if self.deviation > 0:
             return self
-        copied = copy.deepcopy(self)
-        copied.mean = descriptors.mean(dim=0)
-        spread = (descriptors - copied.mean).square().mean().sqrt()
+        copied, near = copy.deepcopy(self), trees.within_reach(descriptors)
+        copied.mean = near.mean(dim=0)
+        spread = (near - copied.mean).square().mean().sqrt()
         copied.deviation = spread.where(spread > 0, 1)  # a client alone differs from nobody
         return copied
 

@@ -21,7 +21,6 @@ from hyperfed.runs.tally import Tally
 from hyperfed.runs.trained import TrainedMethod
 from hyperfed.runs.watched import Watched
 from hyperfed.task import Task
-from hyperfed.trees.aggregation import Rule
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +37,6 @@ class Rounds:
             tell of them.
 
     Attributes:
-        rule: stands for means over clients.
         tally: what happened since the latest evaluation.
         answered: whether some round had a client left.
         nobody: why the last round without had none.
@@ -50,7 +48,6 @@ class Rounds:
 
     def __init__(self, run: TrainedMethod, charged: Callable[[], None]) -> None:
         config = run.config
-        self.rule = Rule(config.robust.aggregation, config.robust.hostile)
         _check_sizes(config, run.task)
         self.tally = Tally()
         self.answered = False
@@ -141,12 +138,11 @@ class Rounds:
 
     @contextmanager
     def _aggregating(self, cohort: EngineCohort) -> Iterator[None]:
-        """Has the run's rule stand for means; where those are private, the clients pay for them."""
+        """Has the clients pay for means over them, where those are private."""
         run = self._run
         here = run.private if run.config.privacy.trusts_server else None
         if here is None:
-            with trees.aggregating(self.rule):
-                yield
+            yield
             return
         clients, seed, secret = cohort.ids.tolist(), run.config.seed, cohort.state.remote
 
@@ -157,7 +153,7 @@ class Rounds:
                 self._charged()
 
         noise = private.AggregateNoise(here, seed, run.round, secret=secret, pay=pay)
-        with trees.aggregating(self.rule, noise.of_means):
+        with trees.aggregating(run.config.robust.rule, noise.of_means):
             yield
 
     def _take_back(self, cohort: EngineCohort, why: str) -> None:

@@ -611,7 +611,7 @@ class Run(Served):
 
     def _state(self, *, optimizers: bool = True) -> Tree:
         """Returns the server's tensors; replies that it has to read for that are aggregated."""
-        with self._computing(), trees.aggregating(self._rounds.rule):
+        with self._computing():
             return self.server.state(optimizers=optimizers)
 
     def _tell_of_checkpoint(self) -> None:

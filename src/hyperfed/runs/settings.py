@@ -24,7 +24,7 @@ from hyperfed.errors import UserError
 from hyperfed.methods import METHODS
 from hyperfed.system.devices import is_cpu, is_here
 from hyperfed.training import Precision
-from hyperfed.trees.aggregation import Aggregation
+from hyperfed.trees.aggregation import Aggregation, Rule
 
 _STRICT = ConfigDict(extra="forbid", strict=True)
 
@@ -79,6 +79,11 @@ class RobustConfig:
     reply_bound: Annotated[float, Field(gt=1)] | None = 100.0
     aggregation: Aggregation = "mean"
     hostile: Annotated[float, Field(ge=0, lt=0.5)] = 0.25
+
+    @property
+    def rule(self) -> Rule:
+        """What stands for the mean, as servers have it."""
+        return Rule(self.aggregation, self.hostile)
 
 
 @dataclass(frozen=True, config=_STRICT)

@@ -294,13 +294,13 @@ class TrainedMethod:
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
-        """Computes on the run's cores; what a checkpoint's first use raises is told of that.
+        """Computes by the run's rule, on its cores; what a checkpoint's first use raises is told.
 
         What clients remember has no form that anybody but their method knows, so that it cannot be
         looked at before.
         """
         try:
-            with on_cores(self.config.engine.cores):
+            with on_cores(self.config.engine.cores), trees.aggregating(self.config.robust.rule):
                 yield
         except UserError:
             raise

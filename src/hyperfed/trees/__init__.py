@@ -3,7 +3,7 @@
 The arithmetic is at hand here, as ``trees.subtract(sent, trained)``.
 """
 
-from hyperfed.trees.aggregation import aggregating, as_told, exact, weighted_mean
+from hyperfed.trees.aggregation import aggregating, as_told, exact, weighted_mean, within_reach
 from hyperfed.trees.arithmetic import (
     Model,
     Structure,
@@ -86,4 +86,5 @@ __all__ = [
     "trained_parts",
     "tree_map",
     "weighted_mean",
+    "within_reach",
 ]

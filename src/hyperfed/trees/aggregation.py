@@ -69,6 +69,9 @@ class MeanNoise:
     add: Callable[[Tree, float, Tensor | None], Tree]
 
 
+REACH = 3.0
+"""How many median lengths a client's vector may be from the median (:func:`within_reach`)."""
+
 MEAN = Rule()
 _RULE: ContextVar[Rule] = ContextVar("rule", default=MEAN)
 _NOISE: ContextVar[MeanNoise | None] = ContextVar("noise", default=None)
@@ -139,6 +142,21 @@ def weighted_mean(tree: Tree, weight: Tensor, clients: Tensor | None = None) -> 
     return _ROBUST[rule.name](take(tree, there), weight[there], rule.borne(int(there.sum())))
 
 
+def within_reach(rows: Tensor) -> Tensor:
+    """Returns (C, l) rows, of which none is far from most, where hostile clients are to be borne.
+
+    It is for what a server makes of vectors that are each one client's alone, such as the mean and
+    the deviation of learned embeddings. Under another rule than the mean a row's difference from
+    the coordinate-wise median is scaled down to at most :data:`REACH` times the median length of
+    such differences, so that of honest ones hardly any moves; under the mean none does.
+    """
+    if _RULE.get().name == "mean":
+        return rows
+    centre, scale = _drawn_near({"rows": rows}, REACH)
+    nearer: Tensor = centre["rows"] + scale.to(rows.dtype).unsqueeze(1) * (rows - centre["rows"])
+    return nearer
+
+
 def _mean(tree: Tree, weight: Tensor) -> Tree:
     share = weight.double() / weight.double().sum()
 
@@ -153,6 +171,12 @@ def _mean(tree: Tree, weight: Tensor) -> Tree:
 
 
 def _median(tree: Tree, weight: Tensor, hostile: int) -> Tree:
+    return _middle(tree)
+
+
+def _middle(tree: Tree) -> Tree:
+    """Returns the coordinate-wise median of a stacked tree."""
+
     def middle(ordered: Tensor) -> Tensor:
         c = len(ordered)
         return ordered[(c - 1) // 2] / 2 + ordered[c // 2] / 2  # their sum may overflow
@@ -177,10 +201,7 @@ def _krum(tree: Tree, weight: Tensor, hostile: int) -> Tree:
 
 
 def _norm_clip(tree: Tree, weight: Tensor, hostile: int) -> Tree:
-    centre = _median(tree, weight, hostile)
-    length = _square_lengths(_from(tree, centre)).sqrt()
-    radius = _median({"length": length}, weight, hostile)["length"]
-    scale = (radius / length).clamp(max=1.0).nan_to_num(1.0)  # of who is at the centre
+    centre, scale = _drawn_near(tree)
     share = scale / len(scale)
 
     def clipped(leaf: Tensor, middle: Tensor) -> Tensor:
@@ -189,6 +210,17 @@ def _norm_clip(tree: Tree, weight: Tensor, hostile: int) -> Tree:
         return middle + torch.einsum("c,c...->...", share.to(leaf.dtype), leaf - middle)
 
     return tree_map(clipped, tree, centre)
+
+
+def _drawn_near(tree: Tree, times: float = 1.0) -> tuple[Tree, Tensor]:
+    """Returns the median, and (C,) what each difference from it is to be multiplied by.
+
+    None is then longer than so many times the median length.
+    """
+    centre = _middle(tree)
+    length = _square_lengths(_from(tree, centre)).sqrt()
+    radius = times * _middle({"length": length})["length"]
+    return centre, (radius / length).clamp(max=1.0).nan_to_num(1.0)  # of who is at the centre
 
 
 _ROBUST: dict[str, Callable[[Tree, Tensor, int], Tree]] = {
