@@ -24,7 +24,8 @@ from hyperfed.methods import METHODS, fedavg, pfedhn
 from hyperfed.runs import config
 from hyperfed.runs.records import as_written
 from hyperfed.runs.run import Run
-from toys import Normed, Stemmed, lengths, make_task, recorded
+from hyperfed.task import Task
+from toys import FEATURES, Normed, Stemmed, TwoLayers, lengths, make_task, recorded
 
 FAULTS = {"drop": 0.3, "nan": 0.2}
 
@@ -414,6 +415,28 @@ def test_a_method_that_needs_labels_refuses_a_task_without_before_it_trains(
         hyperfed.train("pfedhn", task, out=tmp_path)
     assert list(tmp_path.iterdir()) == []
     assert trained("fedavg", task=task, method={"novel_steps": 0}).summary["novel_accuracy"] >= 0
+
+
+class Choosy(TwoLayers):
+    """Takes no batch of which an entry is at most -5, such as those that nobody holds."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if (x <= -5).any():
+            raise ValueError("entries must be above -5")
+        return super().forward(x)
+
+
+def test_a_network_that_takes_no_made_up_examples_is_trained_for_clients_without_labels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        Task, "made_up", lambda task, n: (torch.full((n, FEATURES), -9.0).double(), task.y[:n])
+    )
+    task = make_task(Choosy, novel=1, unlabelled=True)
+    run = trained("itpfl", task=task, rounds=2, method={"phase_one_rounds": 1})
+    assert run.summary["novel_accuracy"] >= 0
+    with pytest.raises(UserError, match="needs labels to personalise"):
+        trained("pefll", task=task)
 
 
 def test_a_closed_run_has_ended_its_threads_and_keeps_its_numbers() -> None:

@@ -272,6 +272,10 @@ class TrainedMethod:
                 f"{self.config.method} needs labels to personalise, but a novel client has none; "
                 "give them, or choose a method that can do without"
             ) from error
+        except UserError:
+            raise
+        except Exception:  # a user's network need not take what is made up
+            log.debug("made-up examples do not tell whether the method needs labels", exc_info=True)
 
     @cached_property
     def _private_to_newcomers(self) -> PrivateUpdates | None:
