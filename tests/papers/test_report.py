@@ -57,6 +57,23 @@ def test_gains_over_local_are_over_its_first_row_alone(folder: Path) -> None:
     assert row(written(folder, "report.md"), "FedAvg")[6] == "+10.0 [-3.0, 23.0] noise, 1 seed"
 
 
+@pytest.mark.parametrize(
+    ("ours", "local", "over"),
+    [
+        (1.0, 0.5, "–"),
+        (0.5, 1.0, "+10.0 [-3.0, 23.0] noise"),
+        (0.5, 0.5, "+10.0 [-3.0, 23.0] noise"),
+    ],
+)
+def test_no_gain_is_over_a_local_that_had_less_of_its_rounds(
+    folder: Path, ours: float, local: float, over: str
+) -> None:
+    for row_of, correct, scale in (("local", [5] * 4, local), ("fedavg", [6, 6, 7, 5], ours)):
+        path = record(folder, row_of, 0, correct)
+        origin.Origin("made/table1", f"digits-{row_of}", scale=scale).write(path)
+    assert row(written(folder, "report.md"), "FedAvg")[6] == over
+
+
 def test_the_best_is_so_on_the_seeds_that_both_have(folder: Path) -> None:
     """FedAvg has the higher mean, of the easier seed alone."""
     for place in ("", "aside/"):

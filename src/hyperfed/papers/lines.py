@@ -48,6 +48,11 @@ class Line:
         return self.group[0].counts
 
     @property
+    def scale(self) -> float:
+        """The share of the rounds that it was given."""
+        return self.group[0].origin.scale
+
+    @property
     def method(self) -> str:
         """The name of its method."""
         return str(self.summaries[0]["method"])
@@ -143,7 +148,7 @@ def in_words(line: Line) -> str:
     if line.verdict.reproduced is not None and line.published is not None:
         return f"missed by {line.mean.mean - line.published.value:+.1f}"
     first = line.group[0]
-    if first.origin.scale == 1 and "rounds" in first.differing:
+    if line.scale == 1 and "rounds" in first.differing:
         own, wanted = (int(rounds) for rounds in first.differing["rounds"])
         if own < wanted:
             return f"scaled: {own / wanted:g} of the rounds; {line.verdict.why}"
@@ -178,7 +183,7 @@ def _row(line: Line, best: Line | None, local: Sequence[Line], notes: list[str])
         to_best = "–"
         if best is not None:
             to_best = "best" if line is best else _gain(line, line.against(best))
-        alone = map(line.against, local)
+        alone = (line.against(one) for one in local if one.scale >= line.scale)
         over = "–" if line.method == "local" else _gain(line, next(filter(None, alone), None))
         cells += ["–" if line.worst is None else percent(line.worst), over, to_best]
     rounds, clients, local_work = line.budget
