@@ -459,6 +459,16 @@ class IdleBefore(nn.Sequential):
         return self[1](x)
 
 
+class Bounded(nn.Sequential):
+    """An embedding that PyTorch rescales in place."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Embedding(5, 4, max_norm=0.1), nn.Flatten(), nn.LazyLinear(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.long().abs() % 5)
+
+
 class Recurrent(nn.Module):
     def __init__(self):
         super().__init__()
@@ -528,6 +538,10 @@ def test_a_layer_that_is_idle_elsewhere_or_in_evaluation_alone_is_let_be(net: Ne
         ({"model": fails}, "one that fails .RuntimeError: no such layer"),
         ({"model": lambda: None}, "got one that makes None"),
         ({"model": {}}, "model must be a network, or one for each size"),
+        (
+            {"model": Bounded},
+            r"must leave its parameters as they are, .* writes to 0.weight in forward; .*max_norm",
+        ),
         ({"model": Recurrent}, "must return a tensor, got tuple"),
         ({"model": IdleAtTheEnd}, "use the layer that it defines last, .* but projection has no"),
         ({"model": Turning}, "real parameters and buffers .* but turn is torch.complex64; keep"),

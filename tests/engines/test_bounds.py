@@ -10,6 +10,7 @@ from hyperfed import trees
 from hyperfed.engines import Faults
 from hyperfed.engines.bounds import too_large
 from hyperfed.engines.local.loop import LoopEngine
+from hyperfed.engines.replies import impossible
 from hyperfed.federation import Client, Each, step
 from hyperfed.trees import Tree
 from toys import TwoLayers, make_task
@@ -199,3 +200,18 @@ def test_known_clients_asked_in_a_round_are_bound_as_well(engine: LoopEngine) ->
     cohort = engine.cohort([0, 2], 0, training=True)
     cohort.state.reply_bound = 10.0
     assert cohort.known.state.reply_bound == 10.0
+
+
+@pytest.mark.parametrize(("more", "refused"), [(2**40, False), (2**40 + 1, True)])
+@pytest.mark.parametrize("difference", [False, True])
+def test_a_count_of_batches_is_judged_by_what_was_sent(
+    more: int, refused: bool, difference: bool
+) -> None:
+    """Of all that was, since clients may be sent several models; after many rounds it is large."""
+    of = "norm.num_batches_tracked"
+    sent = [{"a": {of: torch.tensor(2**50)}, "b": {of: torch.tensor(2**45)}}]
+    count = torch.tensor(2**50 + more)
+    start = {of: torch.tensor(2**45)} if difference else None
+    told = impossible({of: start[of] - count if start else count}, sent, start)
+    assert (told is not None) is refused
+    assert not refused or "more batches" in str(told)

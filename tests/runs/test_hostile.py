@@ -218,6 +218,19 @@ def test_no_count_of_batches_grows_until_it_is_below_zero(
     assert all(0 <= count.min() <= count.max() < 1000 for count in counts)
 
 
+@pytest.mark.parametrize("method", ["fedavg", "pefll"])
+def test_nobody_is_lost_by_a_count_of_batches_that_was_large_already(method: str) -> None:
+    class Counted(Normed):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm.num_batches_tracked += 2**45
+
+    run = hyperfed.train(method, make_task(Counted), **SETTINGS | {"rounds": 2, "faults": {}})
+    assert [one for e in run.evaluations for one in e.lost] == []
+    counts = [v for n, v in trees.leaves(run._state()) if n.endswith("num_batches_tracked")]
+    assert all(count.min() > 2**45 for count in counts)
+
+
 @pytest.mark.parametrize("method", ["fedavg", "fedbn", "itpfl", "pefll", "pfedhn"])
 def test_who_sends_1e30_is_as_if_it_had_not_answered(method: str) -> None:
     """Those that one such reply ended, on a task in which nobody else is odd."""

@@ -110,33 +110,18 @@ def try_out(
     """
     given = {}
     for size, network in models.items():
-        trained = trees.parameters_of(network)
-        if not trained:
-            problems.append(
-                f"model {size!r} must have parameters to train, but has none or all are frozen; "
-                "set requires_grad of some"
-            )
-        moving = {**trained, **trees.buffers_of(network)}
-        if unreal := [name for name, value in moving.items() if value.is_complex()]:
-            problems.append(  # a mean of them would be that of their real parts
-                f"model {size!r} must have real parameters and buffers where they are not frozen, "
-                f"but {unreal[0]} is {moving[unreal[0]].dtype}; keep torch.view_as_real of it, and "
-                "take torch.view_as_complex of that in forward"
-            )
-            continue
-        if half := [name for name, value in trained.items() if value.dtype in HALF]:
-            problems.append(  # small steps vanish in it, and PyTorch's fused SGD goes astray
-                f"model {size!r} must have float32 or float64 parameters where they are trained, "
-                f"but {half[0]} is {trained[half[0]].dtype}; make it float32, and set "
-                "precision=bf16 to compute in bfloat16"
-            )
+        if told := _untrainable(network):
+            problems.append(f"model {size!r} must have {told}")
             continue
         try:
             with torch.no_grad(), seeded(seed, "lazy", size):
                 if any(map(is_lazy, [*network.parameters(), *network.buffers()])):
                     network.eval()(batch)
                     network.train()
-                output = trees.copied(network).eval()(batch)
+                tried = trees.copied(network).eval()
+                entries = trees.entries_of(tried)
+                before = trees.versions([*entries.values()])
+                output = tried(batch)
         except Exception as error:  # whatever a user's network raises is to be told
             tokens = batch.dtype == torch.int64
             of = f" from {int(batch.min())} to {int(batch.max())}" if tokens else ""
@@ -153,6 +138,13 @@ def try_out(
             )
             continue
         given[size] = output
+        after = zip(entries, before, trees.versions([*entries.values()]), strict=False)
+        if written := next((name for name, old, new in after if old != new), ""):
+            problems.append(
+                f"model {size!r} must leave its parameters as they are, and out of training its "
+                f"buffers, but writes to {written} in forward; compute with a copy of it, and set "
+                "no max_norm of an embedding"
+            )
         if idle := _idle_at_the_end(network, batch, seed):
             problems.append(
                 f"model {size!r} must use the layer that it defines last, which is taken for the "
@@ -173,6 +165,27 @@ def try_out(
                 + (f", or pass a {usual[0]} of your own, too" if own else "")
             )
     return given
+
+
+def _untrainable(network: nn.Module) -> str:
+    """Returns what parameters and buffers a network must have that it lacks, else ""."""
+    trained = trees.parameters_of(network)
+    if not trained:
+        return "parameters to train, but has none or all are frozen; set requires_grad of some"
+    moving = {**trained, **trees.buffers_of(network)}
+    if unreal := [name for name, value in moving.items() if value.is_complex()]:
+        return (  # a mean of them would be that of their real parts
+            "real parameters and buffers where they are not frozen, but "
+            f"{unreal[0]} is {moving[unreal[0]].dtype}; keep torch.view_as_real of it, and take "
+            "torch.view_as_complex of that in forward"
+        )
+    if half := [name for name, value in trained.items() if value.dtype in HALF]:
+        return (  # small steps vanish in it, and PyTorch's fused SGD goes astray
+            "float32 or float64 parameters where they are trained, but "
+            f"{half[0]} is {trained[half[0]].dtype}; make it float32, and set precision=bf16 to "
+            "compute in bfloat16"
+        )
+    return ""
 
 
 def _idle_at_the_end(network: nn.Module, batch: Tensor, seed: int) -> str:

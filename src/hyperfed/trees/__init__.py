@@ -26,6 +26,7 @@ from hyperfed.trees.arithmetic import (
     take,
     to,
     tree_map,
+    versions,
 )
 from hyperfed.trees.modules import (
     adapter_parts,
@@ -85,6 +86,7 @@ __all__ = [
     "to",
     "trained_parts",
     "tree_map",
+    "versions",
     "weighted_mean",
     "within_reach",
 ]

@@ -33,7 +33,6 @@ from hyperfed.engines.calls import (
     noise_of,
     perform,
     tensors_of,
-    versions,
 )
 from hyperfed.engines.local.draws import Draws, OwnError
 from hyperfed.engines.local.graphs import Graphs
@@ -267,14 +266,14 @@ class VmappedEngine(LoopEngine):
             warnings.filterwarnings("ignore", "There is a performance drop")
             stacked = self._stacked(kind, calls)
             handed = tensors_of(stacked["payload"], stacked["memory"], stacked["scratch"])
-            before = versions(handed)
+            before = trees.versions(handed)
             if self.graphs is None:
                 answer = together(stacked)
             else:
                 key = kind, *self._lengths(first), len(calls)
                 # A recording is of any round, and draws nothing: its draws would be those of one.
                 answer = self.graphs.run(key, stacked, together, vmap(of))
-        check_unwritten(first.step, as_before=before == versions(handed))
+        check_unwritten(first.step, as_before=before == trees.versions(handed))
         # What is remembered must not keep the tensors of all clients alive.
         return [
             Answer(
