@@ -532,6 +532,10 @@ def test_a_layer_that_is_idle_elsewhere_or_in_evaluation_alone_is_let_be(net: Ne
         ({"client": 3}, r"one hashable id per example, \(N,\), got 3; pass an array"),
         ({"client": "ab"}, "got 'ab'; pass an array"),
         ({"client": np.array(3)}, r"one hashable id per example, \(N,\), got array\(3\); pass"),
+        (
+            {"y": [0, 1] * 6, "model": lambda: nn.Sequential(nn.LazyLinear(1), nn.Flatten(0))},
+            r"must give 2 outputs per example, got shape \(2,\) for 2 examples",
+        ),
         ({"model": Silent}, r"must give 3 outputs per example, got shape \(0,\) for 2 examples"),
         ({"model": None}, "must be an nn.Module, or a function .*got None"),
         ({"model": "lenet"}, "got 'lenet'"),
