@@ -522,8 +522,11 @@ def test_a_newcomer_is_fitted_also_where_gradients_are_off(method: str) -> None:
     task = make_task()
     run = hyperfed.train(method, task, **QUICK)
     novel = task.name_of(task.novel_ids[0])
-    outside = run.model(novel).state_dict()
-    with torch.no_grad():
-        within = run.model(novel).state_dict()
-    assert outside.keys() == within.keys()
-    assert all(torch.equal(outside[name], within[name]) for name in outside)
+    x, y = task.x[:9], task.y[:9]
+    outside = [model.state_dict() for model in (run.model(novel), run.personalize(x, y))]
+    for off in (torch.no_grad, torch.inference_mode):
+        with off():
+            within = [run.model(novel), run.personalize(x.clone(), y.clone())]
+        for ours, model in zip(outside, within, strict=True):
+            torch.testing.assert_close({**model.state_dict()}, {**ours}, rtol=0, atol=0)
+            assert all(each.requires_grad for each in model.parameters())

@@ -11,6 +11,7 @@ from time import monotonic
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 
 from hyperfed import engines, privacy, trees
@@ -191,6 +192,7 @@ class TrainedMethod:
         with self._at_best() as server:
             return trees.clone(trees.to(server.diagnostics(), CPU))
 
+    @torch.inference_mode(mode=False)
     def personalize(self, x: Any, y: Any = None, *, size: str | None = None) -> nn.Module:
         """Returns the model of a client that was never seen, by the method's own protocol.
 
@@ -301,10 +303,11 @@ class TrainedMethod:
         """Computes by the run's rule, on its cores; what a checkpoint's first use raises is told.
 
         What clients remember has no form that anybody but their method knows, so that it cannot be
-        looked at before.
+        looked at before. There are gradients, though whoever asks for a model may have them off.
         """
+        by_rule = trees.aggregating(self.config.robust.rule)
         try:
-            with on_cores(self.config.engine.cores), trees.aggregating(self.config.robust.rule):
+            with on_cores(self.config.engine.cores), by_rule, torch.inference_mode(mode=False):
                 yield
         except UserError:
             raise
@@ -319,14 +322,15 @@ class TrainedMethod:
 
         Inside the block the clients remember what they did then.
         """
-        server, device = self._new_server(), self.engine.device
-        server.to(device).load(trees.to(trees.clone(self.best.server), device))
-        now, self.engine.memory = self.engine.memory, dict(self.best.memory)
-        try:
-            with self._accounting(self), self._computing():
+        best, device = self.best, self.engine.device
+        with self._accounting(self), self._computing():
+            server = self._new_server().to(device)
+            server.load(trees.to(trees.clone(best.server), device))
+            now, self.engine.memory = self.engine.memory, dict(best.memory)
+            try:
                 yield server
-        finally:
-            self.engine.memory = now
+            finally:
+                self.engine.memory = now
 
     def _new_server(self) -> Server:
         of = self.method.Server

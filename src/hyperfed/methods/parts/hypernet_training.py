@@ -223,7 +223,6 @@ def clip_together(gradients: Sequence[Tensor], clip: float) -> list[Tensor]:
     return [clipped(gradient) for gradient in gradients]
 
 
-@torch.enable_grad()  # whoever serves a newcomer may be within torch.no_grad()
 def fit_rows(
     rows: Tensor,
     optimizer: Optimizer,
