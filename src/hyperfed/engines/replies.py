@@ -116,14 +116,14 @@ def impossible(reply: Tree, sent: Sequence[Tree], start: Tree | None) -> str | N
         sent: all that the client was sent.
         start: what the model was, where the reply is that difference.
     """
-    base = dict(trees.leaves(start or {}))
+    base, most = dict(trees.leaves(start or {})), _most_batches(sent)
     for path, leaf in trees.leaves(reply):
         if not path.endswith(STATISTICS):
             continue
         value = leaf if start is None else base[path].to(leaf.device) - leaf
         if bool((value < -ROUNDING).any()):
             return f"{one_line(path, 100)} comes below zero, which no examples bring it to"
-        if path.endswith(BATCHES) and bool((value > _most_batches(sent)).any()):
+        if path.endswith(BATCHES) and bool((value > most).any()):
             return f"{one_line(path, 100)} counts more batches than a client can have had"
     return None
 

@@ -162,10 +162,12 @@ class Client(pefll.Client):
         more = self.config.pseudo_count
         if more is None or not self.labelled or not self.classes or last.shape != (self.classes,):
             return received
-        one = self.train.batch(slice(1))
-        if one.y.ndim > 1 and not of_each_class(self.predict(received, one.x), one.y, self.classes):
-            return received  # one output for each of several labels
-        count = count_classes(self.train.labels, self.classes).to(last.dtype) + more
+        labels = self.train.labels
+        if labels.ndim > 1:
+            output = self.predict(received, self.train.batch(slice(1)).x)
+            if not of_each_class(output, labels, self.classes):
+                return received  # one output for each of several labels
+        count = count_classes(labels, self.classes).to(last.dtype) + more
         added = (count / count.sum()).log() * self.scratch.get("told", 1)
         return {**received, name: received[name] + added}
 
