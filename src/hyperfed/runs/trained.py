@@ -192,7 +192,6 @@ class TrainedMethod:
         with self._at_best() as server:
             return trees.clone(trees.to(server.diagnostics(), CPU))
 
-    @torch.inference_mode(mode=False)
     def personalize(self, x: Any, y: Any = None, *, size: str | None = None) -> nn.Module:
         """Returns the model of a client that was never seen, by the method's own protocol.
 
