@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import hyperfed
+from hyperfed.engines.made_up import EXAMPLES
 from hyperfed.engines.updates import PrivateUpdates
 from hyperfed.errors import UserError
 from hyperfed.federation import step
@@ -609,3 +611,16 @@ def test_without_epsilon_nothing_is_private_and_counts_weigh() -> None:
     assert run.private is None
     assert run.engine.cohort([0, 1], 0, training=True).weight.min() > 1
     assert run.privacy() is None
+
+
+def test_a_network_that_takes_no_made_up_example_is_told_of_before_private_training() -> None:
+    class Choosy(TwoLayers):
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) == EXAMPLES:
+                raise ValueError("no eight examples")
+            return super().forward(x)
+
+    with pytest.raises(
+        UserError, match=r"must take examples that nobody holds .*no eight examples"
+    ):
+        hyperfed.train("fedavg", make_task(Choosy), rounds=1, cohort=1.0, privacy={"epsilon": 5.0})

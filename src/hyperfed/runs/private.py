@@ -18,13 +18,15 @@ from hyperfed import privacy, trees
 from hyperfed.engines import Engine
 from hyperfed.engines.local.loop import LoopEngine
 from hyperfed.engines.made_up import made_up
+from hyperfed.engines.replies import UNUSABLE
 from hyperfed.engines.updates import KEPT, PrivateUpdates, without_negative_variances
-from hyperfed.errors import UserError
+from hyperfed.errors import UserError, one_line
 from hyperfed.federation import AllLostError, Server
 from hyperfed.privacy import Ledger
 from hyperfed.runs.settings import RunConfig, cohort_size, one_step
 from hyperfed.system.randomness import generator, seeded
 from hyperfed.task import Task
+from hyperfed.training import UnlabelledError
 from hyperfed.trees import Tree
 from hyperfed.trees.aggregation import MEAN, MeanNoise
 
@@ -115,7 +117,8 @@ def answers_of(config: RunConfig, task: Task, method: ModuleType) -> Answers:
         try:
             part()
         except AllLostError as error:
-            raise error.__cause__ or error from None
+            cause = error.__cause__ or error
+            raise _of_a_trial(cause) from None
         finally:
             engine.close()
         return max(spent(client) - before[client] for client in everyone)
@@ -144,6 +147,17 @@ def answers_of(config: RunConfig, task: Task, method: ModuleType) -> Answers:
         max(means.values(), default=0) if wanted.where == "central" else rounds,
         serving,
         after(lambda: serve(task.novel_ids[:1])) if task.novel else 0,
+    )
+
+
+def _of_a_trial(cause: BaseException) -> BaseException:
+    """Returns what to raise where a client with made-up examples fails: of a network, an error."""
+    if not isinstance(cause, UNUSABLE) or isinstance(cause, UserError | UnlabelledError):
+        return cause
+    return UserError(
+        "a network that is trained in private must take examples that nobody holds (tokens 0 and "
+        "1, normal numbers, any pixels), on which it is tried how often clients answer, but fails "
+        f"on them ({one_line(f'{type(cause).__name__}: {cause}')}); have it take them"
     )
 
 
