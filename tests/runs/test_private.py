@@ -624,3 +624,12 @@ def test_a_network_that_takes_no_made_up_example_is_told_of_before_private_train
         UserError, match=r"must take examples that nobody holds .*no eight examples"
     ):
         hyperfed.train("fedavg", make_task(Choosy), rounds=1, cohort=1.0, privacy={"epsilon": 5.0})
+
+
+def test_what_else_is_wrong_before_private_training_is_not_said_of_its_network() -> None:
+    private = {"rounds": 1, "cohort": 1.0, "privacy": {"epsilon": 5.0}}
+    with pytest.raises(UserError, match=r"^pefll needs labels to personalise"):
+        hyperfed.train("pefll", make_task(novel=1, unlabelled=True), **private)
+    own = {"descriptor": "class_proportions"}
+    with pytest.raises(UserError, match=r"^a reply in private training must be an update"):
+        hyperfed.train("pfedhn", make_task(), **private, method=own)

@@ -85,7 +85,8 @@ class TrainedMethod:
                 '"__main__":`, and starts within'
             )
         self.method: ModuleType = METHODS[config.method]
-        self.private = private.plan(config, self.task, self.method)
+        with self._telling_of_labels():
+            self.private = private.plan(config, self.task, self.method)
         self.server = self._new_server()
         examined.check(config, self.task, self.server)
         with on_cores(config.engine.cores):
@@ -266,17 +267,24 @@ class TrainedMethod:
                 f"fine-tuning needs, came {steps}; set it to 0, or give labels"
             )
         try:
-            client = self._made_up_client(unlabelled=True)
-            self._new_server().to(self.engine.device).personalize(client)
+            with self._telling_of_labels():
+                client = self._made_up_client(unlabelled=True)
+                self._new_server().to(self.engine.device).personalize(client)
+        except UserError:
+            raise
+        except Exception:  # a user's network need not take what is made up
+            log.debug("made-up examples do not tell whether the method needs labels", exc_info=True)
+
+    @contextmanager
+    def _telling_of_labels(self) -> Iterator[None]:
+        """Tells that a method needs labels which a novel client does not have."""
+        try:
+            yield
         except UnlabelledError as error:
             raise UserError(
                 f"{self.config.method} needs labels to personalise, but a novel client has none; "
                 "give them, or choose a method that can do without"
             ) from error
-        except UserError:
-            raise
-        except Exception:  # a user's network need not take what is made up
-            log.debug("made-up examples do not tell whether the method needs labels", exc_info=True)
 
     @cached_property
     def _private_to_newcomers(self) -> PrivateUpdates | None:
