@@ -26,7 +26,6 @@ from hyperfed.privacy import Ledger
 from hyperfed.runs.settings import RunConfig, cohort_size, one_step
 from hyperfed.system.randomness import generator, seeded
 from hyperfed.task import Task
-from hyperfed.training import UnlabelledError
 from hyperfed.trees import Tree
 from hyperfed.trees.aggregation import MEAN, MeanNoise
 
@@ -152,7 +151,7 @@ def answers_of(config: RunConfig, task: Task, method: ModuleType) -> Answers:
 
 def _of_a_trial(cause: BaseException) -> BaseException:
     """Returns what to raise where a client with made-up examples fails: of a network, an error."""
-    if not isinstance(cause, UNUSABLE) or isinstance(cause, UserError | UnlabelledError):
+    if not isinstance(cause, UNUSABLE) or isinstance(cause, UserError):
         return cause
     return UserError(
         "a network that is trained in private must take examples that nobody holds (tokens 0 and "
