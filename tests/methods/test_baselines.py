@@ -20,6 +20,7 @@ from toys import (
     close,
     logits,
     make_task,
+    short,
 )
 
 
@@ -222,3 +223,16 @@ def test_no_head_has_more_layers_than_there_are(method: str) -> None:
     """And it is said before anything is trained."""
     with pytest.raises(UserError, match=r"must .* 0 to 2 .* got 3"):
         Federation(method, make_task(), **LAYERS[method])
+
+
+@pytest.mark.parametrize("method", ["fedper", "fedrep", "headstart", "pfedhn_pc"])
+def test_statistics_among_personal_layers_are_the_clients_own(method: str) -> None:
+    """Whoever else is in the round: they are of what the client's own layers make."""
+    kept = []
+    for clients in ([0], [0, 1, 3]):
+        federation = Federation(method, make_task(Normed), **short(method, head_layers=2))
+        federation.round(clients)
+        own = federation.personal(0)
+        kept.append({name: own[name] for name in own if name.startswith("norm.")})
+    assert kept[0]["norm.running_mean"].any()
+    close(kept[1], kept[0])

@@ -99,6 +99,14 @@ def test_no_head_travels() -> None:
     assert [(e.down, e.up) for e in cohort.state.exchanges] == [(size, 0)]
 
 
+def test_statistics_in_the_head_are_averaged() -> None:
+    """Its layers are the same for all, until a client trains a model of its own."""
+    ours = federation(Normed, head_layers=2)
+    ours.round([0, 1, 2])
+    assert ours.server.body["base"]["norm.num_batches_tracked"] > 0
+    assert ours.personal(1).keys() == Normed().state_dict().keys()
+
+
 def test_with_an_empty_head_the_body_is_the_model_of_fedavg() -> None:
     ours = federation(Normed, head_layers=0)
     fedavg = Federation("fedavg", make_task(Normed, novel=1), **MOMENTUM)

@@ -102,6 +102,13 @@ def test_the_frozen_bodys_statistics_do_not_move_while_the_head_trains() -> None
     check_the_buffers()
 
 
+def test_the_frozen_heads_statistics_do_not_move_while_the_body_trains() -> None:
+    federation = Federation("fedrep", make_task(Normed), **SETTINGS, head_layers=2)
+    federation.round(CLIENTS)
+    assert federation.engine.memory[0]["head"]["norm.num_batches_tracked"] == 2
+    assert set(federation.server.body["base"]) == {"body.weight", "body.bias"}
+
+
 def test_the_frozen_bodys_parameters_do_not_move_while_the_head_trains() -> None:
     federation = Federation("fedrep", make_task(novel=1), **SETTINGS, novel_steps=20)
     federation.round([0])

@@ -1,5 +1,7 @@
 """Which parameters are the head; layers and batch-norm are tested where methods use them."""
 
+import copy
+
 import pytest
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
@@ -8,7 +10,7 @@ from torch.nn.utils.parametrize import register_parametrization
 from hyperfed import trees
 from hyperfed.errors import UserError
 from hyperfed.nets import MLP, CharLSTM, LeNet, LeNetBN, OmniglotNet, head_names, layers_of
-from hyperfed.nets.anatomy import check_head, check_widened, last_linear
+from hyperfed.nets.anatomy import check_head, check_widened, head_entries, last_linear
 
 
 class TestHeadNames:
@@ -35,6 +37,14 @@ class TestHeadNames:
     def test_several_layers(self, layers, modules):
         expected = tuple(f"{name}.{kind}" for name in modules for kind in ("weight", "bias"))
         assert head_names(OmniglotNet((1, 28, 28), 3), layers) == expected
+
+    def test_buffers_from_its_first_layer_on_are_of_the_head(self):
+        plain = nn.BatchNorm1d(3, affine=False)
+        model = nn.Sequential(nn.Linear(2, 3), plain, nn.Linear(3, 3), copy.deepcopy(plain))
+        names = ("2.weight", "2.bias", "3.running_mean", "3.running_var", "3.num_batches_tracked")
+        assert head_entries(model) == names
+        assert head_entries(model, 0) == ()
+        assert set(head_entries(model, 2)) == set(trees.model_of(model))
 
     @pytest.mark.parametrize("norm", [weight_norm, spectral_norm])
     def test_what_a_weight_is_made_from_is_of_its_layer(self, norm):

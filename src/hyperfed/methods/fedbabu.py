@@ -23,6 +23,7 @@ from typing import Any
 
 from pydantic import ConfigDict, NonNegativeInt, PositiveFloat
 from pydantic.dataclasses import dataclass
+from torch import nn
 
 from hyperfed import federation
 from hyperfed.federation import Cohort, step
@@ -117,6 +118,10 @@ class Client(federation.Client):
 
 class Server(fedper.Server):
     """FedPer's, of which each client makes a model of its own, known or novel."""
+
+    def head(self, module: nn.Module) -> tuple[str, ...]:
+        """Names the parameters that are not trained together; buffers are, being nobody's own."""
+        return head_names(module, self.config.head_layers)
 
     def personalize(self, clients: Cohort) -> Model:
         """Sends the global body, with which each client trains its own model."""

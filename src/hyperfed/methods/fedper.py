@@ -2,22 +2,25 @@
 
 Paper: https://arxiv.org/abs/1912.00818.
 
-Sent: the body (everything but the head; buffers included), both ways. Kept: the head, the last
-``head_layers`` layers. Body and head train jointly; the body is averaged, weighted by training
-examples. Evaluated: the global body with the client's own head. A novel client fits a head on the
-frozen body for ``novel_steps`` steps. With ``head_layers=0`` this is FedAvg.
+Sent: the body (everything but the head; its buffers included), both ways. Kept: the head, the last
+``head_layers`` layers with the statistics of batch-norm among them. Body and head train jointly;
+the body is averaged, weighted by training examples. Evaluated: the global body with the client's
+own head. A novel client fits a head on the frozen body for ``novel_steps`` steps. With
+``head_layers=0`` this is FedAvg.
 """
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 from pydantic import ConfigDict, NonNegativeInt
 from pydantic.dataclasses import dataclass
+from torch import nn
 
 from hyperfed import federation
 from hyperfed.federation import Cohort, Outline, average, step
 from hyperfed.methods.parts.presets import DEFAULT, PFEDHN
-from hyperfed.nets.anatomy import head_names
+from hyperfed.nets.anatomy import head_entries
 from hyperfed.training import PersonalConfig, Steps, fit
 from hyperfed.trees import Model, Tree, partition
 
@@ -65,15 +68,15 @@ class Client(federation.Client):
             self.personal_model(body),
             self.batches,
             self.config.local,
-            trainable=self.head,
+            trainable=self.parameters & self.head,
         ).model
         self.memory["head"], _ = partition(trained, self.head)
         return {}
 
-    @property
-    def head(self) -> tuple[str, ...]:
-        """Names of the personal parameters."""
-        return head_names(self.module, self.config.head_layers)
+    @cached_property
+    def head(self) -> frozenset[str]:
+        """Names of what of the model is personal: parameters, and buffers among them."""
+        return frozenset(head_entries(self.module, self.config.head_layers))
 
     def personal_model(self, received: Model) -> Model:
         """Returns the received body with the client's own head, at first the initial one."""
@@ -89,9 +92,13 @@ class Server(federation.Server):
     def __init__(self, outline: Outline, config: Config) -> None:
         super().__init__(outline, config)
         self.body: Tree = {
-            size: partition(outline.initial(size), head_names(module, config.head_layers))[1]
+            size: partition(outline.initial(size), self.head(module))[1]
             for size, module in outline.models.items()
         }
+
+    def head(self, module: nn.Module) -> tuple[str, ...]:
+        """Names what of a target is not sent."""
+        return head_entries(module, self.config.head_layers)
 
     def round(self, clients: Cohort) -> None:
         """Replaces the global body by the weighted mean of the trained ones."""

@@ -2,18 +2,18 @@
 
 Paper: https://arxiv.org/abs/2102.07078, algorithm 1.
 
-Sent: the body (everything but the head; buffers included), both ways. Kept: the head, the last
-``head_layers`` layers. A client first trains its head on the frozen body, for ``head_steps`` steps
-(or ``head_epochs``), then the body under the frozen head, for ``local_steps`` (or
-``local_epochs``); each has an optimiser of its own. Bodies are averaged, weighted by training
-examples, as in FedAvg (algorithm 1 and, for CIFAR, the authors' code weigh clients alike; for
-FEMNIST and Sent140 that code weighs by examples). Evaluated: the global body with the client's own
-head. A novel client trains a head from the initial weights, which are random, on the frozen body
-for ``novel_steps`` (or ``novel_epochs``).
+Sent: the body (everything but the head; its buffers included), both ways. Kept: the head, the last
+``head_layers`` layers with the statistics of batch-norm among them. A client first trains its head
+on the frozen body, for ``head_steps`` steps (or ``head_epochs``), then the body under the frozen
+head, for ``local_steps`` (or ``local_epochs``); each has an optimiser of its own. Bodies are
+averaged, weighted by training examples, as in FedAvg (algorithm 1 and, for CIFAR, the authors' code
+weigh clients alike; for FEMNIST and Sent140 that code weighs by examples). Evaluated: the global
+body with the client's own head. A novel client trains a head from the initial weights, which are
+random, on the frozen body for ``novel_steps`` (or ``novel_epochs``).
 
-A frozen body is frozen whole. While the head trains, batch-norm normalises by the batch, as in all
-training, but its running statistics do not move: what a client sends back has seen the batches of
-the body's own training only.
+A frozen body is frozen whole, and so is a frozen head. While the one trains, the other's batch-norm
+normalises by the batch, as in all training, but its running statistics do not move: what a client
+sends back has seen the batches of the body's own training only, and what it keeps the head's.
 """
 
 from collections.abc import Iterable, Mapping
@@ -114,12 +114,12 @@ class Client(fedper.Client):
         return {}
 
     def train_head(self, body: Model, batches: Iterable[Batch]) -> None:
-        """Trains the head on the frozen body and keeps it; where buffers moved, they are lost."""
+        """Trains the head on the frozen body and keeps it; moved buffers of the body are lost."""
         trained = self.train_own(
             self.objective,
             self.personal_model(body),
             batches,
-            trainable=self.head,
+            trainable=self.parameters & self.head,
             own=self.head,
         )
         self.memory["head"], _ = partition(trained, self.head)

@@ -37,6 +37,7 @@ does the same, after ``novel_rounds`` of the model down and delta up; without la
 """
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Any
 
 import torch
@@ -52,7 +53,7 @@ from hyperfed.methods import pefll
 from hyperfed.methods.parts.hypernet_training import descend, fit_rows
 from hyperfed.methods.parts.presets import DEFAULT
 from hyperfed.metrics import of_each_class
-from hyperfed.nets.anatomy import head_names
+from hyperfed.nets.anatomy import head_entries
 from hyperfed.nets.chunks import DescribedChunks
 from hyperfed.nets.descriptors import Centred
 from hyperfed.nets.hypernets import HyperNet, hold_common, start_at
@@ -171,10 +172,10 @@ class Client(pefll.Client):
         added = (count / count.sum()).log() * self.scratch.get("told", 1)
         return {**received, name: received[name] + added}
 
-    @property
+    @cached_property
     def head(self) -> tuple[str, ...]:
-        """Names of the client's own parameters."""
-        return head_names(self.module, self.config.head_layers)
+        """Names of what of the model is the client's own: parameters, and buffers among them."""
+        return head_entries(self.module, self.config.head_layers)
 
     def labels(self, batch: Batch) -> Tensor:
         """Returns (B,) the labels, untold where there are none and the network learned without."""
@@ -193,6 +194,9 @@ class Server(pefll.Server):
                 "method.label_dropout must be 0 where targets are numbers, of which none means "
                 f"untold, came {config.label_dropout}; leave it out"
             )
+        for size, net in outline.models.items():
+            own = head_entries(net, config.head_layers)
+            _, self.buffers[size] = trees.partition(self.buffers[size], own)
         start_at(self.hyper_net, outline.models)
         outputs: list[Tensor] = []
         if not isinstance(self.hyper_net, DescribedChunks):  # whose output all layers share

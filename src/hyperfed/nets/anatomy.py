@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator
-from itertools import dropwhile
+from itertools import chain, dropwhile
 from typing import NamedTuple
 
 from torch import nn
@@ -39,6 +39,24 @@ def head_names(model: nn.Module, layers: int = 1) -> tuple[str, ...]:
                 "untie them, or choose a method without a head"
             )
     return names
+
+
+def head_entries(model: nn.Module, layers: int = 1) -> tuple[str, ...]:
+    """Names all of a model that belongs to its head: what :func:`head_names` does, and the buffers.
+
+    Who keeps a head that has batch-norm in it keeps its statistics with it: they are of what the
+    client's own layers before it make.
+
+    Args:
+        model: any module.
+        layers: modules in the head; those behind its first that have buffers alone are of it, too.
+
+    Raises:
+        UserError: as of :func:`head_names`.
+    """
+    if not head_names(model, layers):
+        return ()
+    return tuple(chain.from_iterable([*layers_of(model).values()][-layers:]))
 
 
 def check_head(model: nn.Module) -> None:
