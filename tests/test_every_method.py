@@ -528,6 +528,30 @@ def test_a_target_may_have_more_outputs_than_there_are_classes(method: str) -> N
         assert counts.loss.isfinite().all()
 
 
+class Saying(TwoLayers):
+    """Gives log-probabilities, by a function that is no layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).log_softmax(dim=-1)
+
+
+SAYING = [(method, {}) for method in ALL if method != "itpfl"]
+"""All but the one whose encoder has what a target's ``forward`` does beside its layers."""
+SAYING += [("pfedhn", {"novel_models": "ensemble"})]
+
+
+@pytest.mark.parametrize(("method", "settings"), SAYING)
+def test_log_probabilities_are_learned_as_logits_are(method: str, settings: dict[str, Any]) -> None:
+    found = []
+    for net, loss in ((TwoLayers, F.cross_entropy), (Saying, F.nll_loss)):
+        ours = federation(method, settings=settings, net=net, loss=loss, novel=1)
+        for number, clients in enumerate(([0, 1, 2], [0, 2])):
+            ours.round(clients, number)
+        losses = [evaluate(ours.server, ours.engine, c, 2)["test"].loss for c in ([0, 1, 2], [3])]
+        found.append((snapshot(ours), losses))
+    close(*found)
+
+
 @pytest.mark.parametrize("method", ALL)
 def test_a_server_loads_what_it_said_its_state_was(method: str) -> None:
     ours, other = federation(method), federation(method)

@@ -267,7 +267,18 @@ class Client:
 
         The latter are the outputs where the task's loss is ``F.nll_loss``.
         """
-        return -torch.inf if self.loss is nn.functional.nll_loss else 0.0
+        return -torch.inf if self._of_log_probabilities else 0.0
+
+    def blended(self, outputs: Tensor) -> Tensor:
+        """Returns sums of several models' outputs (B, classes) as one model's outputs are.
+
+        Of logits they are as they come; log-probabilities are made such again.
+        """
+        return outputs.log_softmax(dim=-1) if self._of_log_probabilities else outputs
+
+    @property
+    def _of_log_probabilities(self) -> bool:
+        return self.loss is nn.functional.nll_loss
 
     @property
     def device(self) -> torch.device:

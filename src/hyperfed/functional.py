@@ -212,6 +212,29 @@ def ends_in(module: nn.Module, layer: nn.Module, model: Model, x: Tensor) -> boo
     return len(outputs) == 2 and outputs[0] is outputs[1]
 
 
+def vectors_of(network: nn.Module, layer: nn.Module, x: Tensor) -> Tensor:
+    """Returns what a layer makes of each example, without what its network computes behind it.
+
+    Such as a softmax in ``forward``, which no layer says.
+
+    Args:
+        network: as it is, with its own weights. It must not be shared by threads.
+        layer: a part of it, the last that runs and counts.
+        x: (B, ...) what the network takes.
+
+    Returns:
+        (B, F) the layer's output; the network's own where that is no vector of each example, or
+        another one in size.
+    """
+    given: list[Tensor] = []
+    hook = layer.register_forward_hook(lambda _, arguments, output: given.append(output))
+    try:
+        output: Tensor = network(x)
+    finally:
+        hook.remove()
+    return given[-1] if output.ndim == 2 and given[-1].shape == output.shape else output
+
+
 def mean_output(module: nn.Module, model: Model, inputs: Iterable[Tensor]) -> Tensor:
     """Returns the mean of a network's outputs for some batches, each weighing as its examples.
 

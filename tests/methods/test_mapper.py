@@ -16,7 +16,17 @@ from hyperfed.methods import mapper
 from hyperfed.runs.config import from_keys
 from hyperfed.task import Task
 from hyperfed.trees import Model
-from toys import EXAMPLES, ONE_STEP, PLAIN, Federation, Normed, close, logits, make_task
+from toys import (
+    EXAMPLES,
+    ONE_STEP,
+    PLAIN,
+    Federation,
+    Normed,
+    TwoLayers,
+    close,
+    logits,
+    make_task,
+)
 
 SETTINGS: dict[str, Any] = ONE_STEP | {"local_lr": 0.6}
 SEVERAL: dict[str, Any] = PLAIN | {"local_steps": 4, "batch_size": 5, "local_lr": 0.1}
@@ -370,3 +380,23 @@ def test_presets() -> None:
     for name in mapper.PRESETS:
         assert len(from_keys("mapper", mapper.PRESETS[name]).settings.mixing) == 9
     assert from_keys("mapper", mapper.PRESETS["pfedkt"]).task.val == 0.1
+
+
+class Saying(TwoLayers):
+    """Gives log-probabilities."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).log_softmax(dim=-1)
+
+
+def test_of_log_probabilities_lambda_is_chosen_by_the_loss_of_what_is_predicted() -> None:
+    """That of their interpolation as it comes is linear in lambda, and least at an end."""
+    chosen = []
+    for net, loss in ((TwoLayers, F.cross_entropy), (Saying, F.nll_loss)):
+        task = make_task(net, examples=(12, 7, 20, 9, 9), loss=loss)
+        ours = Federation("mapper", task, local_steps=20, batch_size=10, local_lr=0.3)
+        for number in range(6):
+            ours.round([0, 1, 2, 3], number)
+        chosen.append([float(ours.engine.memory[client]["lambda"]) for client in range(4)])
+    assert chosen[0] == chosen[1]
+    assert {*chosen[0]} - {mapper.GRID[0], mapper.GRID[-1]}

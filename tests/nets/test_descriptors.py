@@ -46,6 +46,18 @@ def test_a_convolution_sees_the_label_as_constant_channels() -> None:
     torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-12)
 
 
+def test_nothing_that_a_target_computes_behind_its_last_layer_is_in_an_embedding() -> None:
+    """That is no layer, so that no copy could leave it out."""
+
+    class Saying(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).log_softmax(dim=-1)
+
+    nets = [copy_of(kind((2, 3), 10, hidden=(5,))) for kind in (MLP, Saying)]
+    x = draw(len(LABELS), 2, 3)
+    torch.testing.assert_close(nets[1](x, LABELS), nets[0](x, LABELS), rtol=0, atol=0)
+
+
 def test_a_linear_layer_sees_the_label_behind_the_flattened_example() -> None:
     net = copy_of(MLP((2, 3), 10, hidden=(5,)))
     x = draw(len(LABELS), 2, 3)

@@ -4,10 +4,11 @@ Paper: https://arxiv.org/abs/2107.00778, algorithm 1.
 
 Body f and generic head g descend the balanced softmax loss, cross-entropy after log n_c is added to
 the logit of class c, where n_c are the class counts of the client's own training data: what is
-averaged learns all classes alike. A personal linear head h descends, in the same steps, the plain
-loss of the summed logits g(f(x)) + h(f(x)). Its gradient stops at the features f(x) and at the
-generic logits. Of a target that computes something behind its last layer, such as a scale, it is
-the loss of the target with the sum of both heads, which takes a second pass.
+averaged learns all classes alike, and learns so whatever the task's loss is: one of a user's own,
+such as with weights for classes, is the personal head's alone. A personal linear head h descends,
+in the same steps, the plain loss of the summed logits g(f(x)) + h(f(x)). Its gradient stops at the
+features f(x) and at the generic logits. Of a target that computes something behind its last layer,
+such as a scale, it is the loss of the target with the sum of both heads, which takes a second pass.
 
 Sent: body and generic head, buffers included, both ways; averaged, weighted by training examples.
 Kept: the personal head, at first zero. Evaluated: the target with the sum of both heads; the last

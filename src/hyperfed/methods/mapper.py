@@ -5,7 +5,8 @@ Paper: https://arxiv.org/abs/2002.10619, "Three approaches for personalization".
 Client k predicts with lambda_k h_l + (1 - lambda_k) h_c: its own local model h_l and the common
 global one h_c. The objective is the sum of the clients' losses of that predictor, minimised over
 h_c and, for each client, over h_l and lambda_k. What is interpolated are the **outputs** (logits),
-in which the loss is convex, not the weights.
+in which the loss is convex, not the weights. Log-probabilities (``F.nll_loss``) are logits, too:
+what they come to is normalised.
 
 In a round a client trains both models jointly, on the loss of the interpolated predictor at its
 lambda, and then chooses lambda anew: the one of ``mixing`` with the smallest loss on its
@@ -102,7 +103,7 @@ class Client(federation.Client):
         common, own = _parted(joint)
         common_output, common_buffers = forward(self.module, common, batch.x)
         own_output, own_buffers = forward(self.module, own, batch.x)
-        mixed = interpolated(common_output, own_output, self.share)
+        mixed = self.blended(interpolated(common_output, own_output, self.share))
         return self.loss(mixed, batch.y), _joined(common_buffers, own_buffers)
 
     def choose(self, common: Model, own: Model) -> None:
@@ -115,7 +116,7 @@ class Client(federation.Client):
             for batch in (self.val if len(self.val) else self.train).chunks(EVALUATION_BATCH):
                 first, second = (apply(self.module, model, batch.x) for model in (common, own))
                 mixed = [interpolated(first, second, share) for share in self.mixing]
-                each = [self.loss(output, batch.y) for output in mixed]
+                each = [self.loss(self.blended(output), batch.y) for output in mixed]
                 losses = losses + torch.stack(each).double() * len(batch.x)
         equal = losses.isclose(losses.min(), rtol=1e-5)
         nearest = (self.mixing - self.share).abs().where(equal, torch.inf).argmin()
@@ -145,7 +146,7 @@ class Client(federation.Client):
         if LAMBDA not in model:
             return super().predict(model, x)
         common, own = (apply(self.module, part, x) for part in _parted(model))
-        return interpolated(common, own, model[LAMBDA])
+        return self.blended(interpolated(common, own, model[LAMBDA]))
 
     def finetuned(self, model: Model) -> Model:
         """Returns the predictor after training on its loss: both models move, lambda does not."""

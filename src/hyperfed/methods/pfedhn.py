@@ -172,7 +172,8 @@ class Client(federation.Client):
 
     def predict(self, model: Model, x: Tensor) -> Tensor:
         """Returns (B, classes) outputs; of an ensemble, their mean over its models."""
-        return pools.output_of(super().predict, model, x)
+        output = pools.output_of(super().predict, model, x)
+        return self.blended(output) if POOL in model else output
 
     @property
     def head(self) -> tuple[str, ...]:

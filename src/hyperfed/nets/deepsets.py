@@ -35,7 +35,8 @@ class DeepSet(nn.Module):
 
     Attributes:
         features: the target with ``units`` outputs in its first linear layer, and without the
-            layers defined after it: (B, ...) -> (B, ``units``). What is frozen stays.
+            layers defined after it: (B, ...) -> (B, ``units``). What is frozen stays, and what the
+            target's ``forward`` does beside its layers: activations, and a softmax at its end.
         layers: (``units``) -> (l).
 
     Args:

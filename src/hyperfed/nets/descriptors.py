@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hyperfed import trees
 from hyperfed.errors import UserError
+from hyperfed.functional import vectors_of
 from hyperfed.nets.anatomy import check_widened, trained_layers
 from hyperfed.nets.pretrained import compute_in_own_precision
 
@@ -24,7 +25,7 @@ class LabelledTarget(nn.Module):
     token one of the label is added, which is what a linear layer does. A target that begins with
     anything else (a recurrent layer, attention) sees the label at its last layer, which becomes two
     with a ReLU between them: the first, as wide as what it takes, takes the label beside it. The
-    last linear layer has l outputs and no activation after it.
+    last linear layer has l outputs and nothing after it, whatever the target computes there itself.
 
     Of classes the label is one-hot, for regression it is the target's values as they are. Layers
     count in the order of their definition; frozen ones do not, nor what an adapter puts beside
@@ -77,6 +78,7 @@ class LabelledTarget(nn.Module):
         else:
             last_now = nn.Linear(last.in_features, descriptor_size)
         self.set_submodule(last_name, last_now)
+        self._last = last_name
         compute_in_own_precision(self)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -88,7 +90,7 @@ class LabelledTarget(nn.Module):
         dtype = x.dtype if x.is_floating_point() else next(sees.parameters()).dtype
         sees.label = encoded(y, self.classes, dtype)
         try:
-            embedding: Tensor = self.net(x)
+            embedding = vectors_of(self.net, self.get_submodule(self._last), x)
         finally:
             del sees.label
         return embedding.flatten(1, -2).mean(dim=1) if embedding.ndim > 2 else embedding
