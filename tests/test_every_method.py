@@ -37,6 +37,7 @@ from toys import (
     close,
     lengths,
     make_task,
+    make_task_of_two_labels,
     make_token_task,
     snapshot,
 )
@@ -368,6 +369,26 @@ def test_labels_of_tokens_are_learned_or_refused_before_training(method: str) ->
             evaluate(ours.server, ours.engine, [3], 2)
             continue
         assert "this one has a label for every token; choose another method" in refused
+
+
+@pytest.mark.parametrize("method", ALL)
+def test_labels_side_by_side_are_learned_or_refused_before_training(method: str) -> None:
+    task = make_task_of_two_labels(novel=1)
+    for settings in variants(method):
+        try:
+            ours = Federation(method, task, **SETTINGS | lengths(method) | settings)
+        except ValidationError:  # it does not go with the defaults of the others
+            continue
+        except UserError as error:
+            refused = str(error)
+        else:
+            assert ours.round([0, 1, 2]).state.lost == {}, settings
+            for client in (0, 3):
+                counts = evaluate(ours.server, ours.engine, [client], 1)["test"]
+                assert counts.loss.isfinite(), settings
+            continue
+        told = "2 side by side", "examples have 2 labels each", "an output for each of 2 classes"
+        assert any(reason in refused for reason in told)
 
 
 class OneLogit(TwoLayers):

@@ -181,6 +181,29 @@ def make_token_task(more: int = 2, **options: Any) -> Task:
     )
 
 
+def both_labels_loss(output: Tensor, y: Tensor) -> Tensor:
+    return F.binary_cross_entropy_with_logits(output, y.to(output))
+
+
+def both_are_right(output: Tensor, y: Tensor) -> Tensor:
+    return ((output > 0) == y).all(dim=-1).double()
+
+
+class TwoLabels(TwoLayers):
+    """Says of each of two labels whether it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 2)
+
+
+def make_task_of_two_labels(**options: Any) -> Task:
+    """A task whose examples have two labels side by side, each of which may hold."""
+    own = {"classes": 2, "loss": both_labels_loss, "score": both_are_right}
+    task = make_task(TwoLabels, **own, **options)
+    return replace(task, y=(task.x[:, :2] > 0).long())
+
+
 def half_square(output: Tensor, y: Tensor) -> Tensor:
     """Half the mean squared error of (B, 1) outputs."""
     return (output.squeeze(-1) - y).square().mean() / 2

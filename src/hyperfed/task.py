@@ -8,6 +8,7 @@ import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -43,7 +44,8 @@ class Task:
         name: how the records call it.
         x: (N, ...) every example once: uint8 images (N, C, H, W), float features or int64 tokens.
         y: (N,) int64 labels, or float targets for regression, (N, K) where an example has K of
-            them; or (N, T) a label for every token, of which -100 counts for nothing.
+            them; or (N, T) a label for every token, of which -100 counts for nothing; or (N, K)
+            several labels side by side, of a task whose targets have no output for each class.
         train: for each client its examples, (m,) int64 indices into ``x`` and ``y``.
         val: the same, for choosing the best round.
         test: the same, for reporting.
@@ -98,9 +100,13 @@ class Task:
 
     def __repr__(self) -> str:
         """Returns in three lines what is to be learned, who has how much of it, and what learns."""
-        many = f"{self.target_size} " if self.target_size > 1 else ""
+        several = self.target_size > 1
         floats = "numbers (a regression, since they are floats; classes are integers or words)"
-        kind = f"{self.classes} classes" if self.classes else many + floats
+        if self.classes:
+            labels = f"{self.target_size} labels of " if several else ""
+            kind = f"{labels}{self.classes} classes" + (" each" if several else "")
+        else:
+            kind = f"{self.target_size} {floats}" if several else floats
         shape = " x ".join(map(str, self.x.shape[1:])) or "one number"
         held = sorted({len(rows) for rows in self.train}) or [0]
         each = " to ".join(str(number) for number in dict.fromkeys([held[0], held[-1]]))
@@ -121,10 +127,28 @@ class Task:
         """What its models are judged by."""
         return metrics.metric_of(self.score)
 
-    @property
+    @cached_property
     def target_size(self) -> int:
-        """Numbers that a target of regression has; 1 where there are classes."""
-        return 1 if self.classes else self.y.shape[1:].numel()
+        """Numbers that a target of regression has, or labels that an example has side by side.
+
+        It is 1 where an example has a class, or every token of it.
+        """
+        side_by_side = self.y.ndim > 1 and self.without_classes() is not None
+        return 1 if self.classes and not side_by_side else self.y.shape[1:].numel()
+
+    def class_counts(self, rows: Tensor) -> Tensor:
+        """Returns how often examples have each class, (classes,) int64.
+
+        Of labels side by side it is each class of each label, (target_size * classes,).
+
+        Args:
+            rows: (m,) indices into ``y``.
+        """
+        y, beside = self.y[rows], self.target_size
+        if self.classes and beside > 1:
+            place = torch.arange(beside, device=y.device) * self.classes
+            y = torch.where(y < 0, y, y + place.view(y.shape[1:]))
+        return training.count_classes(y, beside * self.classes)
 
     @property
     def clients(self) -> int:
@@ -212,7 +236,7 @@ class Task:
             len(self.known),
             self.classes,
             self.novel - self.newcomers,
-            of_tokens=self.classes > 0 and self.y.ndim > 1,
+            of_tokens=self.classes > 0 and self.y.ndim > 1 and self.target_size == 1,
             of_each_class=self.without_classes() is None,
             target_size=self.target_size,
             trial=self._trial(),
@@ -276,8 +300,8 @@ class Outline:
     ``clients`` take part in training; ``novel`` are those of which it is known that they will join.
     ``of_tokens`` says that an example has a label for every token, ``of_each_class`` that the
     targets have an output for each class, and ``target_size`` how many numbers a target of
-    regression has. ``trial`` has made-up examples to try networks on; None where they cannot be
-    made ready.
+    regression has, or labels an example has side by side. ``trial`` has made-up examples to try
+    networks on; None where they cannot be made ready.
     """
 
     models: Mapping[str, nn.Module]

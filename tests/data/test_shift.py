@@ -1,6 +1,7 @@
 """Distances between class distributions, against sums written out by hand."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -64,6 +65,17 @@ def test_the_label_shift_of_a_task_by_hand():
     divergence = math.log(1 / 2) / 4 + 3 / 4 * math.log(3 / 2)
     assert found.novel_kl_divergence == pytest.approx((divergence, None, None))
     assert label_shift(task_of([0], [], [1])).total_variation == 1  # who has nothing counts not
+
+
+def test_the_label_shift_of_labels_side_by_side_is_the_mean_over_them() -> None:
+    """Label 0 is 0 of the first, of the second either, of the third 1; label 1 always 1."""
+    y = torch.tensor([[0, 1], [0, 1], [0, 1], [1, 1], [1, 1], [1, 1]])
+    own = {"y": y, "classes": 2, "score": lambda output, y: output[:, 0]}
+    task = task_of([0, 0], [0, 0], [0, 0], novel=1, **own)
+    found = label_shift(replace(task, models={"base": nn.Linear(1, 2)}))
+    assert found.total_variation == 1 / 4
+    assert found.novel_total_variation == (1 / 4,)
+    assert found.novel_kl_divergence == (pytest.approx(math.log(2) / 2),)
 
 
 def test_newcomers_are_compared_with_a_single_known_client() -> None:

@@ -14,6 +14,7 @@ from hyperfed.errors import UserError
 from hyperfed.nets import MLP, LeNet, LeNetBN, OmniglotNet, descriptors
 from hyperfed.nets.descriptors import LabelledTarget, LabelMap, Standard
 from hyperfed.system.randomness import generator, seeded
+from toys import Federation, make_task_of_two_labels
 
 CLASSES, LENGTH = 3, 4
 LABELS = torch.tensor([0, 2, 2, 1, 0])
@@ -282,3 +283,27 @@ def test_labels_of_tokens_are_told_as_their_shares_without_what_is_ignored():
     assert torch.equal(descriptors.encoded(y, 3, torch.float32), shares)
     net = LabelMap(3, 4)
     torch.testing.assert_close(net(y, y), shares @ net.linear.weight.T + net.linear.bias)
+
+
+def test_of_labels_side_by_side_each_is_told():
+    y = torch.tensor([[0, 2], [2, 0], [1, -1]])
+    told = torch.tensor([[1, 0, 0, 0, 0, 1], [0, 0, 1, 1, 0, 0], [0, 1, 0, 0, 0, 0]]).float()
+    assert torch.equal(descriptors.encoded(y, 3, torch.float32, 2), told)
+    net = LabelMap(3, 4, 2)
+    torch.testing.assert_close(net(y, y), told @ net.linear.weight.T + net.linear.bias)
+    seeing = LabelledTarget(MLP((5,), 2), 3, LENGTH, 2)
+    first, second, _ = seeing(torch.ones(3, 5), y)
+    assert not torch.allclose(first, second)
+    assert seeing.net.layers[0].in_features == 5 + 6
+
+
+@pytest.mark.parametrize("of", ["target", "linear"])
+def test_clients_whose_labels_are_swapped_are_described_otherwise(of: str) -> None:
+    task = make_task_of_two_labels(examples=(9, 9))
+    task.x[task.train[1]] = task.x[task.train[0]]
+    task.y[task.train[0]] = torch.tensor([0, 1])
+    task.y[task.train[1]] = torch.tensor([1, 0])
+    ours = Federation("pefll", task, descriptor_net=of, batch_size=9)
+    cohort = ours.engine.cohort([0, 1], 0, training=False)
+    first, second = ours.server.descriptors_of(cohort)
+    assert not torch.allclose(first, second)

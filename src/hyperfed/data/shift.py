@@ -11,7 +11,6 @@ from torch import Tensor
 
 from hyperfed.errors import UserError
 from hyperfed.task import Task
-from hyperfed.training import count_classes
 
 
 def total_variation(p: Tensor, q: Tensor) -> Tensor:
@@ -83,11 +82,13 @@ class LabelShift:
 
 
 def label_shift(task: Task) -> LabelShift:
-    """Measures the label shift of a task; an empty one of regression, and of clients at sites."""
+    """Measures the label shift of a task; an empty one of regression, and of clients at sites.
+
+    Of several labels side by side it is the mean over them.
+    """
     if not task.classes or not len(task.y):
         return LabelShift()
-    held = [task.y[rows] for rows in task.train]
-    count = torch.stack([count_classes(y, task.classes) for y in held]).double()
+    count = torch.stack([task.class_counts(rows) for rows in task.train]).double()
     share = count / count.sum(dim=1, keepdim=True)  # (clients, classes), nan without examples
     known = share[: len(task.known)]
     known = known[known.isfinite().all(dim=1)]

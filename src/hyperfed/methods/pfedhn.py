@@ -185,16 +185,18 @@ class Server(federation.Server):
     """Holds the hypernetwork h(v; phi) and the clients' embeddings v.
 
     Raises:
-        UserError: descriptors are of classes, and the task has none.
+        UserError: descriptors are of classes, and examples are not of one each.
     """
 
     def __init__(self, outline: Outline, config: Config) -> None:
         super().__init__(outline, config)
         learned = config.descriptor == "embedding"
-        if not (learned or outline.classes):
+        if not learned and (not outline.classes or outline.target_size > 1):
+            several = f"examples have {outline.target_size} labels each, not one class"
+            because = several if outline.classes else "targets are numbers, which have no classes"
             raise UserError(
-                "method.descriptor must be embedding where targets are numbers, which have no "
-                f"classes, came {config.descriptor}; leave it out"
+                f"method.descriptor must be embedding where {because}, came {config.descriptor}; "
+                "leave it out"
             )
         size = config.length(outline.clients) if learned else outline.classes
         self.hyper_net = config.build(

@@ -27,16 +27,17 @@ class LabelledTarget(nn.Module):
     with a ReLU between them: the first, as wide as what it takes, takes the label beside it. The
     last linear layer has l outputs and nothing after it, whatever the target computes there itself.
 
-    Of classes the label is one-hot, for regression it is the target's values as they are. Layers
-    count in the order of their definition; frozen ones do not, nor what an adapter puts beside
-    them: they stay as they are. So a target on adapters sees the label at its last layer. Batch
-    normalisation is left out: an embedding must depend on its own example only.
+    Of classes the label is one-hot, of several side by side each; for regression it is the target's
+    values as they are. Layers count in the order of their definition; frozen ones do not, nor what
+    an adapter puts beside them: they stay as they are. So a target on adapters sees the label at
+    its last layer. Batch normalisation is left out: an embedding must depend on its own example
+    only.
 
     Args:
         target: the network to copy, with its initial weights; these two layers get new ones.
         classes: number of labels; 0 for regression.
         descriptor_size: l, the length of an embedding.
-        target_size: numbers that a target of regression has.
+        target_size: numbers that a target of regression has, or labels an example has side by side.
 
     Raises:
         UserError: the target has no linear layer to end with, or a frozen one takes what comes out
@@ -48,12 +49,12 @@ class LabelledTarget(nn.Module):
     ) -> None:
         super().__init__()
         self.net = trees.copied(target)
-        self.classes = classes
+        self.classes, self.target_size = classes, target_size
         frozen = set(trees.frozen_parts(self))
         for name, module in list(self.named_modules()):
             if isinstance(module, nn.modules.batchnorm._NormBase) and module not in frozen:
                 self.set_submodule(name, nn.Identity())
-        more = classes or target_size
+        more = (classes or 1) * target_size
         layers, adapted = trained_layers(self), trees.adapter_parts(self)
         first = _with_labels(layers[0][1], more) if layers and not adapted else None
         if first is not None:
@@ -88,7 +89,7 @@ class LabelledTarget(nn.Module):
         """
         (sees,) = (part for part in self.modules() if isinstance(part, _SeesLabels))
         dtype = x.dtype if x.is_floating_point() else next(sees.parameters()).dtype
-        sees.label = encoded(y, self.classes, dtype)
+        sees.label = encoded(y, self.classes, dtype, self.target_size)
         try:
             embedding = vectors_of(self.net, self.get_submodule(self._last), x)
         finally:
@@ -96,18 +97,20 @@ class LabelledTarget(nn.Module):
         return embedding.flatten(1, -2).mean(dim=1) if embedding.ndim > 2 else embedding
 
 
-def encoded(y: Tensor, classes: int, dtype: torch.dtype) -> Tensor:
+def encoded(y: Tensor, classes: int, dtype: torch.dtype, target_size: int = 1) -> Tensor:
     """Returns labels (B,) as (B, classes) one-hot rows; targets of regression as (B, K) numbers.
 
-    A class below 0 is a label that is not told: zeros. Of labels of every token, (B, T), it returns
-    their shares in each example.
+    A class below 0 is a label that is not told: zeros. Of K labels side by side, (B, K), there is
+    such a row for each, (B, K * classes), and of labels of every token, (B, T), their shares in
+    each example.
     """
     if not classes:
         return y.reshape(len(y), -1).to(dtype)
     rows = torch.eye(classes + 1, dtype=dtype, device=y.device)[y.where(y >= 0, classes)]
-    if y.ndim == 1:
-        return rows[:, :classes]
-    counts = rows[..., :classes].flatten(1, -2).sum(dim=1)
+    rows = rows[..., :classes]
+    if y.ndim == 1 or target_size > 1:
+        return rows.flatten(1)
+    counts = rows.flatten(1, -2).sum(dim=1)
     return counts / counts.sum(dim=1, keepdim=True).clamp(min=1)
 
 
@@ -199,19 +202,20 @@ class LabelMap(nn.Module):
     Args:
         classes: number of labels; 0 for regression.
         descriptor_size: l, the length of an embedding.
-        target_size: numbers that a target of regression has.
+        target_size: numbers that a target of regression has, or labels an example has side by side.
     """
 
     def __init__(self, classes: int, descriptor_size: int, target_size: int = 1) -> None:
         super().__init__()
-        self.classes = classes
-        self.linear = nn.Linear(classes or target_size, descriptor_size)
+        self.classes, self.target_size = classes, target_size
+        self.linear = nn.Linear((classes or 1) * target_size, descriptor_size)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """Embeds labels y (B,), or targets (B, K); the examples x are not looked at."""
         if self.classes and y.ndim == 1:
             return self.linear.weight.T[y] + self.linear.bias
-        embedding: Tensor = self.linear(encoded(y, self.classes, self.linear.weight.dtype))
+        dtype = self.linear.weight.dtype
+        embedding: Tensor = self.linear(encoded(y, self.classes, dtype, self.target_size))
         return embedding
 
 

@@ -20,7 +20,6 @@ from hyperfed.runs.evaluation import CHUNK, Serve, evaluate
 from hyperfed.runs.measures import measure
 from hyperfed.runs.settings import RunConfig
 from hyperfed.system.devices import CPU
-from hyperfed.training import count_classes
 from hyperfed.trees import Tree
 
 
@@ -121,8 +120,11 @@ def crossed(server: Server, engine: Engine, round: int, moved: Callable[[int], S
 
 
 def proportions(task: Task) -> Tensor:
-    """Returns (clients, classes) float64, the share of each class in the training examples."""
-    held = [count_classes(task.y[rows], task.classes).double() for rows in task.train]
+    """Returns (clients, classes) float64, the share of each class in the training examples.
+
+    Of several labels side by side there is one for each class of each.
+    """
+    held = [task.class_counts(rows).double() for rows in task.train]
     return torch.stack([count / count.sum().clamp(min=1) for count in held])
 
 

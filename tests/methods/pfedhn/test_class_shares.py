@@ -24,6 +24,7 @@ from toys import (
     close,
     make_quadratic_task,
     make_task,
+    make_task_of_two_labels,
     make_token_task,
 )
 
@@ -42,9 +43,11 @@ def test_fixed_descriptors_are_class_proportions() -> None:
 
 
 @pytest.mark.parametrize("kind", ["class_proportions", "class_shares"])
-def test_a_regression_has_no_classes_to_describe_by(kind: str) -> None:
+def test_what_has_no_class_of_each_example_is_not_described_by_them(kind: str) -> None:
     with pytest.raises(UserError, match=rf"method.descriptor must be embedding .* came {kind}"):
         Federation("pfedhn", make_quadratic_task(), descriptor=kind)
+    with pytest.raises(UserError, match=rf"examples have 2 labels each.* came {kind}; leave it"):
+        Federation("pfedhn", make_task_of_two_labels(), descriptor=kind)
 
 
 def test_class_proportions_of_tokens_are_of_those_that_count() -> None:

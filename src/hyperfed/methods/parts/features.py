@@ -38,12 +38,18 @@ def check_classes(method: str, outline: Outline) -> None:
         outline: of the task.
 
     Raises:
-        UserError: the task has no classes, or one for every token.
+        UserError: the task has no classes, or several labels for each example.
     """
     if not outline.classes:
         raise UserError(
             f"a task of {method} must have classes, this one has float targets; choose another "
             "method, or labels that are classes"
+        )
+    if outline.target_size > 1:
+        raise UserError(
+            f"a task of {method} must have one label for each example, this one has "
+            f"{outline.target_size} side by side; choose another method, or a class for each "
+            "combination of them"
         )
     check_one_label(method, outline)
 
