@@ -144,11 +144,9 @@ class Task:
         Args:
             rows: (m,) indices into ``y``.
         """
-        y, beside = self.y[rows], self.target_size
-        if self.classes and beside > 1:
-            place = torch.arange(beside, device=y.device) * self.classes
-            y = torch.where(y < 0, y, y + place.view(y.shape[1:]))
-        return training.count_classes(y, beside * self.classes)
+        y = self.y[rows]
+        labels = y.flatten(1).T if self.target_size > 1 else [y]
+        return torch.cat([training.count_classes(label, self.classes) for label in labels])
 
     @property
     def clients(self) -> int:

@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from hyperfed.data import tables
 from hyperfed.data.newcomer import newcomer, read_like, rows_like
 from hyperfed.data.own import Task, from_arrays
+from hyperfed.data.tasks import TaskConfig, build
 from hyperfed.errors import UserError
 from own_data import CLIENT, X, Y, linear
 
@@ -71,6 +73,26 @@ def test_a_newcomer_may_be_named_by_the_path_of_its_file(tmp_path, monkeypatch, 
         newcomer(task, kind("well, " * 2000))
     with pytest.raises(UserError, match=r"must be of images, as the task's examples are not, came"):
         newcomer(task, kind("~"))
+
+
+def test_of_a_newcomers_file_texts_are_words_though_they_are_digits_and_so_are_labels(tmp_path):
+    """What a table has as words a newcomer's may have as numbers, or as truth values."""
+    table = tmp_path / "all.csv"
+    table.write_text("x,label,client\n" + "gut,x,a\n12,1.0,a\nschlecht,x,b\n7,1.0,b\n" * 4)
+    task = build(TaskConfig(name=str(table), model="char_lstm", novel=0), seed=0)
+    told = {}
+    for text in ("7", "True", "1.5"):
+        file = tmp_path / "newcomer.csv"
+        file.write_text(f"x,label\n{text},1.0\n{text},1.0\n")
+        joined = newcomer(task, file)
+        told[text] = [joined.labels[number] for number in joined.y.tolist()]
+        assert joined.x.tolist() == tables.tokens([text, text], task.x.shape[1]).tolist()
+    assert all(labels == ["1.0", "1.0"] for labels in told.values())
+    numbers = tmp_path / "numbers.csv"
+    numbers.write_text("x,label,client\n" + "1,3,a\n2,5,a\n3,3,b\n4,5,b\n" * 4)
+    task_of_integers = build(TaskConfig(name=str(numbers), model="mlp", novel=0), seed=0)
+    file.write_text("x,label\n1, 5\n2,3\n")
+    assert newcomer(task_of_integers, file).y.tolist() == [1, 0]
 
 
 def test_whole_numbers_are_no_labels_of_a_newcomer_to_a_regression():

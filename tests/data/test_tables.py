@@ -20,6 +20,7 @@ from hyperfed.data.tasks import TaskConfig, build
 from hyperfed.errors import UserError
 from own_data import SENSORS, N, saved, table
 from sensors import ACTIVITIES, NETS, PEOPLE, SensorNet, windows
+from toys import both_are_right, both_labels_loss
 
 
 def from_frame(frame: Any, outputs: int = 3, **options: Any) -> Task:
@@ -326,3 +327,29 @@ def test_files_that_are_no_tables_are_refused(tmp_path: Path) -> None:
         tables.read(tmp_path / "mine.txt")
     with pytest.raises(UserError, match="digits must come without client, target"):
         datasets.load("digits", columns=Columns(client="writer"))
+
+
+@pytest.mark.parametrize("kind", [int, bool])
+def test_several_labels_that_may_hold_are_columns_of_zeros_and_ones(kind: type) -> None:
+    held = {"flu": [0, 1, 1, 0] * 6, "cold": [1, 1, 0, 0] * 6}
+    frame = pd.DataFrame(held).astype(kind)
+    frame["age"], frame["who"] = range(24), [*"ab"] * 12
+    named = {"client": "who", "target": ["flu", "cold"], "novel": 0}
+    own = {"loss": both_labels_loss, "score": both_are_right}
+    task = from_frame(frame, 2, **named, **own)
+    assert task.y.dtype == torch.int64
+    assert task.y.tolist() == [[*pair] for pair in zip(*held.values(), strict=True)]
+    assert "for 2 labels of 2 classes each" in repr(task)
+    joined = newcomer(task, frame.drop(columns="who").head(4))
+    assert joined.y.tolist() == [[0, 1], [1, 1], [1, 0], [0, 0]]
+    frame["cold"] = frame["cold"].astype(int) * 2
+    amounts = from_frame(frame, 2, **named)
+    assert (amounts.classes, amounts.y.dtype) == (0, torch.float32)
+
+
+def test_columns_may_be_named_by_integers_of_numpy() -> None:
+    frame = pd.DataFrame(np.arange(48).reshape(16, 3) % 3, columns=np.array([10, 20, 30]))
+    frame[40] = [*"ab"] * 8
+    first, _, label, who = frame.columns.to_numpy()
+    task = from_frame(frame, client=who, target=label, features=first, novel=0)
+    assert task.x.shape == (16, 1)

@@ -155,9 +155,23 @@ def read_like(task: Task, path: Path) -> tables.Rows:
         )
     if path.is_dir():
         return _of_one_to_train_on(newcomer_images.read(task, path), str(path))
-    rows = rows_like(task, tables.read(path, task.columns), str(path))
+    rows = rows_like(task, tables.read(path, task.columns, _words(task)), str(path))
     names = own_files.label_names(path, task.columns or tables.Columns())
     return _by_names(task, rows, names, str(path))
+
+
+def _words(task: Task) -> set[str]:
+    """Returns the columns of a CSV file that hold words, though a newcomer's may all be numbers.
+
+    These are texts, and labels of which not all are integers.
+    """
+    columns = task.columns or tables.Columns()
+    texts, words = columns.features or ("x",), set[str]()
+    if task.x.dtype == torch.int64 and len(texts) == 1:
+        words |= {*texts}
+    if not all(label.lstrip("-").isdecimal() for label in task.labels):
+        words |= {*(columns.target or tables.TARGETS)}
+    return words
 
 
 def _by_names(task: Task, rows: tables.Rows, names: Sequence[str], what: str) -> tables.Rows:

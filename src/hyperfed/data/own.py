@@ -226,7 +226,7 @@ def _called(column: str | int | None) -> str | None:
 
 def _all(given: str | int | Sequence[str | int] | None) -> tuple[str, ...] | None:
     """Returns the names of a column or several as texts."""
-    given = [given] if isinstance(given, str | int) else given
+    given = [given] if isinstance(given, str | int | np.integer) else given
     return None if given is None else tuple(map(str, given))
 
 

@@ -115,7 +115,7 @@ def ending(path: str | Path) -> str:
     return Path(path).suffix.lower()
 
 
-def read(path: Path, columns: Columns | None = None) -> Any:
+def read(path: Path, columns: Columns | None = None, words: Set[str] = frozenset()) -> Any:
     """Reads a table: a ``DataFrame``, or {name: array} of an archive.
 
     Clients and splits of a CSV file are as they are written there, and so are labels where a number
@@ -124,6 +124,7 @@ def read(path: Path, columns: Columns | None = None) -> Any:
     Args:
         path: a file whose name ends in one of :data:`SUFFIXES`.
         columns: which is what.
+        words: the columns of a CSV file that hold words, also where all of them are numbers.
 
     Raises:
         UserError: another ending, no such file, or one that cannot be read.
@@ -134,7 +135,7 @@ def read(path: Path, columns: Columns | None = None) -> Any:
         return arrays.read_npz(path, needed=())
 
     if kind == ".csv":
-        return read_csv([path], columns or Columns())[0]
+        return read_csv([path], columns or Columns(), words)[0]
     try:
         if kind == ".parquet":
             return read_parquet(path).to_pandas()
@@ -155,7 +156,11 @@ UNREADABLE = (
 
 
 def read_csv(
-    paths: Sequence[Path], columns: Columns, words: Set[str] = frozenset()
+    paths: Sequence[Path],
+    columns: Columns,
+    words: Set[str] = frozenset(),
+    *,
+    whole: Set[str] = frozenset(),
 ) -> tuple[Any, list[int]]:
     """Reads CSV files as one table, of which pandas is not to guess what ids and labels are.
 
@@ -164,7 +169,8 @@ def read_csv(
     Args:
         paths: the files.
         columns: which is what.
-        words: the other columns that are not to be guessed.
+        words: columns that hold words, also where all of them are numbers.
+        whole: others that are words or numbers by the whole of them.
 
     Returns:
         a ``DataFrame``, and the number of rows of each file.
@@ -178,14 +184,14 @@ def read_csv(
     # "NA" or "None" may be a label or a name; only an empty cell has none. And cells belong to the
     # names above them: of a longer row pandas would take the first ones for names of rows.
     read: dict[str, Any] = {"keep_default_na": False, "na_values": [""], "index_col": False}
-    words = words | ids(columns)
+    unguessed = words | whole | ids(columns)
     parts: list[Any] = []
     for path in paths:
         read["sep"] = "\t" if ".tsv" in path.suffixes[-2:] else ","
         try:
             header = list(pandas.read_csv(path, nrows=0, **read))
             _check_separated(header, path)
-            kinds = dict.fromkeys(words, str)
+            kinds = dict.fromkeys(unguessed, str)
             with warnings.catch_warnings():
                 warnings.simplefilter("error", pandas.errors.ParserWarning)
                 parts.append(pandas.read_csv(path, dtype=kinds, low_memory=False, **read))
@@ -204,7 +210,7 @@ def read_csv(
                 f"{path} must be a readable table, but is not: {one_line(str(error))}"
             ) from error
         problems: list[str] = []
-        _check_names(list(written.loc[0]), words | {*(columns.features or header)}, problems)
+        _check_names(list(written.loc[0]), unguessed | {*(columns.features or header)}, problems)
         arrays.raise_all(problems, f"{path} does not hold usable columns")
         if {*header} != {*parts[0]}:
             raise UserError(
@@ -213,9 +219,9 @@ def read_csv(
             )
     of_words = [{name for name in part if is_string_dtype(part[name])} for part in parts]
     if mixed := set.union(*of_words) - set.intersection(*of_words):  # words by the whole of it
-        return read_csv(paths, columns, words | mixed)
+        return read_csv(paths, columns, words, whole=mixed)
     table = parts[0] if len(parts) == 1 else pandas.concat(parts, ignore_index=True)
-    type_words(table, columns)
+    type_words(table, columns, but=words)
     return table, [len(part) for part in parts]
 
 
@@ -234,11 +240,14 @@ def ids(columns: Columns) -> set[str]:
     return {columns.client or "client", columns.split or "split", *(columns.target or TARGETS)}
 
 
-def type_words(table: Any, columns: Columns) -> None:
-    """Makes numbers of what a CSV file holds as words, but of clients and splits, where all are."""
+def type_words(table: Any, columns: Columns, but: Set[str] = frozenset()) -> None:
+    """Makes numbers of what a CSV file holds as words, where all are.
+
+    Those of clients and splits stay words, and those of the columns ``but``.
+    """
     import pandas
 
-    for name in {*table} - {columns.client or "client", columns.split or "split"}:
+    for name in {*table} - {columns.client or "client", columns.split or "split"} - but:
         if pandas.api.types.is_string_dtype(table[name]):
             table[name] = _typed(table[name])
 
@@ -433,7 +442,10 @@ def _check_names(names: Sequence[str], used: Set[str | None], problems: list[str
 
 
 def _target(columns: Mapping[str, Array], problems: list[str]) -> Array | None:
-    """Returns what is to be learned: a column as it is, or several of numbers, (N, columns)."""
+    """Returns what is to be learned: a column as it is, or several, (N, columns).
+
+    Several are numbers, or labels of which several may hold: integers or truth values, 0 and 1.
+    """
     _check_finite(columns, problems)
     if len(columns) < 2:
         return next(iter(columns.values()), None)
@@ -446,7 +458,9 @@ def _target(columns: Mapping[str, Array], problems: list[str]) -> Array | None:
                 f"{values.shape} {values.dtype}; name one target, or others"
             )
             return NOTHING
-    return np.stack([values.astype(np.float64) for values in columns.values()], axis=1)
+    labels = all(v.dtype.kind in "bui" and np.isin(v, (0, 1)).all() for v in columns.values())
+    kind = np.int64 if labels else np.float64
+    return np.stack([values.astype(kind) for values in columns.values()], axis=1)
 
 
 def _values(column: Any, name: str, problems: list[str]) -> Array:
