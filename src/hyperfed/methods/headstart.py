@@ -12,7 +12,8 @@ exchanges, with what other methods of the field do once each:
   as much as their features are alike. Where deltas have nothing in common that descriptors tell,
   the matrices hardly move. A step of Adam, as PeFLL's code makes it, has the same size whatever the
   deltas say: it learns few clients by heart, and a LeNet dies of it. (The hidden layers and the
-  descriptor network have Adam.)
+  descriptor network have Adam.) Of several target sizes they descend the mean over the whole
+  cohort, while the biases of a size move by that of its own clients.
 - **A client's own class frequencies stand in its last layer's biases** (``pseudo_count``), as
   logarithms, in training and after: the balanced softmax (Ren et al., NeurIPS 2020) by which
   Fed-RoD trains its generic model. What is averaged learns all classes alike, and nothing is left
