@@ -194,7 +194,7 @@ def test_names_are_those_that_the_summary_tells() -> None:
 
 def test_of_one_seed_there_is_no_interval_over_seeds() -> None:
     one = gained([0.4, 0.5, 0.3])
-    assert (one.seeds, one.seeds_low, one.seeds_high, one.mark) == (1, None, None, "")
+    assert (one.seeds, one.seeds_low, one.seeds_high, one.mark) == (1, None, None, "here")
     two = gained([0.4, 0.5, 0.3], [0.1, 0.2, 0.1])
     low, high = stats.t.interval(0.95, 1, 4 / 15, (0.4 - 0.4 / 3) / 2)
     assert (two.seeds_low, two.seeds_high) == (pytest.approx(low), pytest.approx(high))

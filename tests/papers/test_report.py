@@ -30,7 +30,11 @@ def test_the_report_says_what_was_measured_and_by_which_budget(folder: Path) -> 
     # 60 % and 62.5 %; over Local one seed, on whose clients it gains 1, 1, 2 and 0 of ten.
     assert row(text, "FedAvg") == [
         *("FedAvg", "60 ± 2", "61.2 ± 1.8", "2", "**reproduced**", "55.0"),
-        *("+10.0 [-3.0, 23.0] noise, 1 seed", "-30.0 [-43.0, -17.0], 1 seed", "4 × 2 × 50 steps"),
+        *(
+            "+10.0 [-3.0, 23.0] noise, 1 seed",
+            "-30.0 [-43.0, -17.0] here, 1 seed",
+            "4 × 2 × 50 steps",
+        ),
         *("4", "1.5", "15312.5"),
     ]
     assert row(text, "Local")[4:7] == ["none (1)", "50.0", "–"]
@@ -38,7 +42,7 @@ def test_the_report_says_what_was_measured_and_by_which_budget(folder: Path) -> 
     assert row(text, "FedAvg, trained on")[4:8] == [
         "none (2)",
         "90.0",
-        "+40.0 [40.0, 40.0]",
+        "+40.0 [40.0, 40.0] here",
         "best",
     ]
     assert "Budgets differ: Local 4 rounds of 2 with 7 steps; FedAvg 4 rounds of 2 with 50" in text
@@ -83,7 +87,7 @@ def test_the_best_is_so_on_the_seeds_that_both_have(folder: Path) -> None:
     text = written(folder, "report.md")
     for local, fedavg in (("Local", "FedAvg"), ("local", "fedavg")):
         assert row(text, local)[7] == "best"
-        assert row(text, fedavg)[7] == "-30.0 [-30.0, -30.0]"
+        assert row(text, fedavg)[7] == "-30.0 [-30.0, -30.0] here"
 
 
 def test_no_line_is_the_best_of_such_as_saw_other_data(folder: Path) -> None:
@@ -118,7 +122,7 @@ def test_the_best_is_so_by_what_the_table_measures(folder: Path) -> None:
         (path / "summary.json").write_text(json.dumps(told))
     text = written(folder, "report.md")
     assert row(text, "Local")[7] == "best"
-    assert row(text, "FedAvg")[6:8] == ["-10.0 [-10.0, -10.0]"] * 2
+    assert row(text, "FedAvg")[6:8] == ["-10.0 [-10.0, -10.0] here"] * 2
 
 
 def test_lines_that_are_judged_by_unlike_metrics_are_not_compared(folder: Path) -> None:
@@ -267,17 +271,17 @@ def test_lines_are_compared_to_such_as_a_verdict_can_rest_on_where_there_are_any
     ]:
         record(folder, name, 0, [correct] * 4, **keys)
     text = written(folder, "report.md")
-    assert row(text, "FedAvg")[6:8] == ["+20.0 [20.0, 20.0]", "best"]
-    assert row(text, "FedAvg, trained on")[7] == "+30.0 [30.0, 30.0]"
-    assert row(text, "Local")[6:8] == ["–", "-20.0 [-20.0, -20.0]"]
+    assert row(text, "FedAvg")[6:8] == ["+20.0 [20.0, 20.0] here", "best"]
+    assert row(text, "FedAvg, trained on")[7] == "+30.0 [30.0, 30.0] here"
+    assert row(text, "Local")[6:8] == ["–", "-20.0 [-20.0, -20.0] here"]
     whole = record(folder, "local", 0, [5] * 4, place="whole/x")
     origin.Origin("made/table1", "digits-local").write(whole)
-    assert row(written(folder, "report.md"), "FedAvg")[6:8] == ["+10.0 [10.0, 10.0]", "best"]
+    assert row(written(folder, "report.md"), "FedAvg")[6:8] == ["+10.0 [10.0, 10.0] here", "best"]
     origin.Origin("made/table1", "digits-fedavg", scale=0.5).write(
         folder / "results" / "made" / "table1-digits-fedavg" / "seed0"
     )
     text = written(folder, "report.md")
-    assert row(text, "FedAvg")[7] == "+10.0 [10.0, 10.0]"  # than Local, which alone counts
+    assert row(text, "FedAvg")[7] == "+10.0 [10.0, 10.0] here"  # than Local, which alone counts
 
 
 def test_of_a_grid_the_best_point_alone_is_among_the_numbers_reproduced(folder: Path) -> None:

@@ -48,8 +48,8 @@ def test_of_several_records_that_train_alone_that_with_like_settings_counts(fold
     record(folder, "fedavg", 0, [6, 6, 6, 6], place="few/long")
     record(folder, "fedavg", 0, [6, 6, 6, 6], place="few/short", rounds=2)
     text = written(folder, "report.md")
-    assert row(text, "long")[6:8] == ["+10.0 [10.0, 10.0]", "best"]
-    assert row(text, "short")[6] == "+30.0 [30.0, 30.0]"
+    assert row(text, "long")[6:8] == ["+10.0 [10.0, 10.0] here", "best"]
+    assert row(text, "short")[6] == "+30.0 [30.0, 30.0] here"
     assert row(text, "local_2")[6] == "–"
     assert "- gains over local are over local_4 of long\n" in text
     assert "- gains over local are over local_2 of short\n" in text
@@ -63,7 +63,7 @@ def test_a_record_of_no_table_without_a_number_has_a_dash_and_a_note(folder: Pat
     untested(folder / "results" / "few" / "fedavg" / "seed1")
     text = written(folder, "report.md")
     assert row(text, "fedavg")[1:6] == ["2", "–", "–", "–", "–"]
-    assert row(text, "fedavg")[6:8] == ["+10.0 [10.0, 10.0], 1 seed", "–"]
+    assert row(text, "fedavg")[6:8] == ["+10.0 [10.0, 10.0] here, 1 seed", "–"]
     assert row(text, "local")[2:6] == ["50.0 ± 0.0", "50.0 ± 0.0", "50.0 ± 0.0", "–"]
     assert "\n- fedavg, seed 1: no test accuracy\n" in text
     assert text.count("no test accuracy") == 1
@@ -110,9 +110,9 @@ def test_records_of_one_name_in_two_folders_of_a_folder_are_compared_apart(folde
     text = written(folder, "report.md")
     assert text.count("## `kinds`\n") == 1
     a, b = text.index("### `kinds/a`\n"), text.index("### `kinds/b`\n")
-    assert row(text[a:b], "fedavg")[2:7] == ["90.0", "90.0", "90.0", "–", "+60.0 [60.0, 60.0]"]
-    assert row(text[b:], "fedavg")[2:7] == ["60.0", "60.0", "60.0", "–", "+10.0 [10.0, 10.0]"]
-    assert row(text[:a], "aside")[6] == "+10.0 [10.0, 10.0]"  # of those that stand in `kinds`
+    assert row(text[a:b], "fedavg")[2:7] == ["90.0", "90.0", "90.0", "–", "+60.0 [60.0, 60.0] here"]
+    assert row(text[b:], "fedavg")[2:7] == ["60.0", "60.0", "60.0", "–", "+10.0 [10.0, 10.0] here"]
+    assert row(text[:a], "aside")[6] == "+10.0 [10.0, 10.0] here"  # of those that stand in `kinds`
 
 
 def test_records_of_one_folder_are_seeds_where_nothing_else_differs(folder: Path) -> None:

@@ -108,12 +108,12 @@ class Difference:
         """What is said of it in a word.
 
         ``noise`` where it is within noise; ``here`` where it is not, but the interval over seeds
-        has zero in it or all of several seeds are of one division: clear on these clients, not
-        shown for another division of the data; else, as where there is one seed, nothing.
+        has zero in it or all seeds are of one division, as one alone is: clear on these clients,
+        not shown for another division of the data; else nothing.
         """
         if self.within_noise:
             return "noise"
-        of_one = self.divisions == 1 < self.seeds
+        of_one = self.divisions == 1
         return "here" if of_one or _has_zero(self.seeds_low, self.seeds_high) else ""
 
 
