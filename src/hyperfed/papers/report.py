@@ -49,7 +49,7 @@ training for independent, too, and so answers for these clients alone. *Noise* m
 whose interval has zero in it or whose seeds disagree; *here* those of the others that have zero
 in the 95 % interval of Student's t over the mean differences of seeds, or of which all seeds,
 or the one that there is, have one division: clear on these clients, not shown for another
-division of the data, nor, of one seed, for another training. *1 seed* stands where no more of a line's
+division of the data, nor, of one, for another training. *1 seed* stands where no more of a line's
 seeds have both methods. Means over unlike seeds do not compare, so the best is what no other
 beats on the seeds of both, or is beaten by least. Of several rows of Local in a paper's table
 the gain is over the first with seeds of the line, the paper's own. Where there are lines of all
