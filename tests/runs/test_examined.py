@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import spearmanr
+from torch import nn
 
 import hyperfed
 from hyperfed.data import tasks
@@ -22,7 +23,7 @@ from hyperfed.runs.config import from_keys
 from hyperfed.runs.examined import rank_correlation
 from hyperfed.runs.folder import read_run
 from hyperfed.runs.run import Run
-from toys import make_task
+from toys import both_are_right, both_labels_loss, make_task, make_token_task
 
 SMALL: dict[str, Any] = {"rounds": 2, "evaluate_every": 2, "cohort": 3}
 DEALT = {"clients": 6, "novel": 2, "partition": "dirichlet", "alpha": 0.5}
@@ -100,6 +101,29 @@ def test_descriptors_are_what_models_are_made_from(method: str) -> None:
             ]
             each.append(spearmanr(*pair).statistic)
         assert told[name] == pytest.approx(np.mean(each), abs=2e-3)
+
+
+def test_descriptors_are_set_beside_each_of_several_labels() -> None:
+    draw = np.random.default_rng(0)
+    x, who = draw.normal(size=(120, 4)).astype("float32"), np.arange(120) % 4
+    y = (x[:, :2] > who[:, None] / 4).astype(int)
+    task = hyperfed.Task.from_arrays(
+        x,
+        y,
+        client=who,
+        model=nn.Linear(4, 2),
+        novel=0,
+        loss=both_labels_loss,
+        score=both_are_right,
+    )
+    run = hyperfed.train("pefll", task, rounds=1, method={"local_steps": 1}, examine="descriptors")
+    shares = torch.tensor(run.summary["examined"]["proportions"])
+    held = [run.task.y[rows].double().mean(dim=0) for rows in run.task.train]
+    expected = torch.stack([torch.stack([1 - share, share], dim=1).flatten() for share in held])
+    torch.testing.assert_close(2 * shares, expected.float(), rtol=2e-3, atol=1e-4)
+    tagged = make_token_task()
+    with pytest.raises(UserError, match=r"needs clients with labels of examples, not of tokens"):
+        hyperfed.train("pefll", tagged, rounds=1, examine="descriptors")
 
 
 def test_newcomers_with_the_models_of_others_have_no_descriptor() -> None:

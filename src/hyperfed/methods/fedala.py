@@ -18,11 +18,12 @@ until the losses of the last batch of each pass no longer vary; from then on for
 From theta_hat the client trains as in FedAvg. With p = 0 this is FedAvg.
 
 Sent: the whole model, batch-norm buffers included, both ways. Kept: the p higher layers of theta_i,
-and W. Aggregated: the mean of the trained models, weighted by training examples. Evaluated:
-theta_hat, mixed anew from the latest global model, as in the authors' code, before the client
-trains: one pass for W, or all of the first training where it has taken part but once, and nothing
-is kept; one that was never asked uses the global model. A novel client has nothing to mix: it
-fine-tunes the global model for ``novel_steps`` steps, and nothing is sent back.
+and W; statistics of batch-norm among them are not mixed but the global ones. Aggregated: the mean
+of the trained models, weighted by training examples. Evaluated: theta_hat, mixed anew from the
+latest global model, as in the authors' code, before the client trains: one pass for W, or all of
+the first training where it has taken part but once, and nothing is kept; one that was never asked
+uses the global model. A novel client has nothing to mix: it fine-tunes the global model for
+``novel_steps`` steps, and nothing is sent back.
 
 We had no text of the paper: the algorithm is that of its summary and of the authors' code, which
 

@@ -179,10 +179,11 @@ class Client(pefll.Client):
         return head_entries(self.module, self.config.head_layers)
 
     def labels(self, batch: Batch) -> Tensor:
-        """Returns (B,) the labels, untold where there are none and the network learned without."""
+        """Returns the labels; where there are none and the network learned without, untold ones."""
         if batch.labelled or not self.config.label_dropout:
             return batch.y
-        return torch.full((len(batch.x),), UNTOLD, device=batch.x.device)
+        net: Any = self.network("descriptor_net")
+        return torch.full((len(batch.x), net.target_size), UNTOLD, device=batch.x.device)
 
 
 class Server(pefll.Server):

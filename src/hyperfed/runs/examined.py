@@ -43,10 +43,11 @@ def check(config: RunConfig, task: Task, server: Server) -> None:
                 "choose pfedhn, pefll, itpfl or headstart, or remove it"
             )
         private = server.privacy() is not None or config.privacy.epsilon is not None
-        if not task.classes or task.y.ndim > 1 or private:
+        of_tokens = task.y.ndim > 1 and task.target_size == 1
+        if not task.classes or of_tokens or private:
             raise UserError(
-                "examine=descriptors needs clients with one label for each example and answers "
-                "that are not private, each of which would cost; remove it"
+                "examine=descriptors needs clients with labels of examples, not of tokens, and "
+                "answers that are not private, each of which would cost; remove it"
             )
     if "crossed" in config.examine and config.privacy.trusts_server:
         raise UserError(
