@@ -580,7 +580,8 @@ def test_a_server_loads_what_it_said_its_state_was(method: str) -> None:
     other.server.load(trees.clone(ours.server.state()))
     other.engine.memory = dict(ours.engine.memory)
     for each in (ours, other):
-        each.round([2, 3], 1)
+        for number, clients in enumerate(([2, 3], [0, 2]), 1):
+            each.round(clients, number)
     assert same(snapshot(ours), snapshot(other))
 
 

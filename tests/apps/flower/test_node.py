@@ -458,6 +458,21 @@ def test_without_a_superlink_the_command_says_how_to_start(tmp_path: Path, capsy
     assert "give --data" in capsys.readouterr().err
 
 
+def test_a_check_shows_labels_that_are_words_and_who_must_say_their_order(
+    tmp_path: Path, capsys: Any
+) -> None:
+    data = tmp_path / "data.csv"
+    data.write_text("age,label,client\n" + "1,none,a\n2,mild,a\n3,severe,b\n" * 10)
+    check = ["node", "--data", str(data), "--check"]
+    assert command(*check) == 0
+    asked = "labels: mild, none, severe (of words --labels or the run's task.labels is the order)"
+    assert asked in capsys.readouterr().out.splitlines()
+    assert command(*check, "--labels", "none,mild,severe") == 0
+    assert "labels: none, mild, severe" in capsys.readouterr().out.splitlines()
+    assert command(*check, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["labels"] == ["mild", "none", "severe"]
+
+
 def test_a_node_reads_its_data_beside_its_state_and_a_check_leaves_that_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -132,9 +132,10 @@ def node(
         classes = found.classes if found else None
         named = found.features if found else ()
         told = {"clients": _counts(found), "classes": classes, "features": named, "learns": learns}
+        told["labels"] = found.labels if found else ()
         print_json({**told, "start": None, **start})
     else:
-        _tell(found, learns if check else [], start)
+        _tell(found, learns if check else [], start, numbered=bool(labels))
 
 
 def move(
@@ -253,8 +254,17 @@ def _counts(found: SiteData | None) -> dict[str, dict[str, int]]:
     }
 
 
-def _tell(found: SiteData | None, learns: Sequence[str], start: Mapping[str, str]) -> None:
-    """Prints whose data of what a site has, what a server could learn, and what is to be run."""
+def _tell(
+    found: SiteData | None, learns: Sequence[str], start: Mapping[str, str], *, numbered: bool
+) -> None:
+    """Prints whose data of what a site has, what a server could learn, and what is to be run.
+
+    Args:
+        found: what the site has.
+        learns: a line for each thing that a server could learn.
+        start: what is to be run, by where.
+        numbered: whether somebody has said in which order labels are.
+    """
     if found is not None:
         shown = table("client", *PARTS)
         for name, of in _counts(found).items():
@@ -262,6 +272,9 @@ def _tell(found: SiteData | None, learns: Sequence[str], start: Mapping[str, str
         print_tables(shown)
         if found.features:
             print(f"features: {', '.join(found.features)}")
+        if found.labels:
+            order = "" if numbered else " (of words --labels or the run's task.labels is the order)"
+            print(f"labels: {', '.join(found.labels)}{order}")
     for line in learns:
         print(line)
     said = {"start": "here", "supernode": "or here", "register": "before, at the operator's"}
