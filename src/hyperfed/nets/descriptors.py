@@ -25,7 +25,8 @@ class LabelledTarget(nn.Module):
     token one of the label is added, which is what a linear layer does. A target that begins with
     anything else (a recurrent layer, attention) sees the label at its last layer, which becomes two
     with a ReLU between them: the first, as wide as what it takes, takes the label beside it. The
-    last linear layer has l outputs and nothing after it, whatever the target computes there itself.
+    last linear layer has l outputs and, but of a target that says something of every token, nothing
+    after it, whatever the target computes there itself.
 
     Of classes the label is one-hot, of several side by side each; for regression it is the target's
     values as they are. Layers count in the order of their definition; frozen ones do not, nor what
