@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -27,11 +28,13 @@ from hyperfed.federation import EVALUATION_BATCH, AllLostError
 from hyperfed.methods import METHODS
 from hyperfed.runs.evaluation import evaluate, finetuned
 from hyperfed.system.randomness import seeded
+from hyperfed.task import Task
 from hyperfed.training import AdamW, LocalConfig, Sgd, Steps
 from toys import (
     CLASSES,
     Federation,
     Normed,
+    Saying,
     Stemmed,
     TwoLayers,
     close,
@@ -352,43 +355,58 @@ def test_serving_and_evaluating_leave_the_server_as_it_is(method: str) -> None:
         assert same(snapshot(ours), before), settings
 
 
-@pytest.mark.parametrize("method", ALL)
-def test_labels_of_tokens_are_learned_or_refused_before_training(method: str) -> None:
+def tried(method: str, task: Task) -> Iterator[Federation | str]:
+    """Yields a federation for each of a method's :func:`variants`, or why it is refused."""
     for settings in variants(method):
-        own = SETTINGS | lengths(method) | settings
         try:
-            ours = Federation(method, make_token_task(novel=1), **own)
+            yield Federation(method, task, **SETTINGS | lengths(method) | settings)
         except ValidationError:  # it does not go with the defaults of the others
             continue
         except UserError as error:
-            refused = str(error)
+            yield str(error)
+
+
+def check_it_learns(ours: Federation) -> None:
+    """Two rounds lose nobody, and a known and a novel client are evaluated."""
+    for number in range(2):
+        assert ours.round([0, 1, 2], number).state.lost == {}, ours.config
+    for client in (0, 3):
+        counts = evaluate(ours.server, ours.engine, [client], 2)["test"]
+        assert counts.loss.isfinite(), ours.config
+
+
+@pytest.mark.parametrize("method", ALL)
+def test_labels_of_tokens_are_learned_or_refused_before_training(method: str) -> None:
+    for ours in tried(method, make_token_task(novel=1)):
+        if isinstance(ours, str):
+            assert "this one has a label for every token; choose another method" in ours
         else:
-            for number in range(2):
-                assert ours.round([0, 1, 2], number).state.lost == {}, settings
-            evaluate(ours.server, ours.engine, [0, 1, 2], 2)
-            evaluate(ours.server, ours.engine, [3], 2)
-            continue
-        assert "this one has a label for every token; choose another method" in refused
+            check_it_learns(ours)
 
 
 @pytest.mark.parametrize("method", ALL)
 def test_labels_side_by_side_are_learned_or_refused_before_training(method: str) -> None:
-    task = make_task_of_two_labels(novel=1)
-    for settings in variants(method):
-        try:
-            ours = Federation(method, task, **SETTINGS | lengths(method) | settings)
-        except ValidationError:  # it does not go with the defaults of the others
-            continue
-        except UserError as error:
-            refused = str(error)
+    told = "2 side by side", "examples have 2 labels each", "an output for each of 2 classes"
+    for ours in tried(method, make_task_of_two_labels(novel=1)):
+        if isinstance(ours, str):
+            assert any(reason in ours for reason in told)
         else:
-            assert ours.round([0, 1, 2]).state.lost == {}, settings
-            for client in (0, 3):
-                counts = evaluate(ours.server, ours.engine, [client], 1)["test"]
-                assert counts.loss.isfinite(), settings
-            continue
-        told = "2 side by side", "examples have 2 labels each", "an output for each of 2 classes"
-        assert any(reason in refused for reason in told)
+            check_it_learns(ours)
+
+
+@pytest.mark.parametrize("unlabelled", [True, False])
+def test_of_labels_side_by_side_none_is_told_of_who_has_none(unlabelled: bool) -> None:
+    """A client described by its inputs alone gets the same model whatever its labels are."""
+    task = make_task_of_two_labels(novel=1, unlabelled=unlabelled)
+    found = []
+    for flip in (0, 1):
+        own = replace(task, y=task.y.clone())
+        own.y[task.train[3]] ^= flip
+        settings = SETTINGS | {"label_dropout": 0.5, "novel_rounds": 0, "lr": 1.0}
+        ours = Federation("headstart", own, **settings)
+        ours.round([0, 1, 2])
+        found.append(ours.personal(3))
+    assert same(*found) == unlabelled
 
 
 class OneLogit(TwoLayers):
@@ -423,22 +441,13 @@ OF_EACH_CLASS: dict[str, dict[str, Any]] = {
 def test_outputs_that_are_no_logits_are_learned_or_refused_before_training(method: str) -> None:
     task = make_task(OneLogit, classes=2, loss=sign_loss, score=sign_is_right, novel=1)
     task.y.clamp_(max=1)
-    for settings in variants(method):
-        try:
-            ours = Federation(method, task, **SETTINGS | lengths(method) | settings)
-        except ValidationError:  # it does not go with the defaults of the others
-            continue
-        except UserError as error:
-            refused = str(error)
+    for ours in tried(method, task):
+        if isinstance(ours, str):
+            assert "must have an output for each of 2 classes" in ours
         else:
             would = OF_EACH_CLASS.get(method)
             assert would is None or not would.items() <= vars(ours.config).items()
-            assert ours.round([0, 1, 2]).state.lost == {}, settings
-            for client in (0, 3):
-                counts = evaluate(ours.server, ours.engine, [client], 1)["test"]
-                assert counts.loss.isfinite(), settings
-            continue
-        assert "must have an output for each of 2 classes" in refused
+            check_it_learns(ours)
 
 
 BY_ALL_TOKENS = ("headstart", "pefll")
@@ -547,13 +556,6 @@ def test_a_target_may_have_more_outputs_than_there_are_classes(method: str) -> N
         counts = evaluate(ours.server, ours.engine, ids, 2)["test"]
         assert counts.missed == {}
         assert counts.loss.isfinite().all()
-
-
-class Saying(TwoLayers):
-    """Gives log-probabilities, by a function that is no layer."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).log_softmax(dim=-1)
 
 
 SAYING = [(method, {}) for method in ALL if method != "itpfl"]

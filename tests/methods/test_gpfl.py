@@ -19,6 +19,7 @@ from toys import (
     ONE_STEP,
     Federation,
     Normed,
+    Saying,
     TwoLayers,
     close,
     make_quadratic_task,
@@ -125,13 +126,6 @@ def test_two_rounds_are_those_of_tensors_and_optimisers(net: Any) -> None:
         close({name: ours.server.model["base"][name] for name in model}, model)
     for client in range(4):
         check_evaluation(ours, client, heads[client])
-
-
-class Saying(TwoLayers):
-    """Says log-probabilities, which it makes of what its last layer gives."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).log_softmax(dim=1)
 
 
 def test_the_personal_way_goes_on_through_what_a_target_has_behind_its_last_layer() -> None:

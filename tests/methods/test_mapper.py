@@ -16,17 +16,7 @@ from hyperfed.methods import mapper
 from hyperfed.runs.config import from_keys
 from hyperfed.task import Task
 from hyperfed.trees import Model
-from toys import (
-    EXAMPLES,
-    ONE_STEP,
-    PLAIN,
-    Federation,
-    Normed,
-    TwoLayers,
-    close,
-    logits,
-    make_task,
-)
+from toys import EXAMPLES, ONE_STEP, PLAIN, Federation, Normed, Saying, close, logits, make_task
 
 SETTINGS: dict[str, Any] = ONE_STEP | {"local_lr": 0.6}
 SEVERAL: dict[str, Any] = PLAIN | {"local_steps": 4, "batch_size": 5, "local_lr": 0.1}
@@ -382,18 +372,11 @@ def test_presets() -> None:
     assert from_keys("mapper", mapper.PRESETS["pfedkt"]).task.val == 0.1
 
 
-class Saying(TwoLayers):
-    """Gives log-probabilities."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).log_softmax(dim=-1)
-
-
 def test_of_log_probabilities_lambda_is_chosen_by_the_loss_of_what_is_predicted() -> None:
     """That of their interpolation as it comes is linear in lambda, and least at an end."""
     chosen = []
-    for net, loss in ((TwoLayers, F.cross_entropy), (Saying, F.nll_loss)):
-        task = make_task(net, examples=(12, 7, 20, 9, 9), loss=loss)
+    for own in ({}, {"net": Saying, "loss": F.nll_loss}):
+        task = make_task(examples=(12, 7, 20, 9, 9), **own)
         ours = Federation("mapper", task, local_steps=20, batch_size=10, local_lr=0.3)
         for number in range(6):
             ours.round([0, 1, 2, 3], number)
