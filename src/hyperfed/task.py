@@ -133,8 +133,13 @@ class Task:
 
         It is 1 where an example has a class, or every token of it.
         """
-        side_by_side = self.y.ndim > 1 and self.without_classes() is not None
+        side_by_side = self.y.ndim > 1 and self.without_classes is not None
         return 1 if self.classes and not side_by_side else self.y.shape[1:].numel()
+
+    @property
+    def of_tokens(self) -> bool:
+        """Whether an example has a label for every token."""
+        return self.classes > 0 and self.y.ndim > 1 and self.target_size == 1
 
     def class_counts(self, rows: Tensor) -> Tensor:
         """Returns how often examples have each class, (classes,) int64.
@@ -234,8 +239,8 @@ class Task:
             len(self.known),
             self.classes,
             self.novel - self.newcomers,
-            of_tokens=self.classes > 0 and self.y.ndim > 1 and self.target_size == 1,
-            of_each_class=self.without_classes() is None,
+            of_tokens=self.of_tokens,
+            of_each_class=self.without_classes is None,
             target_size=self.target_size,
             trial=self._trial(),
         )
@@ -255,13 +260,14 @@ class Task:
             except Exception:  # a user's own need not take what is made up
                 return None
 
+    @cached_property
     def without_classes(self) -> str | None:
         """Returns a size of which the target has fewer outputs than there are classes, if any.
 
         That is for a loss and a score of a user's own, such as of one logit for two classes.
         """
-        if not self.classes or self.score is accuracy:  # how often the largest is right
-            return None
+        if not self.classes or (self.y.ndim == 1 and self.score is accuracy):
+            return None  # how often the largest is right
         x = self.transform(self.x[:2])
         for size, model in self.models.items():
             with torch.no_grad():

@@ -53,7 +53,6 @@ from hyperfed.federation import Cohort, Each, Outline, step
 from hyperfed.methods import pefll
 from hyperfed.methods.parts.hypernet_training import descend, fit_rows
 from hyperfed.methods.parts.presets import DEFAULT
-from hyperfed.metrics import of_each_class
 from hyperfed.nets.anatomy import head_entries
 from hyperfed.nets.chunks import DescribedChunks
 from hyperfed.nets.descriptors import Centred
@@ -164,12 +163,9 @@ class Client(pefll.Client):
         more = self.config.pseudo_count
         if more is None or not self.labelled or not self.classes or last.shape != (self.classes,):
             return received
-        labels = self.train.labels
-        if labels.ndim > 1:
-            output = self.predict(received, self.train.batch(slice(1)).x)
-            if not of_each_class(output, labels, self.classes):
-                return received  # one output for each of several labels
-        count = count_classes(labels, self.classes).to(last.dtype) + more
+        if self.labels_of_each > 1:  # which have an output each
+            return received
+        count = count_classes(self.train.labels, self.classes).to(last.dtype) + more
         added = (count / count.sum()).log() * self.scratch.get("told", 1)
         return {**received, name: received[name] + added}
 
@@ -182,8 +178,14 @@ class Client(pefll.Client):
         """Returns the labels; where there are none and the network learned without, untold ones."""
         if batch.labelled or not self.config.label_dropout:
             return batch.y
+        return torch.full((len(batch.x), self.labels_of_each), UNTOLD, device=batch.x.device)
+
+    @property
+    def labels_of_each(self) -> int:
+        """How many labels an example has side by side."""
         net: Any = self.network("descriptor_net")
-        return torch.full((len(batch.x), net.target_size), UNTOLD, device=batch.x.device)
+        size: int = net.target_size
+        return size
 
 
 class Server(pefll.Server):

@@ -43,8 +43,7 @@ def check(config: RunConfig, task: Task, server: Server) -> None:
                 "choose pfedhn, pefll, itpfl or headstart, or remove it"
             )
         private = server.privacy() is not None or config.privacy.epsilon is not None
-        of_tokens = task.y.ndim > 1 and task.target_size == 1
-        if not task.classes or of_tokens or private:
+        if not task.classes or task.of_tokens or private:
             raise UserError(
                 "examine=descriptors needs clients with labels of examples, not of tokens, and "
                 "answers that are not private, each of which would cost; remove it"

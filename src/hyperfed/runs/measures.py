@@ -43,7 +43,7 @@ def names_beside(config: RunConfig, task: Task) -> tuple[str, ...]:
                 f"metrics must suit the task, but {name} needs one label for each example, which "
                 f"{task.name} has not; leave it out"
             )
-        if name != "r2" and (size := task.without_classes()) is not None:
+        if name != "r2" and (size := task.without_classes) is not None:
             raise UserError(
                 f"metrics must suit the task, but {name} needs an output for each of "
                 f"{task.classes} classes, which model {size!r} has not; leave it out, or change "
