@@ -595,6 +595,13 @@ def test_the_command_says_what_it_cannot_do(folder: Path, capsys: Any) -> None:
     assert reproduce(folder, "--cells", "x") == 2
 
 
+def test_the_command_says_once_that_records_cannot_be_written(folder: Path, capsys: Any) -> None:
+    out = folder.parent / "results"
+    out.symlink_to("nowhere")
+    assert reproduce(folder) == 2
+    assert capsys.readouterr().err.startswith(f"error: {out} must be writable, but: File exists")
+
+
 @pytest.mark.slow
 @pytest.mark.xdist_group("kill")
 def test_ctrl_c_stops_all_cells_and_the_same_command_goes_on(folder: Path) -> None:

@@ -351,12 +351,12 @@ def test_a_site_says_when_it_was_asked_last_and_what_it_refused_today(
 
 
 def test_a_site_that_nobody_has_asked_yet_is_one(tmp_path: Path, capsys: Any) -> None:
-    store.check_writable(tmp_path)
+    store.check_state(tmp_path)
     assert command("status", str(tmp_path)) == 0
     said = ["last message: none", "today (UTC): 0 calls of clients, 0 of them refused"]
     assert capsys.readouterr().out.splitlines() == said
     diary.Diary(tmp_path, Policy()).note(client="ann", decision="answered")
-    store.check_writable(tmp_path)  # it starts anew
+    store.check_state(tmp_path)  # it starts anew
     assert diary.told_by(tmp_path).last
     assert (tmp_path / "audit.jsonl").stat().st_mode & 0o777 == 0o600
 

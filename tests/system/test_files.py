@@ -11,7 +11,7 @@ import pytest
 import hyperfed
 from hyperfed.data import partition_files
 from hyperfed.engines.flower.diary import told_by
-from hyperfed.engines.flower.store import check_writable
+from hyperfed.engines.flower.store import check_state
 from hyperfed.errors import UserError
 from hyperfed.runs import config
 from hyperfed.runs.folder import RunFolder
@@ -91,8 +91,8 @@ READ = {
     "log.txt": RunFolder,
     "checkpoint/state.safetensors": RunFolder,
     "audit.jsonl": told_by,
-    "evaluations.json": check_writable,
-    "released/_ann.safetensors": check_writable,
+    "evaluations.json": check_state,
+    "released/_ann.safetensors": check_state,
 }
 """Name of a file -> what looks at its folder, or at that around it, before anybody opens it."""
 

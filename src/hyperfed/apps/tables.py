@@ -17,7 +17,7 @@ from hyperfed.papers.report import of_papers
 from hyperfed.papers.side_by_side import Outcome
 from hyperfed.runs import experiments as tables
 from hyperfed.system.devices import is_cpu
-from hyperfed.system.files import check_suffix
+from hyperfed.system.files import check_suffix, check_writable
 
 Experiments = Annotated[
     Path,
@@ -88,6 +88,8 @@ def reproduce(
         experiment, chosen, seeds=wanted, scale=scale, out=out, where=settings or ()
     )
     todo = [job for job in planned if not job.done]
+    if todo:
+        check_writable(out)  # once, and not in each process
     if jobs is None:  # an accelerator is one, and what does not fit into its memory is lost
         jobs = side_by_side.cores() if all(is_cpu(it.config.device) for it in planned) else 1
     found = side_by_side.run(todo, jobs, show=not quiet, say=say)

@@ -6,6 +6,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import BinaryIO
 
 from hyperfed.errors import UserError
@@ -52,6 +53,20 @@ def check_files(folder: Path) -> None:
         raise UserError(
             f"{folder} must be a folder that can be read, but: {error.strerror}; permit reading"
         ) from error
+
+
+def check_writable(folder: Path) -> None:
+    """Finds out whether files can be written in a folder, which is made.
+
+    Raises:
+        UserError: they cannot.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):  # without a name, where the system can
+            pass
+    except OSError as error:
+        raise refused(folder, error) from error
 
 
 def check_suffix(path: Path, suffixes: Iterable[str], what: str) -> None:

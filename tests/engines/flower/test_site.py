@@ -21,7 +21,7 @@ from hyperfed.engines.flower.store import (
     LostMemoryError,
     Store,
     SupersededError,
-    check_writable,
+    check_state,
 )
 from hyperfed.engines.flower.wire import Request
 from hyperfed.engines.local.loop import LoopEngine
@@ -266,7 +266,7 @@ def test_what_killed_writers_left_is_removed_and_nobody_else_may_look(tmp_path: 
     site_in(state).answer(request(2, 0))
     assert [path.exists() for path in left] == [True, False, False]
     left[0].unlink()
-    check_writable(state)
+    check_state(state)
     assert sorted(state.iterdir()) == [state / "audit.jsonl", state / "released", state / "run-1"]
 
 
@@ -277,7 +277,7 @@ def test_a_node_that_starts_has_the_state_for_itself_and_removes_what_killed_one
     state = tmp_path / "state"
     site_in(state).answer(request(1, 0))
     KeptReleases(state)
-    check_writable(state)
+    check_state(state)
     folders = [state, state / "run-1", state / "run-1" / "_000000", state / "released"]
     folders.append(state / "models" / "run-1")
     folders[-1].mkdir(parents=True)

@@ -37,7 +37,7 @@ from hyperfed.engines.flower.grid import GridLink, bytes_of, record_of
 from hyperfed.engines.flower.policy import Policy, RefusedError
 from hyperfed.engines.flower.site import Shard, Site, Source
 from hyperfed.engines.flower.sites import HELLO, STEP, Sites
-from hyperfed.engines.flower.store import check_writable
+from hyperfed.engines.flower.store import check_state
 from hyperfed.engines.flower.wire import read_introduction
 from hyperfed.errors import UserError
 from hyperfed.methods import METHODS
@@ -279,7 +279,7 @@ def respond(
     site = site_of(run_config, node_config)
     if kind == STEP:
         return site.handle(content)
-    check_writable(site.state)
+    check_state(site.state)
     content = _INTRODUCTION.dump_json(site.source.introduce())
     read_introduction(content)  # what the server would refuse is told here too
     return content

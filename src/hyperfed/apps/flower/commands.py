@@ -16,7 +16,7 @@ from hyperfed.data.arrays import PARTS
 from hyperfed.data.roster import Roster
 from hyperfed.data.site import SiteData, columns_named, listed
 from hyperfed.data.site import read as read_site
-from hyperfed.engines.flower.store import check_writable, clean
+from hyperfed.engines.flower.store import check_state, clean
 from hyperfed.errors import UserError, one_line
 from hyperfed.metrics import named
 from hyperfed.runs import config as configuration
@@ -104,7 +104,7 @@ def node(
         raise UserError("a site must have a folder for what clients remember; give --state")
     if state is not None:
         if not check:
-            check_writable(state)
+            check_state(state)
         given = {
             "data": "" if data is None else str(data.resolve()),
             "clients": clients,

@@ -17,7 +17,6 @@ from hashlib import blake2b
 from os.path import lexists
 from pathlib import Path
 from shutil import rmtree
-from tempfile import TemporaryFile
 from typing import Any
 from urllib.parse import quote
 
@@ -29,6 +28,7 @@ from hyperfed.system.files import (
     PRIVATE,
     atomic_write,
     check_files,
+    check_writable,
     refused,
     remove_unfinished,
     sync,
@@ -292,7 +292,7 @@ def clean(folder: Path) -> None:
             raise refused(place, error) from error
 
 
-def check_writable(folder: Path) -> None:
+def check_state(folder: Path) -> None:
     """Finds out whether a site's state can be kept in a folder, which is made, with an empty log.
 
     Raises:
@@ -302,8 +302,7 @@ def check_writable(folder: Path) -> None:
         check_files(place)
     try:
         make_private(folder)
-        with TemporaryFile(dir=folder):  # without a name, where the system can
-            pass
+        check_writable(folder)
         os.close(os.open(folder / LOG, os.O_WRONLY | os.O_CREAT, 0o600))
     except OSError as error:
         raise refused(folder, error) from error
