@@ -212,7 +212,7 @@ def test_another_key_cannot_say_the_names_of_the_run(place: Place) -> None:
     place.node(11, clients="0-1")
     place.link.keys[11] = "another"
     del place.link.sites[5]
-    with pytest.raises(UserError, match=r"clients that the run does not have .* but 0 did"):
+    with pytest.raises(UserError, match=r"clients that have no model of the run yet .* but 0 did"):
         place.welcome()
 
 

@@ -168,7 +168,7 @@ class Sites:
             if len(found := _with_others(self.introduced().values(), besides)) >= count:
                 return found
             if late:
-                whose = " with clients that the run does not have" if besides else ""
+                whose = " with clients that have no model of the run yet" if besides else ""
                 raise UserError(
                     f"engine.sites={count} sites{whose} must introduce themselves within "
                     f"{self._timeout:g} s, but {len(found)} did; start the others, see their logs "
