@@ -539,6 +539,30 @@ def test_on_a_frozen_part_equals_the_rest_on_what_it_makes_of_the_data(method: s
     assert same(before, trees.frozen_of(net))
 
 
+class Masked(TwoLayers):
+    """With a buffer of booleans, which changes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(1, dtype=torch.bool))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.mask)
+
+
+@pytest.mark.parametrize("method", ALL)
+def test_a_buffer_of_booleans_stays_as_it_is(method: str) -> None:
+    masked, plain = (federation(method, net=net, novel=1) for net in (Masked, TwoLayers))
+    counts = []
+    for ours in (masked, plain):
+        for number in range(2):
+            assert not ours.round([0, 1, 2], number).state.lost
+        for clients in ([0, 1, 2], [3]):
+            cohort = ours.engine.cohort(clients, 9, training=False)
+            counts.append(cohort.ask(ours.method.Client.evaluate, ours.server.personalize(cohort)))
+    close(counts[:2], counts[2:])
+
+
 class MoreOutputs(TwoLayers):
     """With two that are no class."""
 

@@ -57,8 +57,15 @@ def tree_map(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
 
 
 def subtract(sent: Tree, trained: Tree) -> Tree:
-    """Returns delta = sent - trained, the stand-in for a gradient."""
-    return tree_map(torch.sub, sent, trained)
+    """Returns delta = sent - trained, the stand-in for a gradient; of booleans where they differ.
+
+    So what is subtracted from what was sent is again what was trained, for booleans as well.
+    """
+
+    def minus(sent: Tensor, trained: Tensor) -> Tensor:
+        return sent ^ trained if sent.dtype == torch.bool else sent - trained
+
+    return tree_map(minus, sent, trained)
 
 
 def detach(tree: Tree) -> Tree:
