@@ -12,9 +12,9 @@ The others, or those that are named, are the features:
 - a column of encoded images, as Hugging Face ``datasets`` writes them, is uint8 (N, C, H, W);
 - one column of text is its UTF-8 bytes plus 1, with 0 before them up to the longest, (N, T) int64.
 
-Labels that are words, and integers that do not begin at 0, are numbered in their order and keep
-their names; integers of an archive that says how many ``classes`` there are stay as they are.
-Rows are counted from 0, the first below a file's column names.
+Labels that are words, or for tokens lists of words, and integers that do not begin at 0, are
+numbered in their order and keep their names; integers of an archive that says how many ``classes``
+there are stay as they are. Rows are counted from 0, the first below a file's column names.
 """
 
 import re
@@ -314,11 +314,11 @@ def rows_of(
     client, target, split, features = picked
     _check_names(names, {client, *target, split, *features}, problems)
     arrays.raise_all(problems, f"{what} does not hold usable columns")
-    parts = [_values(table[name], name, problems) for name in features]
+    parts = [_no_tags(table[name], name, problems) for name in features]
     whose = "" if client else ", or say which column tells whose a row is (client)"
     x, text = _features(parts, features, length, problems, whose)
     y = _target({name: _values(table[name], name, problems) for name in target}, problems)
-    held = {name: _values(table[name], name, problems) for name in (client, split) if name}
+    held = {name: _no_tags(table[name], name, problems) for name in (client, split) if name}
     said: Any = table["classes"] if "classes" in names and not is_frame(table) else None
     classes = None if np.ndim(said) else arrays.class_count(said, problems)
     arrays.raise_all(problems, f"{what} does not hold usable columns")
@@ -463,8 +463,17 @@ def _target(columns: Mapping[str, Array], problems: list[str]) -> Array | None:
     return np.stack([values.astype(kind) for values in columns.values()], axis=1)
 
 
+def _no_tags(column: Any, name: str, problems: list[str]) -> Array:
+    """Returns what a column holds that is no target: arrays of words are labels of tokens."""
+    values = _values(column, name, problems)
+    if values.ndim > 1 and arrays.is_text(values):
+        problems.append(f"column {name!r} must be the target to hold arrays of words; name it so")
+        return NOTHING
+    return values
+
+
 def _values(column: Any, name: str, problems: list[str]) -> Array:
-    """Returns what a column holds: numbers, words (as objects) or stacked arrays."""
+    """Returns what a column holds: numbers, words (as objects) or stacked arrays of one of them."""
     values = np.asarray(column)
     if values.ndim == 0:
         problems.append(f"column {name!r} must hold a value for each row, got one; repeat it")
@@ -530,7 +539,9 @@ def _stacked(name: str, cells: list[Any], problems: list[str]) -> Array:
     try:
         found = [_array(cell) for cell in cells]
     except (ValueError, TypeError) as error:
-        problems.append(f"column {name!r} must hold arrays of numbers, got others ({error})")
+        problems.append(
+            f"column {name!r} must hold arrays of numbers, or of words, got others ({error})"
+        )
         return NOTHING
     odd = next((row for row, cell in enumerate(found) if cell.shape != found[0].shape), None)
     if odd is not None:
@@ -543,8 +554,10 @@ def _stacked(name: str, cells: list[Any], problems: list[str]) -> Array:
 
 
 def _array(cell: Any) -> Array:
-    """Returns lists in lists as one array."""
+    """Returns lists in lists as one array, of words as objects."""
     array = np.asarray(cell)
+    if array.dtype.kind in "UO" and arrays.is_text(words := np.asarray(cell, object)):
+        return words
     if array.dtype != object:
         if array.dtype.kind not in "buif":
             raise ValueError(f"{array.dtype}")
