@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import datasets
 import numpy as np
 import pandas as pd
 import pytest
@@ -487,6 +488,17 @@ class Turning(nn.Linear):
         return super().forward((x * self.turn).imag)
 
 
+class Causal(nn.Linear):
+    def __init__(self):
+        super().__init__(2, 3)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(2))
+
+
+def scripted():
+    with pytest.deprecated_call():
+        return torch.jit.script(nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 3)))
+
+
 class Silent(nn.Linear):
     def __init__(self):
         super().__init__(2, 3)
@@ -509,7 +521,14 @@ def stacked_in_an_array():
     return rows
 
 
-@pytest.mark.parametrize("net", [AuxiliaryAtTheEnd, IdleBefore])
+@pytest.mark.parametrize(
+    "net",
+    [
+        AuxiliaryAtTheEnd,
+        IdleBefore,
+        scripted,
+    ],
+)
 def test_a_layer_that_is_idle_elsewhere_or_in_evaluation_alone_is_let_be(net: Network) -> None:
     assert from_arrays(X[:, :2], Y, client=CLIENT, model=net).models["base"](torch.ones(1, 2)).ndim
 
@@ -549,6 +568,16 @@ def test_a_layer_that_is_idle_elsewhere_or_in_evaluation_alone_is_let_be(net: Ne
         ({"model": Recurrent}, "must return a tensor, got tuple"),
         ({"model": IdleAtTheEnd}, "use the layer that it defines last, .* but projection has no"),
         ({"model": Turning}, "real parameters and buffers .* but turn is torch.complex64; keep"),
+        ({"model": Causal}, "finite parameters .*, but mask is not; .* if it is a mask, take bool"),
+        (
+            {
+                "model": lambda: nn.Sequential(
+                    nn.Embedding(3, 2, sparse=True), nn.Flatten(), nn.Linear(4, 3)
+                ),
+                "x": torch.ones(12, 2, dtype=torch.int64),
+            },
+            "gradients that are not sparse, but those of 0 are; leave out sparse=True",
+        ),
         (
             {"model": lambda: nn.Linear(2, 3).bfloat16()},
             "float32 or float64 parameters .*, but weight is torch.bfloat16; make it float32, and",
@@ -641,6 +670,22 @@ def test_labels_that_are_no_sequence_of_names_are_refused(labels: Any):
             UserError, match=r"labels must be a sequence of names, .* got .*classes"
         ):
             make()
+
+
+def test_words_that_label_tokens_may_be_lists_in_a_table():
+    tokens, tags = RNG.integers(0, 7, (100, 5)), RNG.choice(["noun", "verb"], (100, 5))
+    net = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 2))
+    frame = pd.DataFrame({"x": tokens.tolist(), "y": tags.tolist(), "client": CLIENT})
+    tasks = [
+        from_arrays(tokens, tags, client=CLIENT, model=net),
+        from_frame(frame, model=net),
+        from_frame(datasets.Dataset.from_pandas(frame), model=net),
+    ]
+    assert [task.labels for task in tasks] == [("noun", "verb")] * 3
+    assert len({task.fingerprint for task in tasks}) == 1
+    late = newcomer(tasks[1], frame[:2].assign(client="late", y=[["verb"] * 5, ["noun"] * 5]))
+    assert late.y is not None
+    assert late.y.tolist() == [[1] * 5, [0] * 5]
 
 
 def test_tokens_that_count_for_nothing_are_no_class_that_a_client_has():

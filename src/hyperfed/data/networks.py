@@ -185,6 +185,15 @@ def _untrainable(network: nn.Module) -> str:
             f"{half[0]} is {trained[half[0]].dtype}; make it float32, and set precision=bf16 to "
             "compute in bfloat16"
         )
+    there = [name for name, value in moving.items() if not is_lazy(value)]
+    if wild := [name for name in there if not moving[name].isfinite().all()]:
+        return (  # what a client returns would not be finite either, and it would be lost
+            f"finite parameters and buffers where they are not frozen, but {wild[0]} is not; "
+            "initialise it, or, if it is a mask, take booleans or make it in forward"
+        )
+    layers = trained_layers(network)
+    if sparse := [name for name, part in layers if getattr(part, "sparse", False)]:
+        return f"gradients that are not sparse, but those of {sparse[0]} are; leave out sparse=True"
     return ""
 
 
@@ -192,7 +201,7 @@ def _idle_at_the_end(network: nn.Module, batch: Tensor, seed: int) -> str:
     """Returns the name of the layer that is defined last where no output depends on it, else ""."""
     tried = trees.copied(network)
     layers = trained_layers(tried)
-    if not layers:
+    if not layers or isinstance(network, torch.jit.ScriptModule):  # whose copy has no leaves
         return ""
     name, last = layers[-1]
     weights = {*map(id, trees.parameters_of(last).values())}
@@ -210,7 +219,8 @@ def _idle_at_the_end(network: nn.Module, batch: Tensor, seed: int) -> str:
 def _leaves(output: Tensor) -> set[int]:
     """Returns the ids of the tensors that a differentiable output was computed from.
 
-    The graph is read, and nothing is differentiated.
+    The graph is read, and nothing is differentiated: the first time that this is done PyTorch
+    settles which devices there are.
     """
     found, seen, ahead = set[int](), set[Any](), [output.grad_fn]
     while ahead:
