@@ -167,21 +167,25 @@ def test_all_errors_come_at_once():
         "method.lr=-1",
         "method.hidden=[1, 'x']",
         "local_stpes=5",
+        "track=wandbb",
+        "robust.reply_bound=1",
     )
     *others, last = (f"'{engine}'" for engine in ENGINES)
     assert sorted(bullets) == [
         "cohrt: must be a key of this run, came 3; did you mean 'cohort'?",
-        "engine.workers: must be greater than 0; came 0",
+        "engine.workers: must be greater than 0, or none; came 0",
         f'engine: must be {", ".join(others)} or {last}; came "loup"',
         "faults.drop: must be less than or equal to 1; came 1.5",
         "local_stpes: must be a key of this run, came 5; did you mean 'method.local_steps'?",
         'method.hidden: must be a valid integer; came "x"',
         "method.lr: must be greater than 0; came -1",
         "preset: must be one of default, paper for hyper; came \"papr\"; did you mean 'paper'?",
+        "robust.reply_bound: must be greater than 1, or none; came 1",
         "rounds: must be greater than 0; came 0",
         "rounds: must be key=value, such as rounds=100",
         "seed: must be a valid integer; came 1.5",
-        'task.clients: must be a valid integer; came "many"',
+        'task.clients: must be a valid integer, or none; came "many"',
+        "track: must be 'auto', 'tensorboard', 'mlflow' or 'wandb', or none; came \"wandbb\"",
     ]
 
 

@@ -475,7 +475,7 @@ def _preset(
 
 
 def _section(
-    kind: Any, section: str, table: dict[str, Any], known: Iterable[str], problems: list[str]
+    kind: Any, section: str, table: dict[str, Any], known: Mapping[str, Any], problems: list[str]
 ) -> Any:
     """Returns ``kind`` made of ``table``, or None and the reasons in ``problems``."""
     try:
@@ -503,16 +503,19 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _explain(error: ValidationError, section: str, known: Iterable[str]) -> list[str]:
+def _explain(error: ValidationError, section: str, known: Mapping[str, Any]) -> list[str]:
     """Returns one line for each key, which joins what the members of a union would have taken.
 
-    Of keys that contradict each other there is a line for each contradiction.
+    Of keys that contradict each other there is a line for each contradiction. The error itself says
+    nothing of ``none`` where that is a value.
     """
     lines: dict[str, tuple[list[str], str]] = {}
     for detail in error.errors(include_url=False):
-        key = shown(_key_at(section, detail["loc"], known))
+        name = _key_at(section, detail["loc"], known)
+        key, or_none = shown(name), NoneType in get_args(known.get(name))
         came = "" if isinstance(detail["input"], dict) else f"; came {_shown_as(detail['input'])}"
-        lines.setdefault(key, ([], came))[0].append(_requirement(detail))
+        musts, _ = lines.setdefault(key, ([], f", or none{came}" if or_none else came))
+        musts.append(_requirement(detail))
     return [
         f"{key}: {line}{came}"
         for key, (musts, came) in lines.items()
