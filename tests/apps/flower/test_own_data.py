@@ -162,9 +162,9 @@ def test_who_is_left_out_is_in_the_log_and_is_no_site_of_the_summary(tmp_path: P
     assert record.summary is not None
     assert record.summary["sites"] == 2
     log = (clinics.folder / "log.txt").read_text()
-    assert "warning: begins without client ann: another key, key of 3, says" in log
-    assert "warning: begins without client bob" in log
+    assert "warning: begins without a second client ann: another key, key of 3, says" in log
+    assert "warning: begins without a second client bob" in log
     # Where too few are left, who started the run is told of them.
     asked = config.override(clinics.config, ["engine.sites=3"], allowed=["engine."])
-    with pytest.raises(UserError, match=r"but 2 did(.|\n)*- not counted: client ann: another key"):
+    with pytest.raises(UserError, match=r"but 2 did(.|\n)*- not counted: a second client ann"):
         app.begin(asked, clinics.link, str(tmp_path / "other"))

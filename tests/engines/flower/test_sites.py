@@ -119,7 +119,7 @@ def test_a_node_without_a_key_is_not_one_with(link: Nodes) -> None:
 def test_a_site_of_which_all_is_refused_does_not_count(link: Nodes) -> None:
     link.keys, link.says = {1: "A", 2: "B"}, {1: said("ann"), 2: said("ann")}
     with pytest.raises(
-        ValueError, match=r"engine.sites=2 .* but 1 did(.|\n)*- not counted: client ann"
+        ValueError, match=r"engine.sites=2 .* but 1 did(.|\n)*- not counted: a second client ann"
     ):
         Sites(link, 1.0).gather(2)
 
@@ -132,7 +132,7 @@ def test_who_does_not_count_is_told_with_those_who_came(link: Nodes) -> None:
         sites.gather(2)
     told = str(error.value)
     assert "did; start the others, see their logs and this one, or raise engine.timeout\n- " in told
-    assert "\n- not counted: client ann: another key, B, says" in told
+    assert "\n- not counted: a second client ann: another key, B, says" in told
     assert "node 2, which is not asked: it did not introduce itself (its policy\\nis wrong)" in told
     assert told.endswith("\n- not counted: 1 more")
     assert len(sites.left_out()) == 4

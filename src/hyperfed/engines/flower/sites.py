@@ -194,7 +194,8 @@ class Sites:
     def left_out(self) -> list[str]:
         """Returns who is there and does not count, and why."""
         nodes = (f"node {node}, which is {it.why}" for node, it in self._silent.items())
-        return [*(f"client {name}: {why}" for name, why in self.refused.items()), *nodes]
+        # Of another key: the client itself may well be there.
+        return [*(f"a second client {name}: {why}" for name, why in self.refused.items()), *nodes]
 
     def _without(self) -> str:
         some = self.left_out()
