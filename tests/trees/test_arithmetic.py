@@ -15,6 +15,13 @@ def test_delta_is_sent_minus_trained() -> None:
     torch.testing.assert_close(delta, tree(2.0, -2.0))
 
 
+def test_what_was_sent_without_delta_is_what_was_trained_of_booleans_too() -> None:
+    sent = {"mask": torch.tensor([True, True, False, False])}
+    trained = {"mask": torch.tensor([True, False, True, False])}
+    again = trees.subtract(sent, trees.subtract(sent, trained))
+    assert torch.equal(again["mask"], trained["mask"])
+
+
 @pytest.mark.parametrize(
     ("wrong", "where"),
     [({0: torch.ones(1)}, "it has 0"), ({"in": {3: {"a": torch.ones(1)}}}, "in/ has 3")],
