@@ -166,5 +166,6 @@ def test_who_is_left_out_is_in_the_log_and_is_no_site_of_the_summary(tmp_path: P
     assert "warning: begins without a second client bob" in log
     # Where too few are left, who started the run is told of them.
     asked = config.override(clinics.config, ["engine.sites=3"], allowed=["engine."])
-    with pytest.raises(UserError, match=r"but 2 did(.|\n)*- not counted: a second client ann"):
+    told = r"but 2 did(.|\n)*- not counted: a second client ann: another key"
+    with pytest.raises(UserError, match=told):
         app.begin(asked, clinics.link, str(tmp_path / "other"))
