@@ -659,6 +659,14 @@ def test_labels_may_be_an_array_of_names():
         assert repr(task.labels) == "('a', 'b', 'c')"  # which a run is known by again
 
 
+def test_what_is_frozen_may_be_infinite_and_its_gradients_sparse():
+    masked = nn.Sequential(Causal().requires_grad_(False), nn.Linear(3, 3))
+    assert from_arrays(X[:, :2], Y, client=CLIENT, model=masked).models
+    words = nn.Embedding(3, 2, sparse=True).requires_grad_(False)
+    net = nn.Sequential(words, nn.Flatten(), nn.Linear(4, 3))
+    assert from_arrays(np.ones((len(Y), 2), int), Y, client=CLIENT, model=net).models
+
+
 @pytest.mark.parametrize("labels", [3, "abc"])
 def test_labels_that_are_no_sequence_of_names_are_refused(labels: Any):
     table = pd.DataFrame({"x": [*X], "y": Y, "client": CLIENT})
