@@ -13,7 +13,9 @@ from hyperfed.errors import UserError
 COLOUR = (200, 100, 50)
 
 
-@pytest.mark.parametrize(("mode", "kind"), [("RGBA", "png"), ("P", "png"), ("CMYK", "tiff")])
+@pytest.mark.parametrize(
+    ("mode", "kind"), [("RGBA", "png"), ("P", "png"), ("CMYK", "tiff"), ("RGBA", "webp")]
+)
 def test_what_has_colours_keeps_them(mode: str, kind: str) -> None:
     found = decoded(Image.new("RGB", (3, 2), COLOUR).convert(mode), kind)
     assert found.shape == (2, 3, 3)
@@ -26,7 +28,7 @@ def test_what_has_none_is_grey(mode: str) -> None:
     assert found.tolist() == [[255] * 3] * 2
 
 
-@pytest.mark.parametrize("kind", ["gif", "png", "tiff"])
+@pytest.mark.parametrize("kind", ["gif", "png", "tiff", "webp"])
 def test_a_file_of_several_is_refused(kind: str) -> None:
     frames = [Image.new("RGB", (3, 2), (shade, 0, 0)) for shade in (0, 100, 200)]
     with pytest.raises(UserError, match="an image must be one, got 3 in a file; save each"):
@@ -53,6 +55,11 @@ def test_what_can_be_seen_through_is_refused(mode: str) -> None:
     picture.putpixel((1, 1), seen_through)
     with pytest.raises(UserError, match=r"must be opaque, .*; put it on a background"):
         decoded(picture, "png", **options)
+
+
+def test_of_a_container_that_holds_sound_the_decoders_word_is_told() -> None:
+    with pytest.raises(UserError, match=r"Pillow can decode, but is not \(Unidentified"):
+        pixels(b"RIFF\x24\0\0\0WAVEfmt " + bytes(28))
 
 
 def decoded(picture: Image.Image, kind: str, **options: Any) -> np.ndarray:
