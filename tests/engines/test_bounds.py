@@ -1,5 +1,6 @@
 """How large a reply may be, against lengths by NumPy."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,12 +21,12 @@ def judged(
     replies: list[Tree],
     like: Tree | None = None,
     factor: float = 10.0,
-    payloads: list[Tree] | None = None,
+    payloads: Sequence[Tree] = (),
     noise: float = 0.0,
 ) -> set[int]:
     likes = dict.fromkeys(range(len(replies)), like)
-    told = None if payloads is None else dict(enumerate(payloads))
-    found = too_large(dict(enumerate(replies)), likes, factor, told, noise=noise)
+    of, told = dict(enumerate(replies)), dict(enumerate(payloads))
+    found = too_large(of, likes, factor, told, noise=noise)
     assert all("too large" in why for why in found.values())
     return set(found)
 

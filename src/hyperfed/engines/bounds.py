@@ -42,9 +42,9 @@ def too_large(
     replies: Mapping[int, Tree],
     likes: Mapping[int, Tree | None],
     factor: float,
-    payloads: Mapping[int, Tree] | None = None,
+    payloads: Mapping[int, Tree],
     *,
-    noise: float = 0.0,
+    noise: float,
 ) -> dict[int, str]:
     """Returns which replies to one question are too large to be used, {position: why}.
 
@@ -60,7 +60,7 @@ def too_large(
         replies: {position: reply}, all of one structure and finite.
         likes: {position: the argument that the reply is like}.
         factor: of the median.
-        payloads: {position: all that the client was sent}, where replies are like nothing.
+        payloads: {position: all that the client was sent} where replies are like nothing.
         noise: how long the noise is that clients add to such a reply; 0 where they add none.
     """
     found: dict[int, str] = {}
