@@ -564,9 +564,20 @@ def test_on_a_cluster_of_others_cores_are_counted_and_waited_for(
     holder = ray.remote(type("Holder", (), {})).options(num_cpus=cores).remote()
     monkeypatch.setattr(hyperfed.engines.ray.engine, "START_SECONDS", 0.5)
     engine = RayEngine(make_task(), Client, None, seed=0, workers=1)
-    with pytest.raises(UserError, match=r"must start 1 actors .* within 0\.5 s"):
+    with pytest.raises(UserError, match=r"must start 1 actors of 1 CPU .* within 0\.5 s.* others"):
         engine.cohort([0], 0, training=True).ask(Client.count)
     ray.kill(holder)
+
+
+def test_on_one_of_this_process_nothing_is_waited_for_but_the_machine(
+    connection: cluster.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert connection.started
+    monkeypatch.setattr(hyperfed.engines.ray.engine, "START_SECONDS", 0)
+    engine = RayEngine(make_task(), Client, None, seed=0, workers=2)
+    busy = r"must start 2 actors within 0 s, but did not: this machine is busy"
+    with pytest.raises(UserError, match=busy):
+        engine.cohort([0], 0, training=True).ask(Client.count)
 
 
 # Other processes.

@@ -37,7 +37,10 @@ from hyperfed.trees import Tree
 from hyperfed.trees.packing import pack, unpack
 
 START_SECONDS = 120.0
-"""How long actors may take to start: they wait for cores that others use."""
+"""How long actors may take to start: they wait for cores that others use.
+
+Five times as long where they wait for nothing, as a busy machine is only slow.
+"""
 
 Ref: TypeAlias = Any
 """Ray's reference to an object of the store; None stands for an empty tree."""
@@ -279,15 +282,20 @@ class RayEngine:
         )
         self._work = self._ray.put(work)
         self._actors = [self._hire() for _ in range(self.workers)]
+        waits = bool(self._cpus or self.gpus_per_worker)
+        limit = START_SECONDS if waits else 5 * START_SECONDS
         try:
             ready = [actor.ready.remote() for actor in self._actors]
-            self._ray.get(ready, timeout=START_SECONDS)
+            self._ray.get(ready, timeout=limit)
         except self._ray.exceptions.GetTimeoutError as error:
             self._dismiss()
+            each, why = "", "this machine is busy; wait for what else it does"
+            if waits:
+                each = f" of {self._cpus} CPU and {self.gpus_per_worker:g} GPU"
+                why = "others use it, or another run of this process; wait for them"
             raise UserError(
-                f"the Ray cluster must start {self.workers} actors of {self._cpus} CPU and "
-                f"{self.gpus_per_worker:g} GPU within {START_SECONDS:g} s, but did not: others use "
-                "it, or another run of this process; wait for them, or lower engine.workers"
+                f"the Ray cluster must start {self.workers} actors{each} within {limit:g} s, but "
+                f"did not: {why}, or lower engine.workers"
             ) from error
         except BaseException:
             self._dismiss()
