@@ -287,6 +287,7 @@ def test_two_methods_are_drawn_against_each_other_client_by_client(tmp_path, mon
     (axes,) = drawn[0].axes
     assert "local" in axes.get_xlabel()
     assert "pefll" in axes.get_ylabel()
+    assert axes.get_xlim() == axes.get_ylim() == pytest.approx((-3, 103))
     for points, expected in zip(
         axes.collections, ([(40, 50), (80, 100)], [(20, 20), (30, 90)]), strict=True
     ):

@@ -223,7 +223,11 @@ def test_many_runs_are_drawn_with_the_least_error_first(
     assert right.get_ylabel() == "test RMSE of a client (in the target's unit)"
     assert [line.get_ydata().tolist() for line in left.lines] == [[1.0], [2.0]]
     paired.draw(runs[0], runs[1], tmp_path / "c.png")
-    assert "test RMSE under m0" in drawn[2].axes[0].get_xlabel()
+    (against,) = drawn[2].axes
+    assert "test RMSE under m0" in against.get_xlabel()
+    assert against.get_xlim() == against.get_ylim() == pytest.approx((0.97, 2.03))
+    paired.draw(runs[0], runs[0], tmp_path / "d.png")  # all have one error
+    assert drawn[3].axes[0].get_xlim() == pytest.approx((0.47, 1.53))
 
 
 def test_the_page_knows_which_way_is_better() -> None:
