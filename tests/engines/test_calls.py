@@ -200,6 +200,9 @@ def run(call: Call, config: Config | None = None, **remembered: Tree) -> Any:
         module=task.models["base"],
         networks={},
         data=str,
+        secret=False,
+        limits=(),
+        private=None,
         **({"memory": {}, "scratch": {}} | remembered),
     )
 

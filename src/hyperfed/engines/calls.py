@@ -138,9 +138,9 @@ def execute(
     memory: Tree,
     scratch: Tree,
     data: Callable[[int], str],
-    secret: bool = False,
-    limits: Sequence[tuple[float, float]] = (),
-    private: PrivateUpdates | None = None,
+    secret: bool,
+    limits: Sequence[tuple[float, float]],
+    private: PrivateUpdates | None,
 ) -> Answer:
     """Runs a call in this process.
 
@@ -240,8 +240,8 @@ def let_out(
     about: str,
     data: Callable[[int], str],
     noise: Callable[[str], Noise],
-    secret: bool = False,
-    limits: Sequence[tuple[float, float]] = (),
+    secret: bool,
+    limits: Sequence[tuple[float, float]],
 ) -> Answer:
     """Returns an answer as it may leave its client in private training: bounded, and with noise.
 

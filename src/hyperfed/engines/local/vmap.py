@@ -121,7 +121,6 @@ class VmappedEngine(LoopEngine):
         if not good:
             answer = replace(answer, memory=self.memories.of(call)[0])
         call = replace(call, released=self.released.get(call.client, {}))
-        noise = noise_of(call, self.seed, secret=self._secret)
         try:
             answer = let_out(
                 call,
@@ -130,7 +129,8 @@ class VmappedEngine(LoopEngine):
                 private,
                 about=hash_of_settings(self.config, self.seed),
                 data=self._hash_of_data,
-                noise=noise,
+                noise=noise_of(call, self.seed, secret=self._secret),
+                secret=self._secret,
                 limits=self._limits,
             )
         except Exception as error:  # concerns this client alone
