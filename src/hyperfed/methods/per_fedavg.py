@@ -44,7 +44,9 @@ class Config(LocalConfig):
         variant: how the Hessian is approximated; ``first_order`` takes two thirds of the batches
             and half the gradients.
         adapt_lr: alpha, the rate of an adaptation, in training and for evaluation. Which is good
-            depends on ``local_lr``: search both.
+            depends on ``local_lr``: search both, in as many rounds as will be trained. Nothing in
+            the objective bounds the loss before the step, which may run away after hundreds of
+            rounds and leave a model of which a step makes nothing (results/pfedhn).
         adapt_steps: steps in which a client adapts the meta-model before using it.
         difference: delta, how far from w the two gradients of ``hessian_free`` are taken, in units
             of the gradient that they are taken along.
