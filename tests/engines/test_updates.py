@@ -451,10 +451,11 @@ def test_data_are_read_once_and_not_where_nothing_is_of_them(
     asked(ours, "model", change(0.3), clients=2)  # noise of the seed is of the data, too
     assert read == [len(TASK.train[0]), len(TASK.train[1])]
     task = replace(TASK, transform=noted)
-    ours = LoopEngine(task, Client, None, seed=0, private=FREE, secret=True)
-    read.clear()
-    asked(ours, "model", change(0.3), clients=2)
-    assert read == []
+    for kind in (LoopEngine, VmappedEngine):
+        ours = kind(task, Client, None, seed=0, private=FREE, secret=True)
+        read.clear()
+        asked(ours, "model", change(0.3), clients=2)
+        assert read == []
 
 
 @pytest.mark.parametrize("where", ["local", "central"])
