@@ -573,9 +573,9 @@ def test_on_one_of_this_process_nothing_is_waited_for_but_the_machine(
     connection: cluster.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert connection.started
-    monkeypatch.setattr(hyperfed.engines.ray.engine, "START_SECONDS", 0)
+    monkeypatch.setattr(hyperfed.engines.ray.engine, "START_SECONDS", 1e-9)
     engine = RayEngine(make_task(), Client, None, seed=0, workers=2)
-    busy = r"must start 2 actors within 0 s, but did not: this machine is busy"
+    busy = r"must start 2 actors within 5e-09 s, but did not: this machine is busy"
     with pytest.raises(UserError, match=busy):
         engine.cohort([0], 0, training=True).ask(Client.count)
 
